@@ -1,0 +1,54 @@
+"""Every error a user can cause, in one family.
+
+A message says what is wrong, where (parameter, file and line), both numbers, and what to do.
+`assert` elsewhere in the source marks bugs of our own.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose."""
+
+
+class MeshError(AutoparError):
+    """A mesh that does not parse, or whose size is not the number of ranks."""
+
+
+class LayoutError(AutoparError):
+    """A layout that does not parse, does not fit its tensor, or conflicts with another one."""
+
+
+class CaptureError(AutoparError):
+    """A model or loss that cannot be turned into one graph."""
+
+
+class BatchError(AutoparError):
+    """A batch whose structure, shapes or sizes do not fit the program or the mesh."""
+
+
+class RankError(AutoparError):
+    """Ranks that disagree, or a rank that was lost."""
+
+
+class ArtifactError(AutoparError):
+    """A directory that is not a saved program, or not an intact one."""
+
+
+class TargetError(AutoparError):
+    """A command line TARGET that does not name a function returning an `autopar.Job`."""
+
+
+class VerificationError(AutoparError):
+    """A program that broke a promise of its level: a bug in a pass or in a rule."""
+
+
+def divisors(size: int, limit: int = 64) -> list[int]:
+    """The axis sizes up to `limit` that divide `size`: what an error offers instead."""
+    return [n for n in range(1, min(size, limit) + 1) if size % n == 0]
+
+
+def one_of(values: list[int]) -> str:
+    """`1, 2, 5 or 10`: a list as a sentence says it."""
+    words = [str(v) for v in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

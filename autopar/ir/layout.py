@@ -1,0 +1,207 @@
+"""Layouts: which mesh axes split which tensor dim, and over which axes a value is still partial.
+
+The one spelling, used in plans, dumps, golden files and errors:
+
+    [dp,-,tp]            dim 0 split over dp, dim 1 whole, dim 2 split over tp
+    [dp:cp,-]            dim 0 split over dp, then each piece over cp
+    [3:tp,-]             dim 0 read as (3, tp, rest): every third is split over tp (a fused qkv)
+    [-,-] partial(tp)    whole, and the sum over tp is still to be taken
+    [-] partial(max:tp)  as above with the maximum
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import LayoutError
+from autopar.ir.mesh import Mesh
+
+Factor = str | int
+PARTIAL_KINDS = ("sum", "max", "min", "logsumexp")
+_TEXT = re.compile(r"\s*\[([^\[\]]*)\]\s*(?:partial\(([^()]*)\))?\s*\Z")
+_NAME = re.compile(r"[A-Za-z_]\w*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """For each tensor dim its factors, major to minor: an axis name splits, an integer does not.
+
+    The last factor of a dim (what is left of its size) is not written. `partial` holds
+    (axis, kind) pairs in the order of their axes: the value is the `kind` over these axes of what the ranks hold.
+    """
+
+    dims: tuple[tuple[Factor, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        dims = ",".join(":".join(map(str, dim)) or "-" for dim in self.dims)
+        if not self.partial:
+            return f"[{dims}]"
+        partial = ",".join(axis if kind == "sum" else f"{kind}:{axis}" for axis, kind in self.partial)
+        return f"[{dims}] partial({partial})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split some dim."""
+        return tuple(f for dim in self.dims for f in dim if isinstance(f, str))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every rank holds the whole value."""
+        return not self.partial and not any(self.dims)
+
+
+def whole(ndim: int) -> Layout:
+    """The layout of a value that every rank holds whole."""
+    return Layout(((),) * ndim)
+
+
+def parse_layout(text: str) -> Layout:
+    """Read the one spelling; the inverse of `str(layout)`."""
+    match = _TEXT.match(text)
+    if match is None:
+        raise LayoutError(f"cannot read layout '{text}': write it like '[dp,-,tp]' or '[-,-] partial(tp)'.")
+    body = match[1].strip()
+    dims = tuple(_parse_dim(part.strip(), text) for part in body.split(",")) if body else ()
+    partial = tuple(_parse_partial(part.strip(), text) for part in match[2].split(",")) if match[2] else ()
+    used = [f for dim in dims for f in dim if isinstance(f, str)] + [axis for axis, _ in partial]
+    twice = sorted({axis for axis in used if used.count(axis) > 1})
+    if twice:
+        raise LayoutError(f"layout '{text}' uses axis '{twice[0]}' twice: an axis splits one dim only.")
+    return Layout(dims, partial)
+
+
+def _parse_dim(part: str, text: str) -> tuple[Factor, ...]:
+    if part == "-":
+        return ()
+    factors: list[Factor] = []
+    for factor in part.split(":"):
+        if factor.isdigit() and int(factor) > 1:
+            factors.append(int(factor))
+        elif _NAME.match(factor):
+            factors.append(factor)
+        else:
+            raise LayoutError(f"layout '{text}': '{factor}' is neither an axis name, an integer above 1 nor '-'.")
+    if isinstance(factors[-1], int):
+        raise LayoutError(f"layout '{text}': '{part}' ends in an integer; what follows the last axis is not written.")
+    return tuple(factors)
+
+
+def _parse_partial(part: str, text: str) -> tuple[str, str]:
+    kind, _, axis = part.rpartition(":")
+    if not _NAME.match(axis) or (kind or "sum") not in PARTIAL_KINDS:
+        raise LayoutError(f"layout '{text}': '{part}' is not an axis, or a kind and an axis like 'max:tp'.")
+    return axis, kind or "sum"
+
+
+def factor_sizes(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The sizes of a dim's written factors."""
+    return tuple(mesh[f] if isinstance(f, str) else f for f in dim)
+
+
+def pieces(dim: tuple[Factor, ...], mesh: Mesh) -> int:
+    """Into how many pieces the axes of a dim split it."""
+    return math.prod(mesh[f] for f in dim if isinstance(f, str))
+
+
+def fits(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    """True if every dim is divisible by its factors."""
+    return len(shape) == len(layout.dims) and all(
+        size % math.prod(factor_sizes(dim, mesh)) == 0 for size, dim in zip(shape, layout.dims, strict=True)
+    )
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one rank's part of a value of global `shape`."""
+    assert fits(shape, layout, mesh), (shape, str(layout), str(mesh))
+    return tuple(size // pieces(dim, mesh) for size, dim in zip(shape, layout.dims, strict=True))
+
+
+def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[str, int]) -> torch.Tensor:
+    """What the rank at `coord` holds of a global value. Partial sums are held by coordinate 0."""
+    for dim, factors in enumerate(layout.dims):
+        if not any(isinstance(f, str) for f in factors):
+            continue
+        sizes = factor_sizes(factors, mesh)
+        rest = value.shape[dim] // math.prod(sizes)
+        value = value.unflatten(dim, (*sizes, rest))
+        # After a select the next factor moves into this position; an integer factor stays and is passed over.
+        kept = 0
+        for factor in factors:
+            if isinstance(factor, str):
+                value = value.select(dim + kept, coord[factor])
+            else:
+                kept += 1
+        value = value.flatten(dim, dim + kept)
+    first = all(coord[axis] == 0 for axis, kind in layout.partial if kind == "sum")
+    return value if first else torch.zeros_like(value)
+
+
+def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The global value of which rank i holds `parts[i]`; the inverse of `local_part`.
+
+    Replicas are taken from the ranks with coordinate 0; `replica_error` says whether they agree.
+    """
+    grid = torch.stack(parts).reshape(*mesh.shape, *parts[0].shape)
+    names = list(mesh.names)
+    for axis, kind in layout.partial:
+        grid = reduce_dim(grid, names.index(axis), kind)
+        names.remove(axis)
+    for axis in [name for name in names if name not in layout.axes]:
+        grid = grid.select(names.index(axis), 0)
+        names.remove(axis)
+    # grid dims: the splitting axes, then the local dims. Put each axis where its factor stands.
+    order: list[int] = []
+    shape: list[int] = []
+    local = parts[0].shape
+    grid_shape = list(grid.shape[: len(names)])
+    for size, factors in zip(local, layout.dims, strict=True):
+        integers = [f for f in factors if isinstance(f, int)]
+        grid_shape += [*integers, size // math.prod(integers)]
+    position = len(names)
+    for factors in layout.dims:
+        for factor in factors:
+            if isinstance(factor, str):
+                order.append(names.index(factor))
+            else:
+                order.append(position)
+                position += 1
+        order.append(position)
+        position += 1
+    for size, factors in zip(local, layout.dims, strict=True):
+        shape.append(size * pieces(factors, mesh))
+    return grid.reshape(grid_shape).permute(order).reshape(shape)
+
+
+def reduce_dim(grid: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    """Reduce one dim by a partial kind."""
+    match kind:
+        case "sum":
+            return grid.sum(dim)
+        case "max":
+            return grid.amax(dim)
+        case "min":
+            return grid.amin(dim)
+        case "logsumexp":
+            return torch.logsumexp(grid, dim)
+    raise AssertionError(kind)
+
+
+def replica_error(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> float:
+    """The largest absolute difference between ranks that should hold the same part (0 if none share)."""
+    seen: dict[tuple[int, ...], torch.Tensor] = {}
+    distinct = set(layout.axes) | {axis for axis, _ in layout.partial}
+    worst = 0.0
+    for part, coord in zip(parts, mesh.coords(), strict=True):
+        key = tuple(coord[axis] for axis in mesh.names if axis in distinct)
+        first = seen.setdefault(key, part)
+        if first is not part and part.numel():
+            same = (part == first) | (part.isnan() & first.isnan())
+            difference = torch.where(same, 0.0, (part.double() - first.double()).abs())
+            worst = max(worst, difference.nan_to_num(math.inf).max().item())
+    return worst

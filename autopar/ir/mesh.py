@@ -1,0 +1,137 @@
+"""The device mesh: ordered, named axes; ranks are numbered with the last axis fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import MeshError, divisors, one_of
+
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes with their sizes, outermost first, e.g. `Mesh((("dp", 2), ("tp", 4)))`."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise MeshError(f"mesh '{self}' names an axis twice: each axis has one name and one size.")
+        for name, size in self.axes:
+            if size < 1:
+                raise MeshError(f"mesh '{self}': axis '{name}' has size {size}; a size is 1 or more.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of one axis."""
+        return dict(self.axes)[axis]
+
+    def __contains__(self, axis: str) -> bool:
+        return axis in self.names
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def coord(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis."""
+        coord: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, coord[name] = divmod(rank, size)
+        return {name: coord[name] for name in self.names}
+
+    def rank(self, coord: Mapping[str, int]) -> int:
+        """The rank that stands at a coordinate."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coord[name]
+        return rank
+
+    def coords(self) -> list[dict[str, int]]:
+        """The coordinates of all ranks, in rank order."""
+        ranges = [range(size) for _, size in self.axes]
+        return [dict(zip(self.names, point, strict=True)) for point in itertools.product(*ranges)]
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only on `axis`, in the order of that axis."""
+        coord = self.coord(rank)
+        return tuple(self.rank({**coord, axis: i}) for i in range(self[axis]))
+
+
+def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = None) -> Mesh:
+    """`"dp=2,tp=-1"`, `{"dp": 2, "tp": -1}` or a `Mesh`, checked against the number of ranks.
+
+    One size may be -1: it takes what the other axes leave of `world_size`.
+    Raises `MeshError` for anything else, or if the product is not `world_size`.
+    """
+    if isinstance(mesh, Mesh):
+        axes = list(mesh.axes)
+    elif isinstance(mesh, Mapping):
+        axes = [(str(name), _size(name, size, mesh)) for name, size in mesh.items()]
+    elif isinstance(mesh, str):
+        axes = _parse_axes(mesh)
+    else:
+        raise MeshError(
+            f"a mesh is a string such as 'dp=2,tp=2', a dict, a named DeviceMesh or an autopar.Mesh, "
+            f"not {type(mesh).__name__}."
+        )
+    return _fill(axes, mesh, world_size)
+
+
+def _size(name: object, size: object, mesh: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise MeshError(f"mesh {mesh!r}: the size of axis '{name}' is {size!r}, which is not an integer.")
+    return size
+
+
+def _parse_axes(text: str) -> list[tuple[str, int]]:
+    axes = []
+    for part in text.split(","):
+        match = _AXIS.match(part)
+        if match is None:
+            raise MeshError(
+                f"mesh '{text}': cannot read '{part.strip()}'. Write axis=size pairs with commas, e.g. 'dp=2,tp=2'."
+            )
+        axes.append((match[1], int(match[2])))
+    return axes
+
+
+def _fill(axes: list[tuple[str, int]], mesh: object, world_size: int | None) -> Mesh:
+    known = math.prod(size for _, size in axes if size != -1)
+    open_axes = [name for name, size in axes if size == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"mesh '{mesh}': only one axis may be -1, not {', '.join(open_axes)}.")
+    if open_axes:
+        if world_size is None:
+            raise MeshError(f"mesh '{mesh}': '{open_axes[0]}=-1' needs the number of ranks, which is not known here.")
+        if known < 1 or world_size % known:
+            raise MeshError(
+                f"mesh '{mesh}': the other axes need a multiple of {known} ranks, but there are {world_size}. "
+                f"Their product may be {one_of(divisors(world_size))} here."
+            )
+        axes = [(name, world_size // known if size == -1 else size) for name, size in axes]
+    filled = Mesh(tuple(axes))
+    if world_size is not None and filled.size != world_size:
+        raise MeshError(
+            f"mesh '{filled}' has {filled.size} ranks, but {world_size} "
+            f"{'is' if world_size == 1 else 'are'} running. Start {filled.size} "
+            f"(autopar run, or torchrun --nproc-per-node={filled.size}), or write -1 for the axis that takes the rest."
+        )
+    return filled

@@ -1,0 +1,163 @@
+"""The ops of our own that stand in graphs: semantic ops raised by the capture, and collectives.
+
+Semantic ops keep what aten loses (batch dims of a matmul, attention as one thing), so that device, mask and
+parallel choices are made later. Their kernels are in `runtime/kernels.py`. Collectives have no kernel: they
+name mesh axes, never ranks, and the executor hands them to its communication driver.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+NAMESPACE = "autopar"
+
+SEMANTIC = (
+    # einsum of two operands, e.g. equation "abc,dc->abd"
+    "contract(Tensor a, Tensor b, str equation) -> Tensor",
+    # softmax(q k^T * scale + mask) v; q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h a multiple of hk; (out, logsumexp)
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
+    "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    # over the last dim
+    "logsumexp(Tensor x) -> Tensor",
+    # x[..., index - offset], 0 where that is outside of x
+    "pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor",
+    # grad * (exp(x - lse) - onehot(index - offset)): the gradient of lse - pick
+    "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, *, SymInt offset=0) -> Tensor",
+    # weight[index - offset], 0 where that is outside of weight
+    "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
+    # the gradient of embedding for a table of `rows`; indices equal to padding (if >= 0) give none
+    "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
+    # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
+    # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
+    "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
+)
+
+COLLECTIVES = (
+    "all_reduce(Tensor x, str axis, str kind) -> Tensor",
+    # dim is (outer, rest) on each rank and (outer, axis, rest) in the result
+    "all_gather(Tensor x, str axis, int dim, int outer) -> Tensor",
+    "reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
+    # the split moves from dim `gather` to dim `scatter`
+    "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
+    # an all_reduce in two halves, for overlap
+    "all_reduce_start(Tensor x, str axis, str kind) -> Tensor",
+    "wait(Tensor x) -> Tensor",
+)
+
+LOCAL = (
+    # this rank's piece of a whole dim; nothing moves
+    "shard(Tensor x, str axis, int dim, int outer) -> Tensor",
+    # the value on coordinate 0, zeros elsewhere: whole -> partial(sum)
+    "keep_first(Tensor x, str axis) -> Tensor",
+    # this rank's coordinate on an axis
+    "coord(str axis) -> SymInt",
+)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _schema in (*SEMANTIC, *COLLECTIVES, *LOCAL):
+    _library.define(_schema)
+
+
+def op(name: str) -> Any:
+    """The overload of an op of our own, e.g. `op("contract")`."""
+    return getattr(torch.ops.autopar, name).default
+
+
+def is_collective(target: object) -> bool:
+    """True for an op that moves data between ranks."""
+    return target in _COLLECTIVE_TARGETS
+
+
+def is_mesh_op(target: object) -> bool:
+    """True for an op whose result depends on the rank: the executor runs it, not a kernel."""
+    return target in _MESH_TARGETS
+
+
+def _name(schema: str) -> str:
+    return schema.split("(", 1)[0]
+
+
+_COLLECTIVE_TARGETS = frozenset(op(_name(schema)) for schema in COLLECTIVES)
+_MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(_name(schema)) for schema in LOCAL)
+
+
+def equation_shape(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The result shape of a contraction."""
+    left, result = equation.split("->")
+    names_a, names_b = left.split(",")
+    sizes = dict(zip(names_a, a, strict=True)) | dict(zip(names_b, b, strict=True))
+    return tuple(sizes[name] for name in result)
+
+
+def contraction_flops(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Two operations for each multiply-add."""
+    left, _ = equation.split("->")
+    names_a, names_b = left.split(",")
+    sizes = dict(zip(names_a, a, strict=True)) | dict(zip(names_b, b, strict=True))
+    return 2 * math.prod(sizes.values())
+
+
+def _meta(name: str) -> Any:
+    return torch.library.impl(_library, name, "Meta")
+
+
+@_meta("contract")
+def _(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    return a.new_empty(equation_shape(equation, tuple(a.shape), tuple(b.shape)))
+
+
+@_meta("attention")
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    b, h, s, _d = q.shape
+    # dense in (b, s, h, e): what the flash kernels return, so that the following transpose and view are free
+    out = q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((b, h, s), dtype=dtype)
+
+
+@_meta("attention_backward")
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@_meta("logsumexp")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[:-1])
+
+
+@_meta("pick")
+def _(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    return x.new_empty(index.shape)
+
+
+@_meta("cross_entropy_backward")
+def _(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@_meta("embedding")
+def _(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    return weight.new_empty((*index.shape, weight.shape[1]))
+
+
+@_meta("embedding_backward")
+def _(grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0) -> torch.Tensor:
+    return grad.new_empty((rows, grad.shape[-1]))
+
+
+@_meta("dropout")
+def _(
+    x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: list[int], local: list[int], offsets: list[int]
+) -> torch.Tensor:
+    return torch.empty_like(x)

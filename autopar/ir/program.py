@@ -1,0 +1,225 @@
+"""A training step as one torch.fx graph, with one typed record on each node."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+
+_KEY = "autopar"
+
+
+class Level(enum.IntEnum):
+    """What a program promises; each pass goes from one level to the same or the next."""
+
+    CAPTURED = 0  # global shapes, every value typed, no layout
+    SHARDED = 1  # every value has a layout, every operand a wanted layout
+    EXPLICIT = 2  # every operand has the layout its consumer wants: the collectives stand in the graph
+    LOCAL = 3  # shapes and arguments are one rank's
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """The global shape and the dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+    @property
+    def bytes_(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+Types = tuple["TensorType | None", ...]
+Layouts = tuple["Layout | None", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that the passes know of one node.
+
+    `types` and `layouts` have one entry a result (one, unless `several` results come as a list or tuple);
+    an entry is None where the result is no tensor. `operands` are the layouts in which the node wants its
+    tensor operands (see `operand_nodes`).
+    """
+
+    types: Types
+    several: bool = False
+    layouts: Layouts = ()
+    operands: tuple[Layout, ...] = ()
+    module: str = ""  # module path, e.g. "blocks.0.attn"
+    source: str = ""  # the user's file and line, e.g. "gpt.py:41"
+    phase: str = "forward"  # or "backward"
+    made_by: str = "capture"  # the pass that made the node
+    origin: str = ""  # the captured node whose logical value this holds, e.g. "mul_3" or "split.1"
+    reason: str = ""  # why the node exists, if a pass made it
+
+    @property
+    def type(self) -> TensorType:
+        """The type of the only result."""
+        assert len(self.types) == 1 and self.types[0] is not None
+        return self.types[0]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the only result."""
+        assert len(self.layouts) == 1 and self.layouts[0] is not None
+        return self.layouts[0]
+
+    @property
+    def is_tensor(self) -> bool:
+        return not self.several and self.types[0] is not None
+
+    def with_(self, **changes: Any) -> Record:
+        return replace(self, **changes)
+
+
+def record(node: fx.Node) -> Record:
+    """The record of a node."""
+    found = node.meta[_KEY]
+    assert isinstance(found, Record)
+    return found
+
+
+def set_record(node: fx.Node, value: Record) -> None:
+    node.meta[_KEY] = value
+
+
+def has_record(node: fx.Node) -> bool:
+    return _KEY in node.meta
+
+
+def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor-valued arguments in the order of args, then kwargs, lists flattened, duplicates kept."""
+    found: list[fx.Node] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, fx.Node):
+            if record(arg).is_tensor:
+                found.append(arg)
+        elif isinstance(arg, (tuple, list)):
+            for item in arg:
+                visit(item)
+        elif isinstance(arg, dict):
+            for item in arg.values():
+                visit(item)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch or seed.
+
+    `names` are the module's names of it (several if tied), or its place in the batch.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result of the graph: `kind` is loss, gradient, buffer or value; `name` is the parameter's or buffer's."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The graph of one step. Its placeholders are `inputs`, in order; its output is a flat tuple of `outputs`."""
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    level: Level = Level.CAPTURED
+    mesh: Mesh = Mesh(())
+    notes: tuple[str, ...] = ()  # what a person should know, e.g. ops that stay replicated
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.graph.nodes)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """The nodes that the graph returns, one for each of `outputs`."""
+        output = self.graph.output_node()
+        return tuple(output.args[0])  # type: ignore[arg-type]
+
+    def with_(self, **changes: Any) -> Program:
+        return replace(self, **changes)
+
+    def calls(self) -> Iterator[fx.Node]:
+        """The nodes that compute something."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """True for the projection of one result out of several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+@dataclass(slots=True)
+class Builder:
+    """Copies a graph node by node, letting a pass put other nodes in place of some.
+
+    `value` maps an old node to the new node that stands for it.
+    """
+
+    made_by: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    value: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Copy a node as it is, under its own name."""
+        made = self.graph.node_copy(node, lambda old: self.value[old])
+        self.value[node] = made
+        return made
+
+    def call(self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", **kwargs: Any) -> fx.Node:
+        """Add a call made by this pass. `like` is its record, but for `made_by`."""
+        made = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        set_record(made, like.with_(made_by=self.made_by))
+        return made
+
+    def new(self, arg: Any) -> Any:
+        """An argument with its old nodes replaced by the new ones."""
+        return fx.node.map_arg(arg, lambda old: self.value[old])
+
+
+def part_shape(type_: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one rank's part of a value."""
+    return local_shape(type_.shape, layout, mesh)
+
+
+def tables(program: Program) -> Mapping[str, list[str]]:
+    """The names of the inputs by kind."""
+    found: dict[str, list[str]] = {}
+    for entry in program.inputs:
+        found.setdefault(entry.kind, []).append(entry.name)
+    return found

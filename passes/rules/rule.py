@@ -1,0 +1,96 @@
+"""What a rule says of one call, in names: which dims of operands and results are the same thing.
+
+`mm: "m k, k n -> m n"`. A name in operands and results may be split; a name that a result lacks is
+contracted and leaves that result partial. The notation is in `passes/rules/notation.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.program import TensorType
+
+Dim = tuple[str, ...]  # the names that make up a tensor dim, major to minor; () is a dim of size 1
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op with its arguments, as a rule sees it: tensor arguments are known by their types.
+
+    `args` and `kwargs` are the node's own; a tensor in them is any object (an fx.Node); ints are global.
+    `operands` are the types of the tensor arguments as `operand_nodes` orders them; `results` of the results.
+    """
+
+    op: str  # e.g. "aten.mm.default"
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[TensorType, ...]
+    results: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one call may be split.
+
+    operands, results: for each tensor, for each dim, the names that make it up.
+    sizes: the size of each name.
+    whole: the names that must not be split.
+    partial: the kind of partial result that a split name leaves in a result that lacks it.
+    linear: sets of operands; if all operands of a set are partial sums (and the others are not), so are the results.
+    indexed: names along which an index operand points; they may be split contiguously only, and the call then gets
+      the offset of its piece as the argument `offset`.
+    flops: floating-point operations of the whole call, if it is a contraction; 0 for cheap ops.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    partial: str = "sum"
+    linear: tuple[frozenset[int], ...] = ()
+    indexed: frozenset[str] = frozenset()
+    flops: int = 0
+
+    def names(self) -> tuple[str, ...]:
+        """The names that may be split, in order of appearance."""
+        order: dict[str, None] = {}
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                order.update(dict.fromkeys(dim))
+        return tuple(name for name in order if name not in self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the table: the rule of an op, and how its arguments change when its pieces are computed.
+
+    rule: makes the rule of one call.
+    shape_arg: the position of the argument that is the result's shape, rewritten to the local shape.
+    size_arg: (position, name) of an integer argument that is the size of a name, rewritten to the local size.
+    pointwise: the op computes each element on its own (it may be fused).
+    """
+
+    rule: Callable[[Call], Rule]
+    shape_arg: int | None = None
+    size_arg: tuple[int, str] | None = None
+    pointwise: bool = False
+
+
+Table = Mapping[str, Row]
+
+
+@dataclass(slots=True)
+class Namer:
+    """Fresh names for rules computed from shapes."""
+
+    count: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def new(self, size: int) -> str:
+        name = f"n{self.count}"
+        self.count += 1
+        self.sizes[name] = size
+        return name
