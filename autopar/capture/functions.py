@@ -1,0 +1,150 @@
+"""Semantic ops with their gradients, as autograd functions over the ops of `autopar.ir.ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from autopar.ir.ops import op
+
+Tensor = torch.Tensor
+
+
+class Contract(Function):
+    """Einsum of two operands; every name stands in at least two of the three tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, equation: str) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.equation = equation
+        return op("contract")(a, b, equation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        left, result = ctx.equation.split("->")
+        names_a, names_b = left.split(",")
+        need_a, need_b, _ = ctx.needs_input_grad
+        grad_a = op("contract")(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
+        grad_b = op("contract")(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
+        return grad_a, grad_b, None
+
+
+class Attention(Function):
+    """softmax(q k^T scale + mask) v (Vaswani et al. 2017) with the logsumexp kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        out, lse = op("attention")(q, k, v, mask, causal, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.rest = (causal, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = op("attention_backward")(grad, q, k, v, mask, out, lse, *ctx.rest)
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+class CrossEntropy(Function):
+    """-log softmax(x)[index] over the last dim: logsumexp(x) - x[index], both partial if the classes are split
+    (vocabulary-parallel loss, arXiv 1909.08053 section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        lse = op("logsumexp")(x)
+        ctx.save_for_backward(x, lse, index)
+        return lse - op("pick")(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, lse, index = ctx.saved_tensors
+        return op("cross_entropy_backward")(grad, x, lse, index), None
+
+
+class Embedding(Function):
+    """weight[index]; the gradient of row `padding` is left out if padding >= 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows, ctx.padding = weight.shape[0], padding
+        return op("embedding")(weight, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (index,) = ctx.saved_tensors
+        return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
+
+
+class Dropout(Function):
+    """x * keep / (1 - p), keep a function of (seed, key, index of the element) alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.rest = (key, p)
+        return _dropout(x, seed, key, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (seed,) = ctx.saved_tensors
+        return _dropout(grad, seed, *ctx.rest), None, None, None
+
+
+def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
+    shape = list(x.shape)
+    return op("dropout")(x, seed, key, p, shape, shape, [0] * len(shape))
+
+
+class BatchNorm(Function):
+    """Normalisation over all dims but 1 with the statistics of the whole batch (arXiv 1502.03167).
+
+    Returns (y, mean, biased variance). Sums and element counts are apart, so that a split batch sums right.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        dims, shape, count = _per_channel(x)
+        mean = x.sum(dims) / count
+        centred = x - mean.reshape(shape)
+        variance = (centred * centred).sum(dims) / count
+        rstd = (variance + eps).rsqrt()
+        normal = centred * rstd.reshape(shape)
+        y = normal
+        if weight is not None:
+            y = y * weight.reshape(shape)
+        if bias is not None:
+            y = y + bias.reshape(shape)
+        ctx.save_for_backward(normal, rstd, weight)
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        normal, rstd, weight = ctx.saved_tensors
+        dims, shape, count = _per_channel(normal)
+        grad_bias = grad.sum(dims)
+        grad_weight = (grad * normal).sum(dims)
+        scale = rstd if weight is None else rstd * weight
+        inner = grad - (grad_bias / count).reshape(shape) - normal * (grad_weight / count).reshape(shape)
+        grad_x = inner * scale.reshape(shape) if ctx.needs_input_grad[0] else None
+        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None
+
+
+def _per_channel(x: Tensor) -> tuple[list[int], list[int], int]:
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [x.shape[1] if dim == 1 else 1 for dim in range(x.ndim)]
+    return dims, shape, x.numel() // x.shape[1]

@@ -1,0 +1,101 @@
+"""Where a node comes from: the module that ran, the user's line, forward or backward.
+
+Forward hooks follow the module path; each torch function that runs leaves its place on the autograd nodes that it
+made, and the backward of such a node is charged to the same place. The place travels to the graph's nodes by way
+of torch.fx's stack trace field.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+
+_SEPARATOR = "\x1f"
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_INTERNAL = tuple(
+    path + os.sep for path in (_HERE, _TORCH, *(os.path.join(os.path.dirname(_HERE), p) for p in ("passes", "runtime")))
+)
+
+
+def is_user_file(filename: str) -> bool:
+    """True for a file that is neither torch's nor autopar's nor Python's own machinery."""
+    return not filename.startswith(_INTERNAL) and not filename.startswith("<")
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`gpt.py:41` of the innermost frame of the user's."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_user_file(filename):
+            return f"{os.path.basename(filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Locator:
+    """Keeps the current place during a trace and marks the nodes made there."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = [""]
+        self.phase = "forward"
+        self._known: set[Any] = set()
+
+    @contextmanager
+    def follow(self, model: nn.Module) -> Iterator[None]:
+        """Follow the module path of `model` while it runs."""
+        handles = []
+        for path, module in model.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                self.stack.append(path)
+
+            def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+                self.stack.pop()
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            with fx_traceback.preserve_node_meta():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def mark(self) -> tuple[str, str]:
+        """Charge the nodes made from now on to the current module and the user's current line."""
+        place = (self.stack[-1], user_line(sys._getframe(1)))
+        fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
+        return place
+
+    def adopt(self, result: Any, place: tuple[str, str]) -> None:
+        """Charge the backward of all autograd nodes behind `result` that are new to `place`."""
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(item, torch.Tensor) or item.grad_fn is None:
+                continue
+            pending = [item.grad_fn]
+            while pending:
+                grad_fn = pending.pop()
+                if grad_fn in self._known:
+                    continue
+                self._known.add(grad_fn)
+                grad_fn.register_prehook(lambda _grads, place=place: self._enter_backward(place))
+                pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
+
+    def _enter_backward(self, place: tuple[str, str]) -> None:
+        fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
+
+
+def place_of(node: fx.Node) -> tuple[str, str, str]:
+    """(phase, module path, source line) of a traced node."""
+    trace = node.meta.get("stack_trace") or ""
+    parts = trace.split(_SEPARATOR)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else ("forward", "", "")

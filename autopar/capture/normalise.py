@@ -1,0 +1,203 @@
+"""From what the tracer recorded to a program: functional, without dead or idle nodes, every value typed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.func import functionalize
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.capture.location import place_of
+from autopar.errors import CaptureError
+from autopar.ir.program import Input, Output, Program, Record, TensorType, set_record
+
+aten = torch.ops.aten
+
+# Ops that change nothing in a graph without mutation, where every value stands for itself.
+_IDLE = frozenset(
+    (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default,
+     aten.lift_fresh_copy.default, aten.contiguous.default)
+)  # fmt: skip
+# A view's strides are those of the whole value; a piece has others. Reshape is right for both.
+_RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
+_PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
+
+
+def is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same graph without in-place ops; nodes keep their place. A mutated input comes out as a new value."""
+    if not any(is_mutable(node) for node in module.graph.nodes):
+        return module
+
+    def run(*args: Any) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(*args)
+
+    return make_fx(functionalize(run, remove="mutations"), tracing_mode="fake")(*inputs)
+
+
+def normalise(
+    module: fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...]
+) -> tuple[Program, dict[str, torch.Tensor]]:
+    """A CAPTURED program and the constants that the model made, which become inputs.
+
+    Raises CaptureError for random ops that would draw other numbers on each rank.
+    """
+    return _Normaliser(module, inputs).run(outputs)
+
+
+class _Normaliser:
+    def __init__(self, module: fx.GraphModule, inputs: tuple[Input, ...]) -> None:
+        self.module = module
+        self.inputs = list(inputs)
+        self.graph = fx.Graph()
+        self.value: dict[fx.Node, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def run(self, outputs: tuple[Output, ...]) -> tuple[Program, dict[str, torch.Tensor]]:
+        nodes = list(self.module.graph.nodes)
+        live = _live(nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        assert len(placeholders) == len(self.inputs)
+        names = _Names()
+        for node, entry in zip(placeholders, self.inputs, strict=True):
+            self.value[node] = self._placeholder(names.of(entry), _types(node)[0])
+        for node in nodes:
+            if node.op == "get_attr":
+                self._constant(node, names)
+        for node in nodes:
+            if node.op == "call_function" and node in live:
+                self._call(node)
+        results = self._results(nodes[-1], len(outputs))
+        self.graph.output(results)
+        set_record(self.graph.output_node(), Record((None,)))
+        kept = [(r, o) for r, o in zip(results, outputs, strict=True) if r is not None]
+        if len(kept) < len(outputs):
+            self.graph.output_node().args = (tuple(r for r, _ in kept),)
+        for made in reversed(self.graph.nodes):
+            if made.op == "call_function" and not made.users:
+                self.graph.erase_node(made)
+        program = Program(self.graph, tuple(self.inputs), tuple(o for _, o in kept))
+        self.graph.lint()
+        return program, self.constants
+
+    def _placeholder(self, name: str, type_: TensorType | None) -> fx.Node:
+        node = self.graph.placeholder(name)
+        set_record(node, Record((type_,), origin=node.name))
+        return node
+
+    def _constant(self, node: fx.Node, names: _Names) -> None:
+        value = getattr(self.module, str(node.target))
+        name = f"constant.{len(self.constants)}"
+        self.constants[name] = value
+        entry = Input("constant", (name,))
+        self.inputs.append(entry)
+        self.value[node] = self._placeholder(names.of(entry), TensorType(tuple(value.shape), value.dtype))
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        same = _same_value(node)
+        if same is not None:
+            self.value[node] = self.value[same]
+            return
+        phase, module, source = place_of(node)
+        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+            raise CaptureError(
+                f"random op '{target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
+                f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
+                f"F.dropout and nn.Dropout are supported as they are."
+            )
+        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
+        if target in _RESHAPE:
+            target = aten.reshape.default
+        args, kwargs = fx.node.map_arg((args, kwargs), self.value.__getitem__)
+        made = self.graph.create_node("call_function", target, args, kwargs, name=getattr(target, "_opname", None))
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        set_record(made, Record(_types(node), several, (), (), module, source, phase, "capture", made.name))
+        self.value[node] = made
+
+    def _results(self, output: fx.Node, count: int) -> tuple[fx.Node | None, ...]:
+        found = output.args[0]
+        flat = list(found) if isinstance(found, (tuple, list)) else [found]
+        assert len(flat) == count
+        return tuple(None if item is None else self.value[item] for item in flat)
+
+
+class _Names:
+    """Names of placeholders, from the names of what they hold."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def of(self, entry: Input) -> str:
+        base = "".join(c if c.isalnum() else "_" for c in entry.name)
+        base = f"{entry.kind}_{base}" if not base[:1].isalpha() else base
+        name, count = base, 0
+        while name in self.used:
+            count += 1
+            name = f"{base}_{count}"
+        self.used.add(name)
+        return name
+
+
+def _types(node: fx.Node) -> tuple[TensorType | None, ...]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(
+        TensorType(tuple(int(s) for s in v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in values
+    )
+
+
+def _same_value(node: fx.Node) -> fx.Node | None:
+    """The operand whose value an idle node passes on."""
+    source: Any = node.args[0] if node.args else None
+    if node.target in _IDLE:
+        return source
+    if node.target is aten.copy.default:
+        source = node.args[1]
+    elif node.target not in (aten._to_copy.default, aten.to.dtype):
+        return None
+    value, result = source.meta["val"], node.meta["val"]
+    return source if value.dtype == result.dtype and value.shape == result.shape else None
+
+
+def _live(nodes: list[fx.Node]) -> set[fx.Node]:
+    live: set[fx.Node] = set()
+    pending = [node for node in nodes if node.op == "output"]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in live:
+                live.add(source)
+                pending.append(source)
+    return live
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Means become sums over a count, so that a piece's part of them is right on its own."""
+    return {
+        aten.mean.dim: _mean,
+        aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
+        aten.addmm.default: _addmm,
+    }
+
+
+def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
+    count = 1
+    for d in dims:
+        count = operator.mul(count, x.shape[d])
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    product = torch.mm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)

@@ -1,0 +1,250 @@
+"""Programs as text, one line a value; `parse_program(print_program(p))` is `p`, but for devices.
+
+    LOCAL program on dp=2,tp=2
+    note: 1 op stays replicated
+    %x: f32[4,16] of [8,16] [dp,-] = batch "0"
+    %w: f32[16,32] of [16,64] [-,tp] = parameter "up.weight"
+    %mm: f32[4,32] of [8,64] [dp,tp] = aten.mm.default(%x, %w)   # up  gpt.py:41
+    %sum_1: f32[] [] partial(dp,tp) = aten.sum.default(%mm)   # gpt.py:50
+    %all_reduce: f32[] [] partial(tp) = autopar.all_reduce.default(%sum_1, "dp", "sum")   # gpt.py:50  by reshard
+    return loss "" = %all_reduce as []
+
+`f32[4,16] of [8,16] [dp,-]` is the local shape, the global one, and the layout; below LOCAL the global shape
+stands alone. Several results stand in parentheses, and `-` is a result that is no tensor. `%x as [dp,-]` is the
+layout in which an operand is wanted where that is not the layout which it has. After `#`, as far as they say
+something: module path, source line, `backward`, `by` the pass that made it, `from` the captured value that
+it holds (itself, if not written), `why: ` the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout, fits, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.parse import DTYPES, parse_program
+from autopar.ir.program import Level, Program, Record, TensorType, has_record, operand_nodes, record
+from autopar.ir.targets import target_name
+
+__all__ = [
+    "diff_programs",
+    "dtype_name",
+    "parse_program",
+    "print_node",
+    "print_program",
+    "print_result",
+    "print_type",
+]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BARE_MODULE = re.compile(r"(?!backward\Z)[\w.]+\Z")
+_BARE_SOURCE = re.compile(r"[^\s\"]*:\d+\Z")
+_WORD = re.compile(r"[\w.]+\Z")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: f32, bf16, i64, b8."""
+    return _DTYPE_NAMES[dtype]
+
+
+def quote(text: str) -> str:
+    """A string on one line."""
+    return json.dumps(text, ensure_ascii=False).replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace(
+        "\u2029", "\\u2029"
+    )  # fmt: skip
+
+
+def print_type(type_: TensorType | None, layout: Layout | None = None, mesh: Mesh | None = None) -> str:
+    """`bf16[8,512]`; with a mesh, a layout that splits and its local shape, `bf16[4,512] of [8,512]`."""
+    if type_ is None:
+        return "-"
+    shape = f"[{','.join(map(str, type_.shape))}]"
+    if mesh is not None and layout is not None and layout.axes and fits(type_.shape, layout, mesh):
+        local = local_shape(type_.shape, layout, mesh)
+        shape = f"[{','.join(map(str, local))}] of {shape}"
+    return dtype_name(type_.dtype) + shape
+
+
+def print_result(known: Record, mesh: Mesh | None = None) -> str:
+    """Types and layouts of a node's results. With a mesh: local shapes too."""
+    layouts = known.layouts or (None,) * len(known.types)
+    items = []
+    for type_, layout in zip(known.types, layouts, strict=True):
+        text = print_type(type_, layout, mesh)
+        if layout is not None:
+            text += f" {layout}"
+        elif known.layouts and type_ is not None:
+            text += " unset"
+        items.append(text)
+    if not known.several:
+        assert len(items) == 1, items
+        return items[0]
+    # a program at SHARDED whose only results are no tensors has layouts, all None; without them: `!`
+    return f"({', '.join(items)})"
+
+
+def print_argument(value: Any, wanted: Iterator[str] | None = None) -> str:
+    """One argument of a call. `wanted` gives, operand by operand, what is written after it."""
+    match value:
+        case fx.Node():
+            tail = next(wanted) if wanted is not None and record(value).is_tensor else ""
+            return f"%{value.name}{tail}"
+        case None | True | False | int():
+            return str(value)
+        case float():
+            return repr(value) if math.isfinite(value) else str(value)
+        case str():
+            return quote(value)
+        case list() | tuple():
+            inner = ", ".join(print_argument(item, wanted) for item in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        case torch.dtype():
+            return dtype_name(value)
+        case torch.memory_format() | torch.layout():
+            return str(value)
+        case torch.device():
+            return "None"
+    raise TypeError(f"an argument of type {type(value).__name__} has no text form: {value!r}")
+
+
+def _operand_tails(node: fx.Node, known: Record | None) -> tuple[list[str], str]:
+    """What is written after each operand, and what the comment says where that cannot carry it."""
+    operands = operand_nodes(node)
+    nothing = [""] * len(operands)
+    if known is None:
+        return nothing, ""
+    has = [record(operand).layouts[0] if record(operand).layouts else None for operand in operands]
+    usual = tuple(has) if known.layouts or node.op == "output" else ()
+    if known.operands == usual or (not known.operands and None in usual):
+        return nothing, ""
+    if len(known.operands) == len(operands):
+        tails = ["" if got == want else f" as {want}" for got, want in zip(has, known.operands, strict=True)]
+        if any(tails):
+            return tails, ""
+    return nothing, "wants " + ("; ".join(map(str, known.operands)) or "nothing")
+
+
+def _comment(name: str, known: Record, wants: str) -> str:
+    fields = []
+    if known.module:
+        fields.append(known.module if _BARE_MODULE.match(known.module) else f"in {quote(known.module)}")
+    if known.source:
+        fields.append(known.source if _BARE_SOURCE.match(known.source) else f"at {quote(known.source)}")
+    if known.phase != "forward":
+        fields.append("backward" if known.phase == "backward" else f"phase {quote(known.phase)}")
+    if known.made_by != "capture":
+        fields.append(f"by {known.made_by if _WORD.match(known.made_by) else quote(known.made_by)}")
+    if known.origin != name:
+        fields.append(f"from {known.origin if _WORD.match(known.origin) else quote(known.origin)}")
+    if wants:
+        fields.append(wants)
+    if known.reason:
+        plain = known.reason.isprintable() and known.reason == known.reason.strip() and known.reason[0] != '"'
+        fields.append(f"why: {known.reason if plain else quote(known.reason)}")
+    return f"   # {'  '.join(fields)}" if fields else ""
+
+
+def print_node(node: fx.Node, program: Program) -> str:
+    """The line of one node (not the output). The program gives mesh, level and the inputs."""
+    known = record(node)
+    tails, wants = _operand_tails(node, known)
+    if node.op == "placeholder":
+        entry = program.inputs[program.placeholders.index(node)]
+        right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
+    else:
+        right = _call(node, tails)
+    return _line(node, known, right, wants, program)
+
+
+def _call(node: fx.Node, tails: list[str]) -> str:
+    assert node.op == "call_function", node.op
+    wanted = iter(tails)
+    arguments = [print_argument(arg, wanted) for arg in node.args]
+    for key, arg in node.kwargs.items():
+        if not isinstance(arg, torch.device):
+            arguments.append(f"{key}={print_argument(arg, wanted)}")
+    return f"{target_name(node.target)}({', '.join(arguments)})"
+
+
+def _line(node: fx.Node, known: Record, right: str, wants: str, program: Program) -> str:
+    mesh = program.mesh if program.level >= Level.LOCAL else None
+    return f"%{node.name}: {print_result(known, mesh)} = {right}{_comment(node.name, known, wants)}"
+
+
+def _lines(program: Program) -> Iterator[tuple[str, str]]:
+    """(key, line) of everything in the text; keys are node names, and `return ...` for outputs."""
+    mesh = f" on {program.mesh}" if program.mesh.axes else ""
+    yield "program", f"{program.level.name} program{mesh}"
+    for note in program.notes:
+        plain = note.isprintable() and note == note.strip() and note[:1] not in ("", '"')
+        yield f"note {note}", f"note: {note if plain else quote(note)}"
+    inputs = iter(program.inputs)
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        known = record(node)
+        tails, wants = _operand_tails(node, known)
+        if node.op == "placeholder":
+            entry = next(inputs)
+            right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
+        else:
+            right = _call(node, tails)
+        yield node.name, _line(node, known, right, wants, program)
+    output = program.graph.output_node()
+    known_output = record(output) if has_record(output) else None
+    tails, wants = _operand_tails(output, known_output)
+    wanted = iter(tails)
+    for entry, result in zip(program.outputs, program.results, strict=True):
+        what = f"return {entry.kind} {quote(entry.name)}"
+        yield what, f"{what} = {print_argument(result, wanted)}"
+    if known_output is not None:
+        yield "%return", _line(output, known_output, "return", wants, program)
+
+
+def print_program(program: Program) -> str:
+    """The whole program, a line a value."""
+    return "\n".join(line for _, line in _lines(program)) + "\n"
+
+
+def diff_programs(a: Program, b: Program, context: int = 1) -> str:
+    """What changed from `a` to `b`, node by node: `-` and `+` lines with a little around them; "" if nothing did."""
+    old, new = dict(_lines(a)), dict(_lines(b))
+    gone = iter([key for key in old if key not in new])
+    place = {key: i for i, key in enumerate(old)}
+    lines: list[str] = []
+    removed = next(gone, None)
+    for key, line in new.items():
+        while removed is not None and key in place and place[removed] < place[key]:
+            lines.append(f"- {old[removed]}")
+            removed = next(gone, None)
+        if old.get(key) == line:
+            lines.append(f"  {line}")
+        else:
+            lines += [f"- {old[key]}"] if key in old else []
+            lines.append(f"+ {line}")
+    while removed is not None:
+        lines.append(f"- {old[removed]}")
+        removed = next(gone, None)
+    return _around_changes(lines, context)
+
+
+def _around_changes(lines: list[str], context: int) -> str:
+    """The changed lines and their neighbours; `...` stands for the rest."""
+    changed = [i for i, line in enumerate(lines) if not line.startswith("  ")]
+    keep = {j for i in changed for j in range(i - context, i + context + 1)}
+    shown: list[str] = []
+    for i, line in enumerate(lines):
+        if i in keep:
+            shown.append(line)
+        elif not shown or shown[-1] != "...":
+            shown.append("...")
+    return "\n".join(shown) + "\n" if changed else ""
