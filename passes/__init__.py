@@ -1,0 +1,38 @@
+"""The passes, in the order in which a program goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Level, Program
+from autopar.ir.verify import verify
+from autopar.passes.bucket import bucket
+from autopar.passes.check_rules import check_rules
+from autopar.passes.localize import localize
+from autopar.passes.propagate import propagate
+from autopar.passes.reshard import reshard
+
+Pass = Callable[[Program, Plan], Program]
+
+PASSES: tuple[tuple[Pass, Level], ...] = (
+    (propagate, Level.SHARDED),  # every value gets a layout
+    (reshard, Level.EXPLICIT),  # layout differences become collectives
+    (localize, Level.LOCAL),  # global shapes become one rank's
+    (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
+)
+
+__all__ = ["PASSES", "Pass", "run_passes"]
+
+
+def run_passes(program: Program, plan: Plan) -> tuple[tuple[str, Program], ...]:
+    """The program after each pass, by the pass's name, from "capture" on. Each is verified at its level."""
+    verify(program, Level.CAPTURED)
+    history = [("capture", program)]
+    for step, level in PASSES:
+        program = step(program, plan)
+        verify(program, level)
+        if level == Level.SHARDED:
+            check_rules(program)
+        history.append((step.__name__, program))
+    return tuple(history)

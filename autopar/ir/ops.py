@@ -140,9 +140,7 @@ def _(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
 
 
 @_meta("cross_entropy_backward")
-def _(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
-) -> torch.Tensor:
+def _(grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 

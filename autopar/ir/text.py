@@ -10,10 +10,10 @@
     return loss "" = %all_reduce as []
 
 `f32[4,16] of [8,16] [dp,-]` is the local shape, the global one, and the layout; below LOCAL the global shape
-stands alone. Several results stand in parentheses, and `-` is a result that is no tensor. `%x as [dp,-]` is the
-layout in which an operand is wanted where that is not the layout which it has. After `#`, as far as they say
-something: module path, source line, `backward`, `by` the pass that made it, `from` the captured value that
-it holds (itself, if not written), `why: ` the reason.
+stands alone. Several results stand in parentheses, `-` is a result that is no tensor, `?` a missing layout.
+`%x as [dp,-]` is the layout in which an operand is wanted where that is not the layout which it has. After `#`,
+as far as they say something: module path, source line, `backward`, `by` the pass that made it, `from` the
+captured value that it holds (itself, if not written), `why: ` the reason.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import fx
 
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.parse import DTYPES, parse_program
-from autopar.ir.program import Level, Program, Record, TensorType, has_record, operand_nodes, record
-from autopar.ir.targets import target_name
+from autopar.ir.names import dtype_name, target_name
+from autopar.ir.parse import parse_program
+from autopar.ir.program import Input, Level, Program, Record, TensorType, has_record, operand_nodes, record
 
 __all__ = [
     "diff_programs",
@@ -43,22 +43,14 @@ __all__ = [
     "print_type",
 ]
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BARE_MODULE = re.compile(r"(?!backward\Z)[\w.]+\Z")
 _BARE_SOURCE = re.compile(r"[^\s\"]*:\d+\Z")
 _WORD = re.compile(r"[\w.]+\Z")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype: f32, bf16, i64, b8."""
-    return _DTYPE_NAMES[dtype]
-
-
 def quote(text: str) -> str:
     """A string on one line."""
-    return json.dumps(text, ensure_ascii=False).replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace(
-        "\u2029", "\\u2029"
-    )  # fmt: skip
+    return json.dumps(text, ensure_ascii=False)
 
 
 def print_type(type_: TensorType | None, layout: Layout | None = None, mesh: Mesh | None = None) -> str:
@@ -72,21 +64,21 @@ def print_type(type_: TensorType | None, layout: Layout | None = None, mesh: Mes
     return dtype_name(type_.dtype) + shape
 
 
-def print_result(known: Record, mesh: Mesh | None = None) -> str:
-    """Types and layouts of a node's results. With a mesh: local shapes too."""
+def print_result(known: Record, level: Level, mesh: Mesh) -> str:
+    """Types and layouts of a node's results, as they are spelled at a level."""
     layouts = known.layouts or (None,) * len(known.types)
+    no_tensor = not any(known.types)
     items = []
     for type_, layout in zip(known.types, layouts, strict=True):
-        text = print_type(type_, layout, mesh)
+        text = print_type(type_, layout, mesh if level >= Level.LOCAL else None)
         if layout is not None:
             text += f" {layout}"
-        elif known.layouts and type_ is not None:
-            text += " unset"
+        elif bool(known.layouts) != (level >= Level.SHARDED) if no_tensor else (known.layouts and type_):
+            text += " ?"
         items.append(text)
-    if not known.several:
-        assert len(items) == 1, items
-        return items[0]
-    # a program at SHARDED whose only results are no tensors has layouts, all None; without them: `!`
+    if not known.several and len(items) <= 1:
+        return items[0] if items else "nothing"
+    assert known.several, items
     return f"({', '.join(items)})"
 
 
@@ -123,8 +115,9 @@ def _operand_tails(node: fx.Node, known: Record | None) -> tuple[list[str], str]
     if known is None:
         return nothing, ""
     has = [record(operand).layouts[0] if record(operand).layouts else None for operand in operands]
-    usual = tuple(has) if known.layouts or node.op == "output" else ()
-    if known.operands == usual or (not known.operands and None in usual):
+    # what `parse._operands` takes where nothing is written
+    usual = tuple(has) if (known.layouts or node.op == "output") and None not in has else ()
+    if known.operands == usual:
         return nothing, ""
     if len(known.operands) == len(operands):
         tails = ["" if got == want else f" as {want}" for got, want in zip(has, known.operands, strict=True)]
@@ -155,14 +148,8 @@ def _comment(name: str, known: Record, wants: str) -> str:
 
 def print_node(node: fx.Node, program: Program) -> str:
     """The line of one node (not the output). The program gives mesh, level and the inputs."""
-    known = record(node)
-    tails, wants = _operand_tails(node, known)
-    if node.op == "placeholder":
-        entry = program.inputs[program.placeholders.index(node)]
-        right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
-    else:
-        right = _call(node, tails)
-    return _line(node, known, right, wants, program)
+    place = program.placeholders.index(node) if node.op == "placeholder" else None
+    return _line(node, program, None if place is None else program.inputs[place])
 
 
 def _call(node: fx.Node, tails: list[str]) -> str:
@@ -175,9 +162,17 @@ def _call(node: fx.Node, tails: list[str]) -> str:
     return f"{target_name(node.target)}({', '.join(arguments)})"
 
 
-def _line(node: fx.Node, known: Record, right: str, wants: str, program: Program) -> str:
-    mesh = program.mesh if program.level >= Level.LOCAL else None
-    return f"%{node.name}: {print_result(known, mesh)} = {right}{_comment(node.name, known, wants)}"
+def _line(node: fx.Node, program: Program, entry: Input | None = None) -> str:
+    known = record(node)
+    tails, wants = _operand_tails(node, known)
+    if node.op == "output":
+        right = "return"
+    elif entry is not None:
+        right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
+    else:
+        right = _call(node, tails)
+    result = print_result(known, program.level, program.mesh)
+    return f"%{node.name}: {result} = {right}{_comment(node.name, known, wants)}"
 
 
 def _lines(program: Program) -> Iterator[tuple[str, str]]:
@@ -191,23 +186,15 @@ def _lines(program: Program) -> Iterator[tuple[str, str]]:
     for node in program.graph.nodes:
         if node.op == "output":
             break
-        known = record(node)
-        tails, wants = _operand_tails(node, known)
-        if node.op == "placeholder":
-            entry = next(inputs)
-            right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
-        else:
-            right = _call(node, tails)
-        yield node.name, _line(node, known, right, wants, program)
+        yield node.name, _line(node, program, next(inputs) if node.op == "placeholder" else None)
     output = program.graph.output_node()
-    known_output = record(output) if has_record(output) else None
-    tails, wants = _operand_tails(output, known_output)
-    wanted = iter(tails)
+    known = record(output) if has_record(output) else None
+    wanted = iter(_operand_tails(output, known)[0])
     for entry, result in zip(program.outputs, program.results, strict=True):
         what = f"return {entry.kind} {quote(entry.name)}"
         yield what, f"{what} = {print_argument(result, wanted)}"
-    if known_output is not None:
-        yield "%return", _line(output, known_output, "return", wants, program)
+    if known is not None:
+        yield "%return", _line(output, program)
 
 
 def print_program(program: Program) -> str:

@@ -63,6 +63,32 @@ class Rule:
         return tuple(name for name in order if name not in self.whole)
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
+# A name as dims of its own, major to minor: (whole size, size of the piece, offset of the piece in the whole). The
+# offset may be a node. ((3, 3, 0), (8, 4, 4)): the second half of every third of a name of size 24.
+Reading = tuple[tuple[int, int, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One rank's pieces of a call: the shapes of its results, the local size of each name, and the cuts.
+
+    offset: of the piece of the indexed name, if one is split. readings: of the names that are split.
+    """
+
+    call: Call
+    rule: Rule
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: Mapping[str, int]
+    offset: Any = None
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+
+    def reading(self, name: str) -> Reading:
+        """How a name is cut; one uncut dim if it is not split."""
+        size = self.rule.sizes[name]
+        return self.readings.get(name, ((size, size, 0),))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row of the table: the rule of an op, and how its arguments change when its pieces are computed.
@@ -71,15 +97,25 @@ class Row:
     shape_arg: the position of the argument that is the result's shape, rewritten to the local shape.
     size_arg: (position, name) of an integer argument that is the size of a name, rewritten to the local size.
     pointwise: the op computes each element on its own (it may be fused).
+    local: makes the local arguments where `shape_arg` and `size_arg` are not enough.
     """
 
     rule: Callable[[Call], Rule]
     shape_arg: int | None = None
     size_arg: tuple[int, str] | None = None
     pointwise: bool = False
+    local: Callable[[Pieces], Arguments] | None = None
 
 
 Table = Mapping[str, Row]
+
+
+def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
+    """True if `name`, read as (outer, n, rest), may be split into `n` pieces."""
+    size = rule.sizes.get(name, 0)
+    return (
+        name not in rule.whole and size > 0 and size % (outer * n) == 0 and (outer == 1 or name not in rule.indexed)
+    )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The names of the ops in text, and the allow-list by which a name becomes an op again.
+"""The names of ops, dtypes and formats in text, and the allow-list by which a name becomes an op again.
 
 Reading a program runs no code from it: a name is looked up here, never imported or evaluated.
 """
@@ -16,6 +16,25 @@ import torch
 from autopar.errors import ArtifactError
 from autopar.ir import ops
 
+DTYPES: dict[str, torch.dtype] = {
+    "b8": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
+    "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+    "c32": torch.complex32, "c64": torch.complex64, "c128": torch.complex128,
+    "f8e4m3fn": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
+    "f8e4m3fnuz": torch.float8_e4m3fnuz, "f8e5m2fnuz": torch.float8_e5m2fnuz,
+}  # fmt: skip
+
+_FORMATS = (
+    torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
+    torch.strided, torch.sparse_coo, torch.sparse_csr,
+)  # fmt: skip
+WORDS: dict[str, Any] = {
+    "None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan"),
+    **DTYPES, **{str(value): value for value in _FORMATS},
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 PYTHON: dict[str, Callable[..., Any]] = {
     "operator.getitem": operator.getitem,
     "operator.add": operator.add,
@@ -28,6 +47,11 @@ _NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)\Z")
 _PACKET = type(torch.ops.aten.add)
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
 _PYTHON_NAMES = {function: name for name, function in PYTHON.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: f32, bf16, i64, b8."""
+    return _DTYPE_NAMES[dtype]
 
 
 def target_name(target: Any) -> str:

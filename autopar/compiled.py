@@ -1,0 +1,158 @@
+"""A compiled program: what each rank runs, what it moves and why."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import is_collective
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, operand_nodes, record
+from autopar.ir.text import print_program
+
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table of collectives.
+
+    bytes: of the whole value that takes part, on one rank (what an all-reduce reduces, what an all-gather gives).
+    shape: its local shape. value: the node. module, source: whose value it is. reason: why it is moved.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    shape: tuple[int, ...]
+    value: str
+    module: str
+    source: str
+    reason: str
+    phase: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank runs: named graphs and the order in which they run."""
+
+    rank: int
+    coord: Mapping[str, int]
+    programs: Mapping[str, Program]
+    instructions: tuple[str, ...] = (STEP,)
+
+    @functools.cached_property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The graphs by name, as fx GraphModules."""
+        return _modules(tuple(self.programs.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _modules(programs: tuple[tuple[str, Program], ...]) -> Mapping[str, fx.GraphModule]:
+    """Ranks that run the same program share its modules."""
+    return {name: fx.GraphModule(nn.Module(), program.graph, class_name=name) for name, program in programs}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
+
+    `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
+    """
+
+    plan: Plan
+    history: tuple[tuple[str, Program], ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    @property
+    def program(self) -> Program:
+        """The final program, the same for every rank."""
+        return self.history[-1][1]
+
+    @functools.cached_property
+    def ranks(self) -> tuple[RankProgram, ...]:
+        programs = {STEP: self.program}
+        return tuple(RankProgram(rank, coord, programs) for rank, coord in enumerate(self.mesh.coords()))
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All collectives of a step, in order."""
+        return tuple(collectives_of(self.program))
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of the parameters, by first name."""
+        return {
+            entry.name: record(node).layout
+            for node, entry in zip(self.program.placeholders, self.program.inputs, strict=True)
+            if entry.kind == "parameter"
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know: ops without a rule, weights that stay whole."""
+        return self.program.notes
+
+    def text(self, rank: int = 0, graph: str = STEP) -> str:
+        """A rank's graph, one line a value."""
+        return print_program(self.ranks[rank].programs[graph])
+
+    def save(self, directory: str | Path) -> None:
+        """Write the programs of the distinct ranks as readable Python and JSON."""
+        from autopar.artifact import Artifact, save_programs
+
+        everyone = tuple(range(self.mesh.size))
+        save_programs(Path(directory), Artifact(self.mesh, ((everyone, {STEP: self.program}),), {}))
+
+
+def load(directory: str | Path) -> Compiled:
+    """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
+    one, or not intact."""
+    from autopar.artifact import load_programs
+
+    artifact = load_programs(Path(directory))
+    (_, programs), *_ = artifact.programs
+    return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
+
+
+def collectives_of(program: Program) -> Iterator[Collective]:
+    """The collectives of a program, in order."""
+    for node in program.calls():
+        name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+        if not is_collective(node.target) or name == "wait":
+            continue
+        found = record(node)
+        operand = operand_nodes(node)[0]
+        # A gather's value is its result; all others move their operand.
+        type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)
+        shape = local_shape(type_.shape, layout, program.mesh)
+        numel = 1
+        for size in shape:
+            numel *= size
+        yield Collective(
+            op=name.removesuffix("_start"),
+            axis=str(node.args[1]),
+            bytes=numel * type_.dtype.itemsize,
+            shape=shape,
+            value=operand.name,
+            module=found.module,
+            source=found.source,
+            reason=found.reason,
+            phase=found.phase,
+            dtype=type_.dtype,
+        )
+
+
+def _type_of(node: fx.Node):  # type: ignore[no-untyped-def]
+    return record(node).type, record(node).layout

@@ -1,0 +1,112 @@
+"""The user's layouts: patterns over parameter names, checked against the model before any search."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Mapping
+
+from autopar.errors import BatchError, LayoutError, divisors, one_of
+from autopar.ir.layout import Layout, factor_sizes, parse_layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Input, Program, TensorType, record
+from autopar.passes.search.intents import INTENTS, batch_size
+
+
+def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh: Mesh) -> dict[str, Layout]:
+    """`{"blocks.*.up.weight": "[tp,-]"}` as a layout for each parameter that matches, by its first name.
+
+    Raises LayoutError, with all faults at once: a pattern that matches nothing (with the nearest names), a layout
+    of another number of dims, an unknown axis, a size that an axis cannot divide, two patterns that disagree.
+    """
+    faults: list[str] = []
+    chosen: dict[str, tuple[str, Layout]] = {}
+    parameters = _parameters(program)
+    for pattern, text in (shard or {}).items():
+        try:
+            layout = parse_layout(text) if isinstance(text, str) else text
+        except LayoutError as error:
+            faults.append(f"shard pattern '{pattern}': {error}")
+            continue
+        matched = [p for p in parameters if any(fnmatch.fnmatchcase(name, pattern) for name in p[0].names)]
+        if not matched:
+            faults.append(_nothing(pattern, [name for entry, _, _ in parameters for name in entry.names]))
+        for entry, type_, used in matched:
+            origin = f'From shard={{"{pattern}": "{text}"}}{used}'
+            found = _misfit(entry, type_, layout, mesh, origin)
+            faults += found
+            before = chosen.get(entry.name)
+            if not found and before is not None and before[1] != layout:
+                faults.append(
+                    f"'{entry.name}' is given two layouts: {before[1]} by shard pattern '{before[0]}' and {layout} by "
+                    f"'{pattern}'{_tied(entry)}. Keep one of them."
+                )
+            chosen[entry.name] = (pattern, layout)
+    if faults:
+        raise LayoutError("\n".join(faults))
+    return {name: layout for name, (_, layout) in chosen.items()}
+
+
+def _parameters(program: Program) -> list[tuple[Input, TensorType, str]]:
+    found = []
+    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        if entry.kind == "parameter":
+            sources = [record(user).source for user in node.users if record(user).source]
+            found.append((entry, record(node).type, f", used at {sources[0]}" if sources else ""))
+    return found
+
+
+def _nothing(pattern: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.3) or names[:3]
+    return f"shard pattern '{pattern}' matches no parameter. Nearest names: {', '.join(near)}."
+
+
+def _tied(entry: Input) -> str:
+    return f" ({' and '.join(repr(name) for name in entry.names)} are one tied parameter)" if entry.names[1:] else ""
+
+
+def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin: str) -> list[str]:
+    """Why a layout does not fit a parameter; nothing if it does."""
+    if len(layout.dims) != len(type_.shape):
+        return [
+            f"'{entry.name}' has {len(type_.shape)} dims {list(type_.shape)}, but layout {layout} has "
+            f"{len(layout.dims)}. {origin}."
+        ]
+    if layout.partial:
+        return [f"'{entry.name}': a parameter cannot be partial, as layout {layout} says. {origin}."]
+    unknown = sorted({axis for axis in layout.axes if axis not in mesh})
+    if unknown:
+        return [
+            f"'{entry.name}': layout {layout} names axis '{unknown[0]}', but mesh '{mesh}' has "
+            f"{', '.join(mesh.names)}. {origin}."
+        ]
+    faults = []
+    for dim, (size, factors) in enumerate(zip(type_.shape, layout.dims, strict=True)):
+        needed = math.prod(factor_sizes(factors, mesh))
+        if size % needed:
+            axis = next(factor for factor in factors if isinstance(factor, str))
+            what = f"axis '{axis}' (size {mesh[axis]})" if len(factors) == 1 else f"{factors} (product {needed})"
+            faults.append(
+                f"'{entry.name}' dim {dim} (size {size}) cannot be split over {what}. {origin}. "
+                f"{axis} may be {one_of(divisors(size))} here."
+            )
+    return faults
+
+
+def check_batch(program: Program, mesh: Mesh) -> None:
+    """Raise BatchError if the batch cannot be split over the axes that split it."""
+    entries = [
+        (entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)
+    ]
+    size = batch_size(entries)
+    for axis, ranks in mesh.axes:
+        if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
+            if size is None:
+                raise BatchError(f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor.")
+            if size % ranks:
+                shapes = ", ".join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == "batch")
+                raise BatchError(
+                    f"the batch has {size} samples (dim 0 of {shapes}), which axis '{axis}' (size {ranks}) cannot "
+                    f"divide. Use a batch size that is a multiple of {ranks}, or a {axis} of {one_of(divisors(size))}."
+                )

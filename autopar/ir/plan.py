@@ -1,0 +1,24 @@
+"""What the user and the planner decided, apart from any graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+
+# PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions only: a plan holds no cost and no graph, so it never goes stale.
+
+    layouts: the user's layouts of parameters, by the parameter's first name.
+    """
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    bucket_bytes: int = BUCKET_BYTES

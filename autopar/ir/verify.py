@@ -1,0 +1,152 @@
+"""What each level promises, checked after every pass."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autopar.errors import VerificationError
+from autopar.ir.layout import Layout, fits
+from autopar.ir.ops import is_mesh_op
+from autopar.ir.program import Level, Program, has_record, operand_nodes, record
+
+
+def verify(program: Program, level: Level) -> None:
+    """Raise VerificationError if `program` breaks a promise of `level`: a bug in a pass, never the user's."""
+    _check_graph(program, level)
+    if level >= Level.SHARDED:
+        for node in program.graph.nodes:
+            _check_layouts(node, program)
+        _check_gradients(program)
+    if level >= Level.EXPLICIT:
+        for node in program.graph.nodes:
+            _check_operands(node)
+            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
+                _check_move(node, program)
+
+
+def _fail(node: fx.Node, text: str) -> None:
+    found = record(node)
+    raise VerificationError(f"%{node.name} ({node.target}, made by {found.made_by}, {found.source}): {text}")
+
+
+def _check_graph(program: Program, level: Level) -> None:
+    program.graph.lint()
+    if program.level != level:
+        raise VerificationError(f"the program is at level {program.level.name}, not {level.name}")
+    missing = [node.name for node in program.graph.nodes if not has_record(node)]
+    if missing:
+        raise VerificationError(f"nodes without a record: {', '.join(missing[:5])}")
+    if len(program.placeholders) != len(program.inputs):
+        raise VerificationError(f"{len(program.placeholders)} placeholders for {len(program.inputs)} inputs")
+    if len(program.results) != len(program.outputs):
+        raise VerificationError(f"{len(program.results)} results for {len(program.outputs)} outputs")
+
+
+def _check_layouts(node: fx.Node, program: Program) -> None:
+    found = record(node)
+    if node.op == "output":
+        return
+    if len(found.layouts) != len(found.types) and any(type_ is not None for type_ in found.types):
+        _fail(node, f"{len(found.types)} results, but {len(found.layouts)} layouts")
+    for type_, layout in zip(found.types, found.layouts, strict=False):
+        if (type_ is None) != (layout is None):
+            _fail(node, f"type {type_} with layout {layout}")
+        if type_ is not None and layout is not None and not fits(type_.shape, layout, program.mesh):
+            _fail(node, f"layout {layout} does not fit shape {list(type_.shape)} on mesh {program.mesh}")
+
+
+def _check_gradients(program: Program) -> None:
+    layouts = {
+        entry.name: record(node).layout
+        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        if entry.kind == "parameter"
+    }
+    wanted = record(program.graph.output_node()).operands
+    for layout, out in zip(wanted, program.outputs, strict=True):
+        expected = layouts.get(out.name) if out.kind == "gradient" else Layout(((),) * len(layout.dims))
+        if layout != expected or layout.partial:
+            raise VerificationError(f"{out.kind} '{out.name}' leaves in {layout}, not in {expected}")
+
+
+def _check_operands(node: fx.Node) -> None:
+    """Every operand has the layout that its user wants."""
+    operands = operand_nodes(node)
+    wanted = record(node).operands
+    if len(operands) != len(wanted):
+        _fail(node, f"{len(operands)} operands, but {len(wanted)} wanted layouts")
+    for operand, layout in zip(operands, wanted, strict=True):
+        if record(operand).layout != layout:
+            _fail(node, f"wants %{operand.name} in {layout}, which is in {record(operand).layout}")
+
+
+def _check_move(node: fx.Node, program: Program) -> None:
+    """A collective gives the layout that it says, inferred from what it does."""
+    has = record(operand_nodes(node)[0]).layout
+    name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+    inferred = moved_layout(name, node.args[1:], has)
+    if inferred is not None and _canonical(inferred) != record(node).layout:
+        _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
+
+
+def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
+    """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
+    dims = [list(dim) for dim in has.dims]
+    partial = list(has.partial)
+    axis = str(args[0]) if args else ""
+    if name in ("all_reduce", "all_reduce_start", "reduce_scatter"):
+        kind = str(args[-1])
+        if (axis, kind) not in partial:
+            return Layout(())
+        partial.remove((axis, kind))
+    if name == "keep_first":
+        partial.append((axis, "sum"))
+    if name == "all_gather":
+        _remove(dims, axis, args[1], args[2])
+    if name == "all_to_all":
+        _remove(dims, axis, args[1], args[2])
+        _insert(dims, axis, args[3], args[4])
+    if name in ("shard", "reduce_scatter"):
+        _insert(dims, axis, args[1], args[2])
+    return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
+
+
+def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
+    assert isinstance(dim, int)
+    factors = dims[dim]
+    position = factors.index(axis)
+    integers = [factor for factor in factors[:position] if isinstance(factor, int)]
+    if any(isinstance(factor, str) for factor in factors[position + 1 :]) or math.prod(integers) != outer:
+        dims[dim] = ["wrong"]
+        return
+    del factors[position:]
+
+
+def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
+    """Split what follows the last axis of a dim, after `outer` whole blocks of the local value."""
+    assert isinstance(dim, int) and isinstance(outer, int)
+    factors = dims[dim]
+    known = math.prod(factor for factor in factors if isinstance(factor, int))
+    if outer % known:
+        dims[dim] = ["wrong"]
+        return
+    if outer > known:
+        factors.append(outer // known)
+    factors.append(axis)
+
+
+def _canonical(layout: Layout) -> Layout:
+    """Adjacent integers multiplied, integers at the end dropped, partial axes in no particular order kept."""
+    dims = []
+    for factors in layout.dims:
+        made: list[str | int] = []
+        for factor in factors:
+            if isinstance(factor, int) and made and isinstance(made[-1], int):
+                made[-1] *= factor
+            else:
+                made.append(factor)
+        while made and isinstance(made[-1], int):
+            made.pop()
+        dims.append(tuple(made))
+    return Layout(tuple(dims), layout.partial)

@@ -1,0 +1,37 @@
+"""The one place where the environment is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says.
+
+    dump: AUTOPAR_DUMP, a directory for the program after each pass.
+    rank, world_size, local_rank: what torchrun sets; None without a launcher.
+    """
+
+    dump: Path | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+
+    @staticmethod
+    def read() -> Settings:
+        """The settings as they are now."""
+        dump = os.environ.get("AUTOPAR_DUMP")
+        return Settings(
+            dump=Path(dump) if dump else None,
+            rank=_integer("RANK"),
+            world_size=_integer("WORLD_SIZE"),
+            local_rank=_integer("LOCAL_RANK"),
+        )
+
+
+def _integer(name: str) -> int | None:
+    value = os.environ.get(name)
+    return int(value) if value else None

@@ -1,0 +1,70 @@
+"""Are the layouts of every call what its rule allows? Inferred anew, apart from the pass that chose them."""
+
+from __future__ import annotations
+
+from autopar.errors import VerificationError
+from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.localize import cuts_of
+from autopar.passes.rules import TABLE, call_of, replicated, rule_of
+from autopar.passes.rules.rule import Dims, Rule, Table
+from autopar.passes.search.states import State, choice_at, states_of
+
+
+def check_rules(program: Program, table: Table = TABLE) -> None:
+    """Check a SHARDED program: on each axis, every call is whole, split along one name, or linear in partial sums.
+
+    Raises VerificationError that names the call, the axis and the layouts.
+    """
+    for node in program.calls():
+        if is_getitem(node):
+            continue
+        found = record(node)
+        layouts = tuple(layout for layout in found.layouts if layout is not None)
+        if all(layout.is_whole for layout in (*layouts, *found.operands)):
+            continue
+        call = call_of(node)
+        pair = rule_of(call, table)
+        rule = pair[0] if pair else replicated(call)
+        cuts = cuts_of(rule, found.operands, layouts, program.mesh)
+        axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}
+        operands = [states_of(layout, program.mesh) for layout in found.operands]
+        results = [states_of(layout, program.mesh) for layout in layouts]
+        for axis in program.mesh.names:
+            given = tuple(states.get(axis) for states in operands)
+            made = tuple(states.get(axis) for states in results)
+            if not _is_right(rule, axes.get(axis), given, made):
+                wanted = ", ".join(map(str, found.operands))
+                raise VerificationError(
+                    f"%{node.name} = {node.target} at {found.source} ({found.module}) breaks its rule on axis "
+                    f"'{axis}': operands {wanted} cannot give {', '.join(map(str, layouts))}."
+                )
+
+
+def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results: tuple[State, ...]) -> bool:
+    if name is None:
+        if not any(isinstance(state, (str, tuple)) for state in (*operands, *results)):
+            return True
+        summed = frozenset(i for i, state in enumerate(operands) if state == "sum")
+        others = all(state is None for i, state in enumerate(operands) if i not in summed)
+        return others and summed in rule.linear and all(state == "sum" for state in results)
+    if name in rule.whole:
+        return False
+    contracted = any(_has(dims, name) for dims in rule.operands)
+    return all(_is_cut(dims, name, s, rule) for dims, s in zip(rule.operands, operands, strict=True)) and all(
+        _is_cut(dims, name, state, rule)
+        if _has(dims, name)
+        else state == (rule.partial if contracted else None)
+        for dims, state in zip(rule.results, results, strict=True)
+    )
+
+
+def _has(dims: Dims, name: str) -> bool:
+    return any(name in dim for dim in dims)
+
+
+def _is_cut(dims: Dims, name: str, state: State, rule: Rule) -> bool:
+    """A tensor that has the name is cut along it; one that lacks it is whole."""
+    if not _has(dims, name):
+        return state is None
+    choice = choice_at(dims, state, dict(rule.sizes)) if isinstance(state, tuple) else None
+    return choice is not None and choice[0] == name

@@ -1,0 +1,127 @@
+"""localize: the arguments of every call become those of one rank's pieces."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import is_mesh_op, op
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Level, Program, Record, is_getitem, record
+from autopar.passes.rules import TABLE, call_of, rule_of
+from autopar.passes.rules.local import local_call
+from autopar.passes.rules.rule import Dims, Reading, Rule, Table
+from autopar.passes.search.states import choice_at, states_of
+
+MADE_BY = "localize"
+Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
+
+
+def localize(program: Program, plan: Plan, table: Table = TABLE) -> Program:
+    """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
+
+        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [8, 4, 6])
+        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [4, 4, 3])
+
+    Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
+    """
+    del plan  # the layouts say it all
+    return _Localize(program, table).run()
+
+
+class _Localize:
+    def __init__(self, program: Program, table: Table) -> None:
+        self.program, self.table, self.mesh = program, table, program.mesh
+        self.build = Builder(MADE_BY)
+        self.coords: dict[str, fx.Node] = {}
+
+    def run(self) -> Program:
+        for node in self.program.graph.nodes:
+            if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
+                self.build.copy(node)
+            else:
+                self._localize(node)
+        return self.program.with_(graph=self.build.graph, level=Level.LOCAL)
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        found = record(node)
+        return any(any(layout.dims) for layout in (*found.operands, *found.layouts) if layout is not None)
+
+    def _localize(self, node: fx.Node) -> None:
+        call, found = call_of(node), record(node)
+        pair = rule_of(call, self.table)
+        assert pair is not None, f"{node} has no rule, so it cannot be split"
+        rule, row = pair
+        layouts = [layout for layout in found.layouts if layout is not None]
+        cuts = cuts_of(rule, found.operands, tuple(layouts), self.mesh)
+        sizes = {
+            name: size // math.prod(self.mesh[axis] for _, _, axis in cuts.get(name, ()))
+            for name, size in rule.sizes.items()
+        }
+        shapes = [local_shape(type_.shape, lay, self.mesh) for type_, lay in zip(call.results, layouts, strict=True)]
+        indexed = [name for name in rule.indexed if name in cuts]
+        assert len(indexed) <= 1, (node, indexed)
+        offset = self._times(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
+        readings = {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
+        args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings)
+        made = self.build.graph.create_node(
+            "call_function", node.target, self._new(args), self._new(dict(kwargs)), name=node.name  # type: ignore[arg-type]
+        )
+        made.meta.update(node.meta)
+        self.build.value[node] = made
+
+    def _new(self, arg: Any) -> Any:
+        return fx.node.map_arg(arg, lambda old: self.build.value.get(old, old))
+
+    def _reading(self, size: int, cut: list[tuple[int, int, str]], like: Record) -> Reading:
+        """A name as dims of its own: whole ones and cut ones, major to minor."""
+        dims: list[tuple[int, int, Any]] = []
+        position = 1
+        for outer, _, axis in cut:
+            if outer > position:
+                dims.append((outer // position, outer // position, 0))
+                position = outer
+            dims.append((self.mesh[axis], 1, self._coord(axis, like)))
+            position *= self.mesh[axis]
+        dims.append((size // position, size // position, 0))
+        return tuple(dims)
+
+    def _coord(self, axis: str, like: Record) -> fx.Node:
+        if axis not in self.coords:
+            scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
+            self.coords[axis] = self.build.call(op("coord"), axis, like=scalar, name=f"coord_{axis}")
+        return self.coords[axis]
+
+    def _times(self, axis: str, size: int, like: Record) -> fx.Node:
+        scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
+        return self.build.call(operator.mul, self._coord(axis, like), size, like=scalar, name="offset")
+
+
+def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Mesh) -> Cuts:
+    """Which axes cut which names, read off the layouts of a call."""
+    cuts: Cuts = {}
+    tensors: list[tuple[Dims, Layout]] = [*zip(rule.operands, operands, strict=True)]
+    tensors += zip(rule.results, results, strict=True)
+    sizes = dict(rule.sizes)
+    for dims, layout in tensors:
+        if not any(layout.dims):
+            continue
+        for axis, state in states_of(layout, mesh).items():
+            if not isinstance(state, tuple):
+                continue
+            choice = choice_at(dims, state, sizes)
+            assert choice is not None, (dims, str(layout))
+            cut = (choice[1], mesh.names.index(axis), axis)
+            known = cuts.setdefault(choice[0], [])
+            if cut not in known:
+                assert all(other[2] != axis for other in known), (choice, known, str(layout))
+                known.append(cut)
+                known.sort()
+    return cuts
+
+

@@ -1,0 +1,227 @@
+"""reshard: the difference between the layout a value has and the one its user wants becomes collectives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.layout import Factor, Layout
+from autopar.ir.ops import op
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Level, Program, operand_nodes, record
+
+MADE_BY = "reshard"
+
+
+def reshard(program: Program, plan: Plan) -> Program:
+    """SHARDED -> EXPLICIT. The one place where collectives enter a program.
+
+        %mm: f32[8,4] [dp,-] partial(tp) = ...
+        %add: ... = aten.add.Tensor(%mm, %x)          wants %mm [dp,-]
+    becomes
+        %all_reduce: f32[8,4] [dp,-] = autopar.all_reduce.default(%mm, 'tp', 'sum')
+        %add: ... = aten.add.Tensor(%all_reduce, %x)
+
+    A value is moved once for all users that want it alike. A computed value is moved where it is made, so that a
+    gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time.
+    """
+    del plan  # the layouts say it all
+    return _Reshard(program).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move and the layout that it gives."""
+
+    name: str
+    args: tuple[str | int, ...]
+    layout: Layout
+
+
+class _Reshard:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.build = Builder(MADE_BY)
+        self.moved: dict[tuple[fx.Node, Layout], fx.Node] = {}
+
+    def run(self) -> Program:
+        for node in self.program.graph.nodes:
+            self._copy(node)
+            layouts = record(node).layouts
+            if node.op != "placeholder" and record(node).is_tensor and layouts and layouts[0] is not None:
+                for user, wanted in self._wants(node):
+                    self._move(node, wanted, user)
+        return self.program.with_(graph=self.build.graph, level=Level.EXPLICIT)
+
+    def _wants(self, node: fx.Node) -> list[tuple[fx.Node, Layout]]:
+        """The users of a value with the layouts they want of it."""
+        return [
+            (user, wanted)
+            for user in node.users
+            for operand, wanted in zip(operand_nodes(user), record(user).operands, strict=False)
+            if operand is node
+        ]
+
+    def _copy(self, node: fx.Node) -> None:
+        operands = operand_nodes(node)
+        wanted = record(node).operands
+        if not wanted:
+            self.build.copy(node)
+            return
+        assert len(operands) == len(wanted), (node, operands, wanted)
+        moved = [self._move(operand, layout, node) for operand, layout in zip(operands, wanted, strict=True)]
+        made = self.build.copy(node)
+        replaced = iter(moved)
+        old = {self.build.value[operand] for operand in operands}
+        args, kwargs = fx.node.map_arg(
+            (made.args, made.kwargs), lambda arg: next(replaced) if arg in old else arg
+        )
+        made.args, made.kwargs = args, kwargs
+
+    def _move(self, node: fx.Node, wanted: Layout, user: fx.Node) -> fx.Node:
+        """The node that holds `node` in the layout `wanted`, made if need be."""
+        has = record(node).layout
+        if has == wanted:
+            return self.build.value[node]
+        found = self.moved.get((node, wanted))
+        if found is not None:
+            return found
+        made, given = self.build.value[node], record(node)
+        for step in moves(has, wanted):
+            like = given.with_(
+                layouts=(step.layout,),
+                operands=(record(made).layout,),
+                module=given.module or record(user).module,
+                source=given.source or record(user).source,
+                phase=given.phase if node.op != "placeholder" else record(user).phase,
+                reason=self._reason(node, has, wanted, user),
+            )
+            known = self.moved.get((node, step.layout))
+            made = known or self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
+            self.moved[node, step.layout] = made
+        return made
+
+    def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
+        if user.op != "output":
+            return f"%{node.name} is {has}, but %{user.name} wants {wanted}"
+        position = operand_nodes(user).index(node)
+        out = self.program.outputs[position]
+        what = f"gradient of '{out.name}'" if out.kind == "gradient" else f"{out.kind} '{out.name}'"
+        return f"%{node.name} is {has}, but it leaves as the {what} in {wanted}"
+
+
+def moves(has: Layout, wanted: Layout) -> list[Step]:
+    """The shortest sequence of collectives and slices that turns one layout into another.
+
+    Partial axes are reduced (or reduced and scattered), splits that are not wanted are gathered innermost first,
+    missing ones sliced outermost first; a split that goes from one dim to another is an all-to-all.
+    """
+    return _Moves(has, wanted).steps
+
+
+class _Moves:
+    def __init__(self, has: Layout, wanted: Layout) -> None:
+        self.dims = [list(dim) for dim in has.dims]
+        self.partial = list(has.partial)
+        self.wanted = wanted
+        self.steps: list[Step] = []
+        self._reduce()
+        self._gather()
+        self._split()
+        self._make_partial()
+        assert self._layout() == wanted, (str(has), str(wanted), str(self._layout()))
+
+    def _layout(self) -> Layout:
+        return Layout(tuple(_without_tail(dim) for dim in self.dims), tuple(self.partial))
+
+    def _step(self, name: str, *args: str | int) -> None:
+        self.steps.append(Step(name, args, self._layout()))
+
+    def _reduce(self) -> None:
+        for axis, kind in list(self.partial):
+            if (axis, kind) in self.wanted.partial:
+                continue
+            self.partial.remove((axis, kind))
+            place = self._next_split(axis) if kind == "sum" else None
+            if place is None:
+                self._step("all_reduce", axis, kind)
+            else:
+                dim, outer = place
+                self.dims[dim] = list(self.wanted.dims[dim][: self.wanted.dims[dim].index(axis) + 1])
+                self._step("reduce_scatter", axis, dim, outer, kind)
+
+    def _next_split(self, axis: str) -> tuple[int, int] | None:
+        """(dim, outer) if `axis` is the next factor that the wanted layout has beyond the present one."""
+        for dim, wanted in enumerate(self.wanted.dims):
+            if axis in wanted:
+                before = _without_integers(wanted[: wanted.index(axis)])
+                if _without_integers(self.dims[dim]) == before and _prefix(self.dims[dim], wanted):
+                    return dim, _outer(wanted, axis)
+        return None
+
+    def _gather(self) -> None:
+        for dim, wanted in enumerate(self.wanted.dims):
+            keep = _common(self.dims[dim], wanted)
+            while any(isinstance(factor, str) for factor in self.dims[dim][keep:]):
+                axis = _last_axis(self.dims[dim])
+                outer = _outer(self.dims[dim], axis)
+                self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axis)]))
+                target = self._next_split(axis)
+                if target is not None and target[0] != dim:
+                    other, other_outer = target
+                    self.dims[other] = list(self.wanted.dims[other][: self.wanted.dims[other].index(axis) + 1])
+                    self._step("all_to_all", axis, dim, outer, other, other_outer)
+                else:
+                    self._step("all_gather", axis, dim, outer)
+            self.dims[dim] = list(_without_tail(self.dims[dim]))
+
+    def _split(self) -> None:
+        for dim, wanted in enumerate(self.wanted.dims):
+            for position, factor in enumerate(wanted):
+                if isinstance(factor, str) and factor not in self.dims[dim]:
+                    self.dims[dim] = list(wanted[: position + 1])
+                    self._step("shard", factor, dim, _outer(wanted, factor))
+
+    def _make_partial(self) -> None:
+        for axis, kind in self.wanted.partial:
+            if (axis, kind) not in self.partial:
+                assert kind == "sum", kind
+                self.partial = [pair for pair in self.wanted.partial if pair in self.partial or pair == (axis, kind)]
+                self._step("keep_first", axis)
+
+
+def _without_integers(factors: list[Factor] | tuple[Factor, ...]) -> list[Factor]:
+    return [factor for factor in factors if isinstance(factor, str)]
+
+
+def _without_tail(factors: list[Factor] | tuple[Factor, ...]) -> tuple[Factor, ...]:
+    """Integer factors after the last axis say nothing."""
+    found = list(factors)
+    while found and isinstance(found[-1], int):
+        found.pop()
+    return tuple(found)
+
+
+def _last_axis(factors: list[Factor]) -> str:
+    return next(factor for factor in reversed(factors) if isinstance(factor, str))
+
+
+def _outer(factors: list[Factor] | tuple[Factor, ...], axis: str) -> int:
+    """The whole elements-blocks outside of an axis, on one rank: the integers before it."""
+    return math.prod(factor for factor in factors[: list(factors).index(axis)] if isinstance(factor, int))
+
+
+def _prefix(factors: list[Factor], of: tuple[Factor, ...]) -> bool:
+    return list(of[: len(factors)]) == list(factors)
+
+
+def _common(a: list[Factor], b: tuple[Factor, ...]) -> int:
+    """How many leading factors two dims share."""
+    count = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

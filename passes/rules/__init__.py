@@ -1,0 +1,68 @@
+"""The table of op rows: how each op may be split.
+
+`rule_of(call)` finds the rule of a call; an op without a row is `replicated`, and the search reports it.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import fx
+
+from autopar.ir.program import operand_nodes, record
+from autopar.passes.rules import (
+    attention,
+    contractions,
+    convolution,
+    creation,
+    indexing,
+    losses,
+    normalisation,
+    pieces,
+    pointwise,
+    random,
+    reductions,
+    spatial,
+    views,
+)
+from autopar.passes.rules.build import replicated
+from autopar.passes.rules.local import local_call
+from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
+
+__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated", "rule_of"]
+
+_KINDS = (
+    pointwise,
+    views,
+    pieces,
+    reductions,
+    contractions,
+    attention,
+    normalisation,
+    indexing,
+    convolution,
+    spatial,
+    losses,
+    creation,
+    random,
+)
+
+TABLE: Table = MappingProxyType({op: row for kind in _KINDS for op, row in kind.ROWS.items()})
+assert len(TABLE) == sum(len(kind.ROWS) for kind in _KINDS), "two files have a row of the same op"
+
+
+def rule_of(call: Call, table: Table = TABLE) -> tuple[Rule, Row] | None:
+    """The rule of one call and the row that made it; None for an op that has no row."""
+    row = table.get(call.op)
+    return None if row is None else (row.rule(call), row)
+
+
+def call_of(node: fx.Node) -> Call:
+    """A node as rules see it."""
+    return Call(
+        op=str(node.target),
+        args=node.args,
+        kwargs=node.kwargs,
+        operands=tuple(record(operand).type for operand in operand_nodes(node)),
+        results=tuple(type_ for type_ in record(node).types if type_ is not None),
+    )

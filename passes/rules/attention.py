@@ -1,0 +1,55 @@
+"""Attention: softmax(q k^T * scale + mask) v, with g query heads to each of the k key heads.
+
+Softmax needs all keys (t), and its logits all of d; rows (s) are independent, but for the causal mask, which a
+kernel counts from the first row it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.passes.rules.build import argument
+from autopar.passes.rules.notation import instantiate
+from autopar.passes.rules.rule import Call, Row, Rule
+
+Q, K, V, OUT, LSE = "b (k g) s d", "b k t d", "b k t e", "b (k g) s e", "b (k g) s"
+
+
+def _mask(call: Call, at: int) -> list[str]:
+    """The dims of the mask, if there is one: broadcast to b (k g) s t."""
+    if argument(call, at, "mask") is None:
+        return []
+    shape = call.operands[at].shape
+    names = ("b", "(k g)", "s", "t")[4 - len(shape) :]
+    return [" ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))]
+
+
+def _whole(causal: bool) -> frozenset[str]:
+    return frozenset({"s", "t", "d", "e"} if causal else {"t", "d", "e"})
+
+
+def _points(call: Call, q: int, k: int) -> int:
+    """Pairs of a query and a key, over heads and batch."""
+    b, h, s, _ = call.operands[q].shape
+    return b * h * s * call.operands[k].shape[2]
+
+
+def _attention(call: Call) -> Rule:
+    spec = f"{', '.join((Q, K, V, *_mask(call, 3)))} -> {OUT}, {LSE}"
+    d, e = call.operands[0].shape[3], call.operands[2].shape[3]
+    flops = 2 * _points(call, 0, 1) * (d + e)
+    return instantiate(spec, call, whole=_whole(bool(argument(call, 4, "causal"))), flops=flops)
+
+
+def _attention_backward(call: Call) -> Rule:
+    spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE))} -> {Q}, {K}, {V}"
+    d, e = call.operands[1].shape[3], call.operands[3].shape[3]
+    flops = 2 * _points(call, 1, 2) * (3 * d + 2 * e)  # the logits once more, and a product for each gradient
+    whole = _whole(bool(argument(call, 7, "causal")))
+    return instantiate(spec, call, whole=whole, linear=({0},), flops=flops)
+
+
+ROWS: Mapping[str, Row] = {
+    "autopar.attention.default": Row(_attention),
+    "autopar.attention_backward.default": Row(_attention_backward),
+}

@@ -1,0 +1,94 @@
+"""Matrix products. A contracted name leaves a partial sum, unless something is added that every rank would add."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from autopar.ir.ops import contraction_flops
+from autopar.passes.rules.build import Linear, argument, build
+from autopar.passes.rules.notation import instantiate
+from autopar.passes.rules.rule import Call, Row, Rule
+
+EITHER: Linear = (frozenset({0}), frozenset({1}))
+
+
+def _product(spec: str) -> Callable[[Call], Rule]:
+    """Two operands; two floating-point operations for each point of the space that all names span."""
+
+    def rule(call: Call) -> Rule:
+        points = math.prod(call.operands[0].shape) * call.results[0].shape[-1] if call.results[0].shape else 0
+        return instantiate(spec, call, linear=EITHER, flops=2 * points)
+
+    return rule
+
+
+def _vectors(spec: str) -> Callable[[Call], Rule]:
+    return lambda call: instantiate(spec, call, linear=EITHER, flops=2 * call.operands[0].numel)
+
+
+def contract(call: Call) -> Rule:
+    """The names are the letters of the equation."""
+    equation = str(argument(call, 2, "equation"))
+    left, result = equation.split("->")
+    shapes = [operand.shape for operand in call.operands]
+    sizes = {
+        name: size for part, shape in zip(left.split(","), shapes, strict=True) for name, size in zip(part, shape)
+    }
+    operands = [tuple(() if sizes[name] == 1 else (name,) for name in part) for part in left.split(",")]
+    results = [tuple(() if sizes[name] == 1 else (name,) for name in result)]
+    flops = contraction_flops(equation, shapes[0], shapes[1])
+    return build(call, operands, results, linear=EITHER, flops=flops)
+
+
+def _added(product: str, batch: str) -> Callable[[Call], Rule]:
+    """beta * bias + alpha * a b: linear in bias and a, or bias and b, jointly; so k is whole."""
+
+    def rule(call: Call) -> Rule:
+        shape = call.operands[0].shape
+        result = ("b", "m", "n") if batch else ("m", "n")
+        bias = " ".join("1" if size == 1 else name for name, size in zip(result[len(result) - len(shape) :], shape))
+        flops = 2 * math.prod(call.operands[1].shape) * call.results[0].shape[-1]
+        spec = f"{bias}, {product}"
+        return instantiate(spec, call, whole={"k"}, linear=({0, 1}, {0, 2}), flops=flops)
+
+    return rule
+
+
+def _grouped(call: Call) -> Rule:
+    """Rows of a are multiplied by the matrix of their group, found by `offs`: groups and rows are whole."""
+    a, b = (len(operand.shape) for operand in call.operands[:2])
+    spec = {
+        (2, 3): "m k, g k n, g -> m n",
+        (3, 2): "g m k, k n, g -> m n",
+        (2, 2): "m k, k n, g -> g m n",
+        (3, 3): "g m k, g k n -> g m n",
+    }[a, b]
+    assert len(call.operands) == spec.count(",") + 1, "grouped_mm with a bias"
+    # in the 2-d by 2-d form the groups are ranges of k
+    whole = {(2, 3): {"m", "g"}, (3, 2): {"n", "g"}, (2, 2): {"k", "g"}, (3, 3): set()}[a, b]
+    linear = EITHER
+    points = call.operands[0].numel * call.results[0].shape[-1]
+    return instantiate(spec, call, whole=whole, linear=linear, flops=2 * points)
+
+
+ROWS: Mapping[str, Row] = {
+    "autopar.contract.default": Row(contract),
+    "aten.mm.default": Row(_product("m k, k n -> m n")),
+    "aten.bmm.default": Row(_product("b m k, b k n -> b m n")),
+    "aten.mv.default": Row(_vectors("m k, k -> m")),
+    "aten.dot.default": Row(_vectors("k, k -> ")),
+    "aten.vdot.default": Row(_vectors("k, k -> ")),
+    "aten.addmm.default": Row(_added("m k, k n -> m n", "")),
+    "aten.baddbmm.default": Row(_added("b m k, b k n -> b m n", "b")),
+    "aten.addmv.default": Row(
+        lambda call: instantiate(
+            f"{'m' if call.operands[0].shape != (1,) else '1'}, m k, k -> m",
+            call,
+            whole={"k"},
+            linear=({0, 1}, {0, 2}),
+            flops=2 * call.operands[1].numel,
+        )
+    ),
+    "aten._grouped_mm.default": Row(_grouped),
+}

@@ -1,0 +1,135 @@
+"""The notation of rules: `"... m k, k n -> ... m n"`.
+
+Operands and results are separated by commas, dims by spaces. `(k g)` is a dim made of k (major) and g, `1` a dim
+of size 1, `...` any number of dims, the same wherever it stands (sizes of 1 in it broadcast). A rule never names a
+dim of size 1, so names that turn out to have size 1 are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.passes.rules.rule import Call, Dim, Dims, Rule
+
+BATCH: Dim = ("...",)
+_DIM = re.compile(r"\(([^()]*)\)|(\.\.\.|\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parsed spec; `BATCH` stands for the dims of `...`."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+
+
+@functools.cache
+def parse(spec: str) -> Spec:
+    """Read a spec. Nothing before the arrow means no operands; nothing between commas means a 0-dim tensor."""
+    left, arrow, right = spec.partition("->")
+    assert arrow, f"spec '{spec}' has no '->'"
+    operands = tuple(_parse_dims(part, spec) for part in left.split(",")) if left.strip() else ()
+    return Spec(operands, tuple(_parse_dims(part, spec) for part in right.split(",")))
+
+
+def _parse_dims(text: str, spec: str) -> Dims:
+    assert not _DIM.sub("", text).strip(), f"spec '{spec}': cannot read '{text.strip()}'"
+    dims = []
+    for compound, single in _DIM.findall(text):
+        names = tuple(compound.split()) if compound else (single,)
+        dims.append(() if names == ("1",) else names)
+    assert dims.count(BATCH) <= 1, f"spec '{spec}' has two '...' in one tensor"
+    return tuple(dims)
+
+
+def instantiate(
+    spec: str,
+    call: Call,
+    *,
+    whole: Iterable[str] = (),
+    linear: Sequence[Iterable[int]] = (),
+    partial: str = "sum",
+    indexed: Iterable[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    flops: int = 0,
+) -> Rule:
+    """The rule that a spec gives for one call. `whole` may hold `...`; `sizes` those no dim tells (of `(g i)`)."""
+    parsed = parse(spec)
+    types = (*call.operands, *call.results)
+    assert len(parsed.operands) == len(call.operands) and len(parsed.results) == len(call.results), (
+        f"{call.op}: spec '{spec}' does not have its {len(call.operands)} operands and {len(call.results)} results"
+    )
+    shapes = [type_.shape for type_ in types]
+    expanded = []
+    batch: dict[str, None] = {}
+    for dims, shape in zip((*parsed.operands, *parsed.results), shapes, strict=True):
+        names = _batch_names(dims, len(shape)) if BATCH in dims else ()
+        at = dims.index(BATCH) if BATCH in dims else 0
+        tensor = (*dims[:at], *((name,) for name in names), *dims[at + 1 :]) if BATCH in dims else dims
+        assert len(tensor) == len(shape), f"{call.op}: spec '{spec}' does not fit a shape of {tuple(shape)}"
+        assert not batch or not names or len(batch) == len(names), f"{call.op}: spec '{spec}': '...' of two lengths"
+        batch.update(dict.fromkeys(names))
+        expanded.append(tensor)
+    known = _solve(expanded, shapes, dict(sizes or {}), batch, f"{call.op}: spec '{spec}'")
+    named = [
+        tuple(
+            () if size == 1 else dim if len(dim) == 1 else tuple(name for name in dim if known[name] != 1)
+            for dim, size in zip(dims, shape, strict=True)
+        )
+        for dims, shape in zip(expanded, shapes, strict=True)
+    ]
+    marks = frozenset(whole)
+    if "..." in marks:
+        marks = marks - {"..."} | frozenset(batch)
+    count = len(call.operands)
+    return Rule(
+        operands=tuple(named[:count]),
+        results=tuple(named[count:]),
+        sizes=known,
+        whole=marks,
+        partial=partial,
+        linear=tuple(frozenset(one) for one in linear),
+        indexed=frozenset(indexed),
+        flops=flops,
+    )
+
+
+@functools.cache
+def _batch_names(dims: Dims, ndim: int) -> tuple[str, ...]:
+    return tuple(f"b{i}" for i in range(ndim - len(dims) + 1))
+
+
+def _solve(
+    tensors: list[Dims],
+    shapes: list[tuple[int, ...]],
+    known: dict[str, int],
+    batch: Mapping[str, None],
+    where: str,
+) -> dict[str, int]:
+    """The size of each name: from dims of one name first, then from compound dims with one unknown."""
+    compounds = []
+    for dims, shape in zip(tensors, shapes, strict=True):
+        for dim, size in zip(dims, shape, strict=True):
+            if len(dim) != 1:
+                compounds.append((dim, size))
+                continue
+            name = dim[0]
+            if name in batch:
+                assert 1 in (size, known.get(name, 1)) or size == known[name], f"{where}: {name} is {size} and {known}"
+                known[name] = max(size, known.get(name, 1)) if size else 0
+            else:
+                assert known.setdefault(name, size) == size, f"{where}: '{name}' is {known[name]} and {size}"
+    for dim, size in compounds:
+        unknown = [name for name in dim if name not in known]
+        assert len(unknown) <= 1, f"{where}: no dim tells the sizes of {unknown}"
+        rest = math.prod(known[name] for name in dim if name in known)
+        if unknown:
+            assert rest and size % rest == 0, f"{where}: {dim} does not divide {size}"
+            known[unknown[0]] = size // rest
+        else:
+            assert rest == size, f"{where}: {dim} is {rest}, not {size}"
+    return known

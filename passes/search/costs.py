@@ -1,0 +1,35 @@
+"""What moving a value between two states of an axis costs, in bytes per rank (ring algorithms).
+
+all-reduce 2 (n-1)/n B, all-gather and reduce-scatter (n-1)/n B, all-to-all (n-1)/n B/n, for a value of B bytes on
+n ranks (arXiv 2104.04473, section 3.2). Compute counts too, at the ratio of a link's to a processor's speed, so
+that work is not repeated to save a few bytes. The figures are constants: a plan does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from autopar.passes.search.states import State
+
+# Bytes that a link moves while a processor does one operation: 1e11 B/s over 4e14 FLOP/s (an 8-GPU server).
+BYTES_PER_FLOP = 2.5e-4
+# A collective's fixed cost. It only breaks ties: which technique is used is a matter of bytes, at any model size.
+BYTES_PER_COLLECTIVE = 16.0
+
+
+def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
+    """The bytes per rank that turn `source` into `target`, for a value of `bytes_` whole on this axis."""
+    if source == target:
+        return 0.0
+    share = (size - 1) / size
+    if source is None:
+        # A slice, or zeros but on the first rank: nothing moves. The tiny cost prefers not to.
+        return BYTES_PER_COLLECTIVE / 16
+    if isinstance(source, str):
+        reduced = 2 * share * bytes_ * (2 if source == "logsumexp" else 1) + BYTES_PER_COLLECTIVE
+        if isinstance(target, tuple) and source == "sum":
+            return share * bytes_ + BYTES_PER_COLLECTIVE
+        return reduced + (move_cost(None, target, bytes_, size) if target is not None else 0.0)
+    if target is None:
+        return share * bytes_ + BYTES_PER_COLLECTIVE
+    if isinstance(target, tuple):
+        return share * bytes_ / size + BYTES_PER_COLLECTIVE
+    return share * bytes_ + BYTES_PER_COLLECTIVE + move_cost(None, target, bytes_, size)

@@ -1,0 +1,81 @@
+"""What an axis is for, by its name: which inputs it splits, and what it never moves.
+
+    dp   the batch is split, parameters are whole; activations are not gathered
+    tp   weights are split and never gathered; activations move (arXiv 1909.08053)
+
+Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
+is it allowed at its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.program import Input, TensorType
+from autopar.passes.search.states import State
+
+# A replicated byte of an embedding table weighs as much as so many moved ones. Weights of matrix products are
+# split whenever they can be.
+TABLE_WEIGHT = 10.0
+# Gathering activations over dp is no data parallelism: it must pay for itself a thousandfold.
+GATHER_OVER_DP = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a placeholder is, as far as intents care.
+
+    `multiplied`: operand of a matrix product or convolution; `table`: looked up by indices.
+    `splits`: the states in which every user can take it.
+    """
+
+    entry: Input
+    type: TensorType
+    splits: tuple[State, ...]
+    multiplied: bool = False
+    table: bool = False
+    is_batch: bool = False  # its dim 0 is the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """The meaning of one axis."""
+
+    batch_split: bool
+    weights_split: bool
+
+    def states(self, role: Role) -> list[tuple[State, float]]:
+        """The states that a placeholder may have, with their costs in bytes."""
+        if role.entry.kind == "batch" and self.batch_split and role.is_batch:
+            return [((0, 1), 0.0)]
+        if role.entry.kind != "parameter" or not self.weights_split:
+            return [(None, 0.0)]
+        if role.multiplied and role.table:
+            rows = [state for state in role.splits if state == (0, 1)]
+            return [(state, 0.0) for state in rows or role.splits or (None,)]
+        if role.multiplied:
+            return [(state, 0.0) for state in role.splits or (None,)]
+        if role.table:
+            # By rows (the vocabulary): the lookup is partial, like a row-parallel product.
+            rows = [state for state in role.splits if state == (0, 1)] or list(role.splits)
+            return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in rows)]
+        return [(None, 0.0), *((state, 0.0) for state in role.splits)]
+
+    def factor(self, source: State, target: State, of_parameters: bool) -> float | None:
+        """By how much a move costs more than its bytes; None forbids it."""
+        gathers = isinstance(source, tuple) and source != target
+        if of_parameters and gathers:
+            return None
+        return GATHER_OVER_DP if self.batch_split and gathers else 1.0
+
+
+INTENTS = {"dp": Intent(batch_split=True, weights_split=False), "tp": Intent(batch_split=False, weights_split=True)}
+
+
+def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
+    """Dim 0 of the first batch tensor that has one: tensors that share it are split over the batch."""
+    for entry, type_ in entries:
+        if entry.kind == "batch" and type_.shape:
+            return type_.shape[0]
+    return None

@@ -1,0 +1,308 @@
+"""The search for one axis: candidates, then the exact choice over classes of identical calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.ir.program import Program, TensorType, is_getitem, operand_nodes, record
+from autopar.passes.rules import Call, Rule, call_of, replicated, rule_of
+from autopar.passes.rules.rule import Table
+from autopar.passes.search.classes import classify
+from autopar.passes.search.costs import BYTES_PER_FLOP, move_cost
+from autopar.passes.search.intents import Intent, Role, batch_size
+from autopar.passes.search.solve import Edge, Problem, solve
+from autopar.passes.search.states import Choice, Split, State, Strategy, choice_at, place, strategies
+
+MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
+
+
+@dataclass(slots=True)
+class Item:
+    """A class of identical nodes, seen through its first member."""
+
+    node: fx.Node
+    count: int
+    rule: Rule | None  # None for a placeholder
+    types: tuple[TensorType, ...]  # of the tensor results
+    sources: tuple[tuple[int, int], ...]  # the classes of the operands, with the index of the result
+    has_row: bool = True
+    role: Role | None = None
+    taken: list[tuple[Choice, int]] = field(default_factory=list)  # choices on earlier axes
+    states: list[dict[str, State]] = field(default_factory=list)  # of each result, by axis
+    wanted: list[dict[str, State]] = field(default_factory=list)  # of each operand, by axis
+
+
+@dataclass(slots=True)
+class Classes:
+    """A program as classes of identical nodes, with the edges between them."""
+
+    items: list[Item]
+    of: dict[fx.Node, int]
+    edges: list[tuple[int, int, int, int]]  # (source class, result index, user class, operand position)
+    gradients: list[tuple[int, int, int]]  # (source class, result index, parameter class)
+    results: list[tuple[int, int]]  # what leaves the program whole: (class, result index)
+    of_parameters: set[int]  # the classes computed from parameters alone
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a tensor, and which of its tensor results it is."""
+    if not is_getitem(node):
+        return node, 0
+    producer, index = node.args
+    assert isinstance(producer, fx.Node) and isinstance(index, int)
+    return producer, sum(type_ is not None for type_ in record(producer).types[:index])
+
+
+def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str, State]]) -> Classes:
+    """Group the nodes; `pins` are the user's layouts of parameters, as states by axis."""
+    nodes = [node for node in program.graph.nodes if node.op != "output" and not is_getitem(node)]
+    number = {node: i for i, node in enumerate(nodes)}
+    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    by_name = {entry.name: node for node, entry in entries.items()}
+    sources: list[list[tuple[int, int]]] = []
+    for node in nodes:
+        operands = operand_nodes(node) if node.op == "call_function" else ()
+        sources.append([(number[source], result) for source, result in map(source_of, operands)])
+    pairs = [(node, out) for node, out in zip(program.results, program.outputs, strict=True) if node is not None]
+    linked = [list(found) for found in sources]
+    for node, out in pairs:
+        if out.kind == "gradient":  # a parameter's class depends on its gradient's
+            source, result = source_of(node)
+            linked[number[by_name[out.name]]].append((number[source], result))
+
+    def key(i: int) -> object:
+        entry = entries.get(nodes[i])
+        if entry is not None:
+            pin = pins.get(entry.name)
+            return entry.kind, record(nodes[i]).types, tuple(sorted(pin.items(), key=str)) if pin else None
+        return _call_key(nodes[i])
+
+    colours = classify(len(nodes), key, linked)
+    members: dict[int, list[int]] = {}
+    for i, colour in enumerate(colours):
+        members.setdefault(colour, []).append(i)
+    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set())
+    for colour in range(len(members)):
+        first = members[colour][0]
+        found = tuple((colours[source], result) for source, result in sources[first])
+        classes.items.append(_item(nodes[first], len(members[colour]), found, table))
+    edges = {
+        (colours[source], result, colours[i], position): None
+        for i, operands in enumerate(sources)
+        for position, (source, result) in enumerate(operands)
+    }
+    classes.edges = list(edges)
+    for node, out in pairs:
+        source, result = source_of(node)
+        place_ = (colours[number[source]], result)
+        if out.kind == "gradient":
+            classes.gradients.append((*place_, colours[number[by_name[out.name]]]))
+        else:
+            classes.results.append(place_)
+    classes.gradients = list(dict.fromkeys(classes.gradients))
+    _find_parameter_values(classes, nodes, sources, colours, entries)
+    _give_roles(classes, entries)
+    return classes
+
+
+def _find_parameter_values(
+    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: object
+) -> None:
+    assert isinstance(entries, dict)
+    pure: set[int] = set()
+    for i, node in enumerate(nodes):
+        entry = entries.get(node)
+        if entry.kind == "parameter" if entry else bool(sources[i]) and all(s in pure for s, _ in sources[i]):
+            pure.add(i)
+            classes.of_parameters.add(colours[i])
+
+
+def _call_key(node: fx.Node) -> tuple[object, ...]:
+    args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: "%")
+    return str(node.target), repr(args), record(node).types
+
+
+def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table: Table) -> Item:
+    types = tuple(type_ for type_ in record(node).types if type_ is not None)
+    rule, has_row = None, True
+    if node.op == "call_function":
+        call: Call = call_of(node)
+        found = rule_of(call, table)
+        rule, has_row = (found[0], True) if found else (replicated(call), False)
+    item = Item(node, count, rule, types, sources, has_row)
+    item.states = [{} for _ in types]
+    item.wanted = [{} for _ in sources]
+    return item
+
+
+def _give_roles(classes: Classes, entries: dict[fx.Node, object]) -> None:
+    placeholders = [(entries[item.node], item) for item in classes.items if item.rule is None]
+    size = batch_size([(entry, item.types[0]) for entry, item in placeholders if item.types])  # type: ignore[misc]
+    for entry, item in placeholders:
+        is_batch = bool(item.types and item.types[0].shape and item.types[0].shape[0] == size)
+        if item.types:
+            item.role = Role(entry, item.types[0], (), is_batch=is_batch)  # type: ignore[arg-type]
+
+
+def search_axis(
+    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]], sizes: dict[str, int]
+) -> bool:
+    """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions."""
+    options = _options(classes, axis, size, intent, pins)
+    strict = True
+    chosen = solve(_problem(classes, options, size, intent, sizes, strict=True))
+    if chosen is None:
+        strict = False
+        chosen = solve(_problem(classes, options, size, intent, sizes, strict=False))
+    assert chosen is not None, "every call may run whole, so a plan exists"
+    for item, (strategy, _), in zip(classes.items, (o[c] for o, c in zip(options, chosen, strict=True)), strict=True):
+        for states, state in zip(item.states, strategy.results, strict=True):
+            states[axis] = state
+        for wanted, state in zip(item.wanted, strategy.operands, strict=True):
+            wanted[axis] = state
+        if strategy.choice is not None:
+            item.taken.append((strategy.choice, size))
+    return strict
+
+
+Options = list[list[tuple[Strategy, float]]]
+
+
+def _options(
+    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]]
+) -> Options:
+    candidates = _candidates(classes)
+    options: Options = []
+    for item, names in zip(classes.items, candidates, strict=True):
+        if item.rule is None:
+            options.append([])
+            continue
+        flops = item.rule.flops * BYTES_PER_FLOP * item.count
+        found = strategies(item.rule, names, size, tuple(item.taken))
+        options.append([(strategy, flops * strategy.work) for strategy in found])
+    for i, item in enumerate(classes.items):
+        if item.rule is None:
+            options[i] = _placeholder_options(classes, i, options, axis, size, intent, pins)
+    return options
+
+
+def _placeholder_options(
+    classes: Classes, i: int, options: Options, axis: str, size: int, intent: Intent,
+    pins: Mapping[str, Mapping[str, State]],
+) -> list[tuple[Strategy, float]]:  # fmt: skip
+    item = classes.items[i]
+    if item.role is None:
+        return [(Strategy((), (None,) * len(item.types)), 0.0)]
+    pin = pins.get(item.role.entry.name)
+    if pin is not None:
+        return [(Strategy((), (pin.get(axis),)), 0.0)]
+    users = [(user, position) for source, _, user, position in classes.edges if source == i]
+    common: set[State] | None = None
+    multiplied = table = False
+    for user, position in users:
+        rule = classes.items[user].rule
+        assert rule is not None
+        multiplied = multiplied or rule.flops > 0
+        table = table or bool(rule.indexed) and any(rule.indexed & set(dim) for dim in rule.operands[position])
+        accepted = {strategy.operands[position] for strategy, _ in options[user]}
+        common = accepted if common is None else common & accepted
+    splits = sorted(state for state in common or () if isinstance(state, tuple))
+    entry = item.role
+    role = Role(entry.entry, entry.type, tuple(splits), multiplied, table, entry.is_batch)
+    item.role = role
+    return [(Strategy((), (state,)), cost * item.count) for state, cost in intent.states(role)]
+
+
+def _candidates(classes: Classes) -> list[dict[str, set[int]]]:
+    """The sub-splits of each name that some neighbour can give or take: from views, chunks and fused weights.
+
+    Every dim may be split from its start (outer 1). A compound dim `(c n)` may be split on n, which its neighbours
+    see as outer = size(c): such splits spread along the edges until nothing new is found.
+    """
+    found: list[dict[str, set[int]]] = [
+        {name: {1} for name in item.rule.names()} if item.rule else {} for item in classes.items
+    ]
+    values: dict[tuple[int, int], set[Split]] = {}
+    for source, result, _, _ in classes.edges:
+        values.setdefault((source, result), set())
+    pending = [i for i, item in enumerate(classes.items) if item.rule is not None]
+    users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    inputs: dict[int, list[tuple[int, int, int]]] = {}
+    for source, result, user, position in classes.edges:
+        users.setdefault((source, result), []).append((user, position))
+        inputs.setdefault(user, []).append((position, source, result))
+    queued = set(pending)
+    while pending:
+        i = pending.pop(0)
+        queued.discard(i)
+        rule = classes.items[i].rule
+        assert rule is not None
+        sizes = dict(rule.sizes)
+        touched: set[int] = set()
+        tensors = [((s, r), rule.operands[p]) for p, s, r in inputs.get(i, ())]
+        tensors += [((i, r), dims) for r, dims in enumerate(rule.results)]
+        for value, dims in tensors:  # what the neighbours offer
+            for split in values.get(value, ()):
+                choice = choice_at(dims, split, sizes)
+                if choice and choice[0] in found[i] and len(found[i][choice[0]]) < MAX_OUTERS:
+                    found[i][choice[0]].add(choice[1])
+        for value, dims in tensors:  # what this call offers
+            known = values.setdefault(value, set())
+            for name, outers in found[i].items():
+                for outer in outers:
+                    split = place(dims, (name, outer), sizes)
+                    if split is not None and split not in known:
+                        known.add(split)
+                        touched.add(value[0])
+                        touched.update(user for user, _ in users.get(value, ()))
+        for other in sorted(touched):
+            if other not in queued and classes.items[other].rule is not None:
+                queued.add(other)
+                pending.append(other)
+    return found
+
+
+def _problem(
+    classes: Classes, options: Options, size: int, intent: Intent, sizes: dict[str, int], strict: bool
+) -> Problem:
+    problem = Problem([[cost for _, cost in option] for option in options])
+    results = [tuple(strategy.results for strategy, _ in option) for option in options]
+    operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
+
+    def add(source: int, result: int, user: int, wanted: tuple[State, ...]) -> None:
+        given = tuple(states[result] for states in results[source])
+        item = classes.items[source]
+        bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
+        move = {}
+        for s in dict.fromkeys(given):
+            for t in dict.fromkeys(wanted):
+                factor = intent.factor(s, t, source in classes.of_parameters) if strict else 1.0
+                if factor is not None:
+                    move[s, t] = move_cost(s, t, bytes_, size) * factor
+        problem.edges.append(Edge((source, result), source, given, user, wanted, move))
+
+    for source, result, user, position in classes.edges:
+        add(source, result, user, tuple(states[position] for states in operands[user]))
+    for source, result, parameter in classes.gradients:
+        add(source, result, parameter, tuple(states[0] for states in results[parameter]))
+    if classes.results:
+        problem.costs.append([0.0])
+        for source, result in dict.fromkeys(classes.results):
+            add(source, result, len(problem.costs) - 1, (None,))
+    return problem
+
+
+def _bytes(type_: TensorType, states: Mapping[str, State], sizes: Mapping[str, int]) -> float:
+    bytes_ = float(type_.bytes_)
+    for axis, state in states.items():
+        if isinstance(state, tuple):
+            bytes_ /= sizes[axis]
+    return bytes_
+
+
+def operations(items: Sequence[Item]) -> int:
+    """All matrix operations of the program."""
+    return sum(item.rule.flops * item.count for item in items if item.rule)

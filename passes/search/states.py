@@ -1,0 +1,145 @@
+"""What one axis does to a value, and to the operands and results of one call.
+
+The search takes the mesh axes one after the other. Per axis a value is whole (None), split (dim, outer), or
+partial (a kind). `outer` counts the elements-blocks that the dim has outside of the axis: a dim read as
+(outer, axis, rest). The states of all axes compose to a `Layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.ir.layout import Factor, Layout
+from autopar.ir.mesh import Mesh
+from autopar.passes.rules.rule import Dims, Rule
+
+Split = tuple[int, int]  # (dim, outer)
+State = Split | str | None
+Choice = tuple[str, int]  # (name, outer within the name)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call on one axis.
+
+    `choice` is the name that is split, if any; `work` is the share of the call's operations that a rank does.
+    """
+
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    choice: Choice | None = None
+    work: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.operands} -> {self.results}"
+
+
+def place(dims: Dims, choice: Choice, sizes: dict[str, int]) -> Split | None:
+    """Where a tensor with these names is split by a choice; None if it lacks the name."""
+    name, outer = choice
+    for dim, names in enumerate(dims):
+        if name in names:
+            before = math.prod(sizes[n] for n in names[: names.index(name)])
+            return dim, before * outer
+    return None
+
+
+def choice_at(dims: Dims, split: Split, sizes: dict[str, int]) -> Choice | None:
+    """The choice that splits a tensor with these names at (dim, outer): the inverse of `place`."""
+    dim, outer = split
+    before = 1
+    for name in dims[dim]:
+        if outer % before:
+            return None
+        inner = outer // before
+        if inner == 1 or (inner < sizes[name] and sizes[name] % inner == 0):
+            return name, inner
+        before *= sizes[name]
+    return None
+
+
+def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, int], ...]) -> bool:
+    """True if a choice is allowed by the rule, divides, and goes with the choices of earlier axes (`taken`)."""
+    name, outer = choice
+    if name in rule.whole or (name in rule.indexed and outer != 1):
+        return False
+    inside = 1  # earlier pieces that this axis splits further
+    for (other, other_outer), other_size in taken:
+        if other != name:
+            continue
+        if name in rule.indexed:
+            return False
+        if other_outer == outer:
+            inside *= other_size
+        elif other_outer < outer:
+            if outer % (other_outer * other_size):
+                return False
+        elif other_outer % (outer * size):
+            return False
+    return rule.sizes[name] % (outer * inside * size) == 0 and outer * inside * size <= rule.sizes[name]
+
+
+def strategies(
+    rule: Rule, candidates: dict[str, set[int]], size: int, taken: tuple[tuple[Choice, int], ...]
+) -> list[Strategy]:
+    """All ways to run a call on an axis of `size`: whole, split along each name, or linear in partial operands."""
+    sizes = dict(rule.sizes)
+    found = [Strategy((None,) * len(rule.operands), (None,) * len(rule.results))]
+    for name in rule.names():
+        for outer in sorted(candidates.get(name, {1})):
+            choice = (name, outer)
+            if not may_split(rule, choice, size, taken):
+                continue
+            operands = tuple(place(dims, choice, sizes) for dims in rule.operands)
+            contracted = any(state is not None for state in operands)
+            results = tuple(place(dims, choice, sizes) or (rule.partial if contracted else None) for dims in rule.results)
+            found.append(Strategy(operands, results, choice, 1.0 / size))
+    for group in rule.linear:
+        operands = tuple("sum" if i in group else None for i in range(len(rule.operands)))
+        found.append(Strategy(operands, ("sum",) * len(rule.results)))
+    return list(dict.fromkeys(found))
+
+
+def compose(states: dict[str, State], ndim: int, mesh: Mesh) -> Layout:
+    """The layout of a value from its state on each axis."""
+    splits: list[list[tuple[int, int, str]]] = [[] for _ in range(ndim)]
+    partial = []
+    for order, axis in enumerate(mesh.names):
+        state = states.get(axis)
+        if isinstance(state, str):
+            partial.append((axis, state))
+        elif state is not None:
+            splits[state[0]].append((state[1], order, axis))
+    return Layout(tuple(_factors(sorted(found), mesh) for found in splits), tuple(partial))
+
+
+def _factors(splits: list[tuple[int, int, str]], mesh: Mesh) -> tuple[Factor, ...]:
+    factors: list[Factor] = []
+    position = 1
+    for outer, _, axis in splits:
+        if outer > position:
+            assert outer % position == 0, (splits, str(mesh))
+            factors.append(outer // position)
+            position = outer
+        factors.append(axis)
+        position *= mesh[axis]
+    return tuple(factors)
+
+
+def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
+    """The state of each axis in a layout: the inverse of `compose`."""
+    states: dict[str, State] = dict(layout.partial)
+    for dim, factors in enumerate(layout.dims):
+        position = run = 1  # a run of axes that follow each other directly share their outer
+        previous: Factor | None = None
+        for factor in factors:
+            if isinstance(factor, int):
+                position *= factor
+            else:
+                if not isinstance(previous, str):
+                    run = position
+                states[factor] = (dim, run)
+                position *= mesh[factor]
+            previous = factor
+    return states

@@ -1,0 +1,126 @@
+"""What the executor calls for a graph target, and which targets return memory of their own.
+
+Three tables. They are data about ATen, each row checked by a test against the op that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from autopar.ir.ops import is_mesh_op, op
+from autopar.runtime.dropout import dropout_inplace
+from autopar.runtime.kernels import KERNELS
+from autopar.runtime.losses import cross_entropy_backward_inplace
+
+_aten = torch.ops.aten
+Function = Callable[..., Any]
+
+# torch's own bindings parse arguments about 1 us faster than an OpOverload, and do the same.
+# `view` becomes `reshape`: where a kernel's strides differ from those of its Meta kernel it copies instead of failing.
+_DIRECT: Mapping[Any, Function] = MappingProxyType(
+    {
+        _aten.view.default: torch.reshape,
+        _aten._unsafe_view.default: torch.reshape,
+        _aten.reshape.default: torch.reshape,
+        _aten.permute.default: torch.permute,
+        _aten.transpose.int: torch.transpose,
+        _aten.t.default: torch.t,
+        _aten.unsqueeze.default: torch.unsqueeze,
+        _aten.squeeze.dim: torch.squeeze,
+        _aten.select.int: torch.select,
+        _aten.expand.default: torch.Tensor.expand,
+        _aten.cat.default: torch.cat,
+        _aten.add.Tensor: torch.add,
+        _aten.sub.Tensor: torch.sub,
+        _aten.mul.Tensor: torch.mul,
+        _aten.div.Tensor: torch.div,
+        _aten.neg.default: torch.neg,
+        _aten.exp.default: torch.exp,
+        _aten.log.default: torch.log,
+        _aten.sqrt.default: torch.sqrt,
+        _aten.rsqrt.default: torch.rsqrt,
+        _aten.tanh.default: torch.tanh,
+        _aten.sigmoid.default: torch.sigmoid,
+        _aten.relu.default: torch.relu,
+        _aten.mm.default: torch.mm,
+        _aten.bmm.default: torch.bmm,
+        _aten.where.self: torch.where,
+    }
+)
+
+# Ops that may write their result over an operand that nothing uses again: op -> (which operand, how).
+# The executor does so only if that operand has the type and layout of the result.
+_INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
+    {
+        _aten.add.Tensor: ((0, torch.Tensor.add_), (1, lambda a, b: b.add_(a))),
+        _aten.sub.Tensor: ((0, torch.Tensor.sub_),),
+        _aten.mul.Tensor: ((0, torch.Tensor.mul_), (1, lambda a, b: b.mul_(a))),
+        _aten.div.Tensor: ((0, torch.Tensor.div_),),
+        _aten.neg.default: ((0, torch.Tensor.neg_),),
+        _aten.exp.default: ((0, torch.Tensor.exp_),),
+        _aten.sqrt.default: ((0, torch.Tensor.sqrt_),),
+        _aten.rsqrt.default: ((0, torch.Tensor.rsqrt_),),
+        _aten.tanh.default: ((0, torch.Tensor.tanh_),),
+        _aten.sigmoid.default: ((0, torch.Tensor.sigmoid_),),
+        _aten.relu.default: ((0, torch.Tensor.relu_),),
+        op("cross_entropy_backward"): ((1, cross_entropy_backward_inplace),),
+        op("dropout"): ((0, dropout_inplace),),
+    }
+)
+
+# Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.
+_FRESH: frozenset[Any] = (
+    frozenset(_INPLACE)
+    | frozenset(KERNELS)
+    | {
+        _aten.mm.default,
+        _aten.bmm.default,
+        _aten.addmm.default,
+        _aten.log.default,
+        _aten.where.self,
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten._to_copy.default,
+        _aten.sum.dim_IntList,
+        _aten.sum.default,
+        _aten.mean.dim,
+        _aten.amax.default,
+        _aten.pow.Tensor_Scalar,
+        _aten._softmax.default,
+        _aten._softmax_backward_data.default,
+        _aten.native_layer_norm.default,
+        _aten.native_layer_norm_backward.default,
+        _aten.gelu.default,
+        _aten.gelu_backward.default,
+        _aten.silu.default,
+        _aten.silu_backward.default,
+        _aten.tanh_backward.default,
+        _aten.sigmoid_backward.default,
+        _aten.threshold_backward.default,
+        _aten.convolution.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+    }
+)
+
+
+def function_of(target: Any) -> Function:
+    """The fastest callable that does what `target` does."""
+    assert not is_mesh_op(target), target
+    found = KERNELS.get(target) or _DIRECT.get(target)
+    return found if found is not None else target
+
+
+def is_fresh(target: Any) -> bool:
+    """True if the results of `target` are known to share no memory with its operands."""
+    return target in _FRESH
+
+
+def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:
+    """(operand that is overwritten, callable) pairs."""
+    return _INPLACE.get(target, ())

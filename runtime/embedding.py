@@ -1,0 +1,57 @@
+"""`autopar::embedding` and its backward, for a table of which this rank holds the rows from `offset` on.
+
+An index outside of the held rows reads zeros and gets no gradient, so that the sum over the ranks is the lookup
+in the whole table (the vocabulary-parallel embedding of Megatron-LM, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """weight [rows, d], index [...] -> [..., d]"""
+    rows, width = weight.shape
+    flat = index.reshape(-1)
+    if rows == 0 or flat.numel() == 0:
+        return weight.new_zeros((*index.shape, width))
+    if offset:
+        flat = flat - offset
+    if _all_inside(flat, rows):
+        return weight.index_select(0, flat).view(*index.shape, width)
+    row = flat.clamp(0, rows - 1)
+    out = weight.index_select(0, row).masked_fill_((row != flat).unsqueeze(-1), 0)
+    return out.view(*index.shape, width)
+
+
+def embedding_backward(
+    grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
+) -> torch.Tensor:
+    """grad [..., d], index [...] -> [rows, d]; indices equal to `padding` (if >= 0, before the offset) give none."""
+    width = grad.shape[-1]
+    flat, grad = index.reshape(-1), grad.reshape(-1, width)
+    if rows == 0 or flat.numel() == 0:
+        return grad.new_zeros((rows, width))
+    row = flat - offset if offset else flat
+    ignored = padding - offset if padding >= 0 else -1
+    if not _all_inside(row, rows):
+        # `ignored` may lie outside of this piece: then nothing in it is padding, and -1 says so for all the rest.
+        inside = 0 <= ignored < rows
+        outside = (row < 0) | (row >= rows)
+        if inside:
+            row = row.masked_fill(outside, ignored)
+        else:
+            # No row of this piece is free to be ignored: give the gradients outside a row of their own and drop it.
+            row = row.masked_fill(outside, rows)
+            return torch.ops.aten.embedding_dense_backward(grad, row, rows + 1, rows, False)[:rows]
+    elif not 0 <= ignored < rows:
+        ignored = -1
+    return torch.ops.aten.embedding_dense_backward(grad, row, rows, ignored, False)
+
+
+def _all_inside(row: torch.Tensor, rows: int) -> bool:
+    """True if known that no index is outside. Off the CPU the question would wait for the device: say no."""
+    if row.device.type != "cpu":
+        return False
+    low, high = torch.aminmax(row)
+    return low.item() >= 0 and high.item() < rows

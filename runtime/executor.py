@@ -1,0 +1,234 @@
+"""Runs a LOCAL graph: once turned into Python source with one line a node, then executed as a generator.
+
+The generator yields a `Request` for every op that names a mesh axis and is sent the answer; it knows nothing of
+ranks or processes, so that the virtual mesh and torch.distributed drive the same code. Values are locals of the
+generator and are dropped at their last use.
+
+A driver runs it under `torch.no_grad()`: a generator must not change the mode of whoever drives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.ir.ops import is_mesh_op
+from autopar.ir.program import has_record, is_getitem, record
+from autopar.runtime.callables import function_of, inplace_variants
+from autopar.runtime.lifetime import Lifetimes, lifetimes
+
+Observe = Callable[[fx.Node, Any], None]
+Outputs = tuple[Any, ...]
+Steps = Generator["Request", Any, Outputs]
+
+
+@dataclass(slots=True)
+class Request:
+    """What a rank waits for: `op(*args)` among the ranks of an axis.
+
+    `last_use`: the tensor in args[0] is memory of this graph's own that nothing looks at afterwards, so that the
+    driver may write into it.
+    """
+
+    node: fx.Node
+    op: Any
+    last_use: bool
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The generated function, and the node of each of its lines."""
+
+    source: str
+    function: Callable[..., Steps]
+    node_of_line: dict[int, fx.Node]
+
+
+class Executable:
+    """A graph ready to run. `source` is the Python that runs, for people to read."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.code = _generate(graph, observed=False)
+
+    @property
+    def source(self) -> str:
+        return self.code.source
+
+    @functools.cached_property
+    def observed_code(self) -> Code:
+        return _generate(self.graph, observed=True)
+
+
+def compile_graph(graph: fx.Graph) -> Executable:
+    """Turn a LOCAL graph into an executable."""
+    return Executable(graph)
+
+
+def run(executable: Executable, inputs: Sequence[Any], observe: Observe | None = None) -> Steps:
+    """Execute; yields requests, returns the outputs. `inputs` are dropped at their last use here: to free them
+    then, the caller keeps no list of them (an iterator will do).
+
+    `observe(node, value)` sees every value; nothing is then computed in place, so it may keep them.
+    """
+    items = list(inputs)
+    del inputs
+    code = executable.code if observe is None else executable.observed_code
+    try:
+        return (yield from code.function(items, observe))
+    except AutoparError:
+        raise
+    except Exception as error:
+        node = _failed_node(error, code)
+        if node is not None:
+            error.add_note(f"in {describe(node)}")
+        raise
+
+
+def describe(node: fx.Node) -> str:
+    """`%mul_3 = aten.mul.Tensor  (made by reshard)  # blocks.0.mlp  gpt.py:41`: where a value comes from."""
+    text = f"%{node.name} = {target_name(node)}"
+    if not has_record(node):
+        return text
+    known = record(node)
+    place = "  ".join(part for part in (known.module, known.source) if part)
+    return f"{text}  (made by {known.made_by})" + (f"  # {place}" if place else "")
+
+
+def target_name(node: fx.Node) -> str:
+    """`autopar.all_reduce` for an op, the function's name else."""
+    name = str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
+    return name.removesuffix(".default")
+
+
+def _failed_node(error: BaseException, code: Code) -> fx.Node | None:
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is code.function.__code__:
+            return code.node_of_line.get(trace.tb_lineno)
+        trace = trace.tb_next
+    return None
+
+
+class _Writer:
+    """The text of the function, the objects that it refers to, and the node of each line."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.node_of_line: dict[int, fx.Node] = {}
+        self.value = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
+        self._bound: dict[int, str] = {}
+
+    def line(self, text: str, node: fx.Node | None = None) -> None:
+        self.lines.append(text)
+        if node is not None:
+            self.node_of_line[len(self.lines)] = node
+
+    def bind(self, thing: Any) -> str:
+        """A name for an object in the function's globals."""
+        name = self._bound.get(id(thing))
+        if name is None:
+            name = self._bound[id(thing)] = f"k{len(self.names)}"
+            self.names[name] = thing  # keeps it alive, so that its id stays its own
+        return name
+
+    def argument(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.value[arg]
+        if arg is None or isinstance(arg, (bool, int, str)) or (isinstance(arg, float) and math.isfinite(arg)):
+            return repr(arg)
+        if isinstance(arg, slice):
+            return f"slice({self.argument(arg.start)}, {self.argument(arg.stop)}, {self.argument(arg.step)})"
+        if isinstance(arg, dict):
+            return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in arg.items()) + "}"
+        if isinstance(arg, (tuple, list)):
+            items = ", ".join(self.argument(item) for item in arg)
+            return f"[{items}]" if isinstance(arg, list) else f"({items}{',' if len(arg) == 1 else ''})"
+        return self.bind(arg)
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        return ", ".join([*map(self.argument, args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
+
+
+def _generate(graph: fx.Graph, observed: bool) -> Code:
+    writer = _Writer(graph)
+    lives = lifetimes(graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    writer.line("def program(items, observe):")
+    if inputs:
+        writer.line(f"    [{', '.join(writer.value[node] for node in inputs)}] = items")
+    writer.line("    items.clear()")
+    writer.line("    if False: yield")
+    for node in graph.nodes:
+        if node.op == "output":
+            writer.line(f"    return {writer.argument(tuple(node.args[0]))}", node)
+            continue
+        value = writer.value[node]
+        if node.op != "placeholder":
+            writer.line(f"    {value} = {_expression(writer, node, lives, observed)}  # {node.name}", node)
+        if observed:
+            writer.line(f"    observe({writer.bind(node)}, {value})", node)
+        dead = lives.dying.get(node, ())
+        if dead:
+            writer.line(f"    {' = '.join(writer.value[d] for d in dead)} = None")
+    source = "\n".join(writer.lines) + "\n"
+    namespace = dict(writer.names)
+    exec(compile(source, "<autopar graph>", "exec"), namespace)
+    return Code(source, namespace["program"], writer.node_of_line)
+
+
+def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool) -> str:
+    if node.op == "get_attr":
+        return writer.bind(_attribute(node))
+    assert node.op == "call_function", (node.op, node.name)
+    if is_getitem(node):
+        source, index = node.args
+        return f"{writer.argument(source)}[{writer.argument(index)}]"
+    if is_mesh_op(node.target):
+        args = _positional(node)
+        last_use = not observed and isinstance(args[0], fx.Node) and lives.may_overwrite(args[0], node)
+        request = writer.bind(functools.partial(Request, node, node.target, last_use))
+        return f"yield {request}({writer.argument(args)})"
+    function = function_of(node.target)
+    if not observed:
+        function = _inplace(node, lives) or function
+    return f"{writer.bind(function)}({writer.arguments(node.args, node.kwargs)})"
+
+
+def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
+    """A variant that writes the result over a dying operand of the same type: fresh memory costs page faults."""
+    for which, function in inplace_variants(node.target):
+        if which >= len(node.args) or (which == 1 and node.kwargs.get("alpha") is not None):
+            continue
+        operand = node.args[which]
+        if not isinstance(operand, fx.Node) or not has_record(node) or not has_record(operand):
+            continue
+        mine, its = record(node), record(operand)
+        # A value that is itself a view may be an expanded one: only what an op made may be written to.
+        made = lives.share[operand] is operand and operand.op == "call_function"
+        if made and its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts):
+            if lives.may_overwrite(operand, node):
+                return function
+    return None
+
+
+def _positional(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of one of our ops in the order of its schema."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    rest = [argument.name for argument in schema.arguments][len(node.args) :]
+    return (*node.args, *(node.kwargs[name] for name in rest))
+
+
+def _attribute(node: fx.Node) -> Any:
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found

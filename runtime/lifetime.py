@@ -1,0 +1,74 @@
+"""When the values of a graph die, and which may be overwritten: liveness over sets of values that may share memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.program import is_getitem
+from autopar.runtime.callables import is_fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """`dying[n]`: the values whose last use is node n. Sharing sets are named by one of their nodes."""
+
+    dying: dict[fx.Node, tuple[fx.Node, ...]]
+    position: dict[fx.Node, int]
+    share: dict[fx.Node, fx.Node]
+    share_last: dict[fx.Node, int]
+    foreign: frozenset[fx.Node]  # sharing sets with a value that the graph was given
+
+    def may_overwrite(self, value: fx.Node, node: fx.Node) -> bool:
+        """True if `node`, an operand of which is `value`, may write over it: nothing looks at this memory again."""
+        share = self.share[value]
+        if share in self.foreign or self.share_last[share] > self.position[node]:
+            return False
+        sharing = [arg for arg in node.all_input_nodes if self.share[arg] is share]
+        return sharing == [value]  # another operand may be a view of it
+
+
+def lifetimes(graph: fx.Graph) -> Lifetimes:
+    """Liveness of every value; a value that nobody uses dies where it is made."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    share: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        share[node] = node
+        if node.op in ("placeholder", "get_attr") or _is_own(node):
+            continue
+        for arg in node.all_input_nodes:
+            _join(share, node, arg)
+    share = {node: _find(share, node) for node in nodes}
+    share_last: dict[fx.Node, int] = defaultdict(int)
+    dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        last = max((position[user] for user in node.users), default=position[node])
+        share_last[share[node]] = max(share_last[share[node]], last)
+        if node.op != "output" and nodes[last].op != "output":
+            dying[nodes[last]].append(node)
+    foreign = frozenset(share[node] for node in nodes if node.op in ("placeholder", "get_attr"))
+    return Lifetimes({node: tuple(dead) for node, dead in dying.items()}, position, share, dict(share_last), foreign)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """True if the value of a node is known to share no memory with the node's operands."""
+    if node.op == "output":
+        return True  # it returns the values, and no node comes after it
+    if is_getitem(node):
+        producer = node.args[0]
+        return isinstance(producer, fx.Node) and is_fresh(producer.target)
+    return is_fresh(node.target)
+
+
+def _find(share: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while share[node] is not node:
+        share[node] = share[share[node]]
+        node = share[node]
+    return node
+
+
+def _join(share: dict[fx.Node, fx.Node], a: fx.Node, b: fx.Node) -> None:
+    share[_find(share, a)] = _find(share, b)

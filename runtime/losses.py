@@ -1,0 +1,100 @@
+"""`autopar::logsumexp`, `pick` and `cross_entropy_backward`: the three halves of a cross entropy over the last dim.
+
+loss = logsumexp(x) - pick(x, index); its gradient is exp(x - lse) - onehot(index). On CPU the rows go through in
+pieces that stay in cache, and no second [tokens, vocab] buffer exists but the backward's result (the idea of
+Liger-Kernel's fused cross entropy, arXiv:2410.10989, without its loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_PIECE_BYTES = 1 << 20
+
+
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """x [..., v] -> [...], in x's dtype, computed in at least float32; -inf where all of a row is."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.shape[-1] == 0 or x.numel() == 0:
+        return torch.full(x.shape[:-1], -torch.inf, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows.shape[0], dtype=x.dtype, device=x.device)
+    wide = _wide(x.dtype)
+    buffer: torch.Tensor | None = None
+    for start, stop in _pieces(rows):
+        piece = rows[start:stop]
+        top = piece.amax(-1, keepdim=True).to(wide)
+        top = top.masked_fill_(top.abs() == torch.inf, 0)
+        if buffer is None or buffer.shape[0] != stop - start:
+            buffer = torch.empty((stop - start, rows.shape[1]), dtype=wide, device=x.device)
+        total = torch.sub(piece, top, out=buffer).exp_().sum(-1)
+        out[start:stop] = total.log_().add_(top.squeeze(-1))
+    return out.view(x.shape[:-1])
+
+
+def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """x [..., v], index [...] -> x[..., index - offset], 0 where that is outside of 0..v-1."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(index.shape)
+    column, outside = _columns(index, x.shape[-1], offset)
+    return x.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
+
+
+def cross_entropy_backward(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
+) -> torch.Tensor:
+    """grad [...] * (exp(x - lse) - onehot(index - offset)) [..., v], in x's dtype."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _cross_entropy_backward(grad, x, lse, index, out, offset)
+
+
+def cross_entropy_backward_inplace(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
+) -> torch.Tensor:
+    """As above, written over x if x is contiguous: each element is read once, then written."""
+    out = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _cross_entropy_backward(grad, x, lse, index, out, offset)
+
+
+def _cross_entropy_backward(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, out: torch.Tensor, offset: int
+) -> torch.Tensor:
+    if x.numel() == 0:
+        return out
+    wide = _wide(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    result = out.view(rows.shape)
+    scale = grad.reshape(-1, 1).to(wide)
+    shift = lse.reshape(-1, 1).to(wide)
+    shift = torch.where(shift == -torch.inf, 0, shift)
+    column, outside = _columns(index.reshape(-1, 1), x.shape[-1], offset)
+    one_hot = (-scale).masked_fill_(outside, 0).expand_as(column)
+    for start, stop in _pieces(rows):
+        if wide == x.dtype:
+            piece = torch.sub(rows[start:stop], shift[start:stop], out=result[start:stop])
+        else:
+            piece = torch.sub(rows[start:stop], shift[start:stop])
+        piece.exp_().mul_(scale[start:stop]).scatter_add_(-1, column[start:stop], one_hot[start:stop])
+        if wide != x.dtype:
+            result[start:stop] = piece
+    return out
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _columns(index: torch.Tensor, size: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index into this piece of the last dim, made valid everywhere, and where it was not valid."""
+    local = index - offset if offset else index
+    column = local.clamp(0, size - 1)
+    return column, column != local
+
+
+def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Row ranges that stay in cache; all rows at once off the CPU, where launches cost and caches do not help."""
+    count = rows.shape[0]
+    step = max(1, _PIECE_BYTES // (rows.shape[1] * 4)) if rows.device.type == "cpu" else count
+    for start in range(0, count, step):
+        yield start, min(start + step, count)

@@ -1,0 +1,26 @@
+"""What all tests share: the example models can be imported, and runs are repeatable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT / "examples", ROOT / "tests", ROOT):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    """Each test starts from one seed, on one thread: the models are small and the cores few."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
