@@ -1,6 +1,7 @@
 """`autopar::attention` and its backward: softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
 
-On CPU the flash kernels that `F.scaled_dot_product_attention` uses too; elsewhere, and where those refuse, plain
+On CPU the flash kernels that `F.scaled_dot_product_attention` uses too (they read grouped keys and values in place,
+and sum their gradients over the group: so on torch 2.11 to 2.13, and tested); elsewhere, and where those refuse, plain
 matrix products with the backward of FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1): the probabilities
 are recomputed from the logsumexp.
 
@@ -24,7 +25,6 @@ def attention(
     """(out [b,h,s,e], logsumexp [b,h,s] in at least float32)."""
     if not _flash_takes(q, k, v):
         return _plain(q, k, v, mask, causal, scale)
-    k, v = _per_head(k, q), _per_head(v, q)
     out, lse = _flash(_rows(q), _rows(k), _rows(v), 0.0, causal, attn_mask=_additive(mask, q), scale=scale)
     return out, lse
 
@@ -36,13 +36,11 @@ def attention_backward(
     """(dq, dk, dv) in the shapes of q, k, v."""
     if not _flash_takes(q, k, v):
         return _plain_backward(grad, q, k, v, mask, out, lse, causal, scale)
-    heads = k.shape[1]
-    k, v = _per_head(k, q), _per_head(v, q)
-    dq, dk, dv = _flash_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _flash_backward(
         _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out), lse, 0.0, causal,
         attn_mask=_additive(mask, q), scale=scale,
     )  # fmt: skip
-    return dq, _sum_group(dk, heads), _sum_group(dv, heads)
+    return grads
 
 
 def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -54,17 +52,6 @@ def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """The flash kernel reads rows as contiguous without looking: any other stride gives wrong numbers."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """[b,hk,t,d] -> [b,h,t,d], head i of q reading head i // g."""
-    group = q.shape[1] // x.shape[1]
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-
-def _sum_group(dx: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b,h,t,d] -> [b,hk,t,d]"""
-    return dx if dx.shape[1] == heads else dx.unflatten(1, (heads, -1)).sum(2)
 
 
 def _additive(mask: Mask, q: torch.Tensor) -> Mask:

@@ -1,8 +1,9 @@
 """Runs a LOCAL graph: once turned into Python source with one line a node, then executed as a generator.
 
-The generator yields a `Request` for every op that names a mesh axis and is sent the answer; it knows nothing of
+The generator yields a `Request` for every op that names a mesh axis and is sent `[answer]`; it knows nothing of
 ranks or processes, so that the virtual mesh and torch.distributed drive the same code. Values are locals of the
-generator and are dropped at their last use.
+generator and are dropped at their last use. (The list is for that: `send` holds on to what it is given until the
+next yield, so the generator takes the answer out of it.)
 
 A driver runs it under `torch.no_grad()`: a generator must not change the mode of whoever drives it.
 """
@@ -25,7 +26,7 @@ from autopar.runtime.lifetime import Lifetimes, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
-Steps = Generator["Request", Any, Outputs]
+Steps = Generator["Request", list[Any] | None, Outputs]
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class _Writer:
     def argument(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
             return self.value[arg]
-        if arg is None or isinstance(arg, (bool, int, str)) or (isinstance(arg, float) and math.isfinite(arg)):
+        if arg is None or type(arg) in (bool, int, str) or (type(arg) is float and math.isfinite(arg)):
             return repr(arg)
         if isinstance(arg, slice):
             return f"slice({self.argument(arg.start)}, {self.argument(arg.stop)}, {self.argument(arg.step)})"
@@ -196,7 +197,7 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
         args = _positional(node)
         last_use = not observed and isinstance(args[0], fx.Node) and lives.may_overwrite(args[0], node)
         request = writer.bind(functools.partial(Request, node, node.target, last_use))
-        return f"yield {request}({writer.argument(args)})"
+        return f"(yield {request}({writer.argument(args)})).pop()"
     function = function_of(node.target)
     if not observed:
         function = _inplace(node, lives) or function
@@ -214,9 +215,9 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
         mine, its = record(node), record(operand)
         # A value that is itself a view may be an expanded one: only what an op made may be written to.
         made = lives.share[operand] is operand and operand.op == "call_function"
-        if made and its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts):
-            if lives.may_overwrite(operand, node):
-                return function
+        alike = its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts)
+        if made and alike and lives.may_overwrite(operand, node):
+            return function
     return None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from autopar.ir.ops import contraction_flops
 from autopar.passes.rules.build import Linear, argument, build
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
+
+from autopar.ir.ops import contraction_flops
 
 EITHER: Linear = (frozenset({0}), frozenset({1}))
 
@@ -33,7 +34,9 @@ def contract(call: Call) -> Rule:
     left, result = equation.split("->")
     shapes = [operand.shape for operand in call.operands]
     sizes = {
-        name: size for part, shape in zip(left.split(","), shapes, strict=True) for name, size in zip(part, shape)
+        name: size
+        for part, shape in zip(left.split(","), shapes, strict=True)
+        for name, size in zip(part, shape, strict=True)
     }
     operands = [tuple(() if sizes[name] == 1 else (name,) for name in part) for part in left.split(",")]
     results = [tuple(() if sizes[name] == 1 else (name,) for name in result)]
@@ -47,7 +50,8 @@ def _added(product: str, batch: str) -> Callable[[Call], Rule]:
     def rule(call: Call) -> Rule:
         shape = call.operands[0].shape
         result = ("b", "m", "n") if batch else ("m", "n")
-        bias = " ".join("1" if size == 1 else name for name, size in zip(result[len(result) - len(shape) :], shape))
+        own = result[len(result) - len(shape) :]
+        bias = " ".join("1" if size == 1 else name for name, size in zip(own, shape, strict=True))
         flops = 2 * math.prod(call.operands[1].shape) * call.results[0].shape[-1]
         spec = f"{bias}, {product}"
         return instantiate(spec, call, whole={"k"}, linear=({0, 1}, {0, 2}), flops=flops)

@@ -1,11 +1,21 @@
-"""Losses. A sum over elements is a partial sum; a mean divides by a count that a piece does not know, so it is whole."""
+"""Losses. A sum over elements is a partial sum; a mean is whole: a piece does not know the count it divides by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.passes.rules.build import FIRST, NONE, Linear, argument, build, compound, dim_argument, named, replace_dim
-from autopar.passes.rules.build import replicated
+from autopar.passes.rules.build import (
+    FIRST,
+    NONE,
+    Linear,
+    argument,
+    build,
+    compound,
+    dim_argument,
+    named,
+    replace_dim,
+    replicated,
+)
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.pointwise import pointwise
 from autopar.passes.rules.rule import Call, Dims, Row, Rule

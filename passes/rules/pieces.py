@@ -40,9 +40,7 @@ def _split(call: Call, position: int = 2) -> Rule:
     lengths = [result.shape[at] for result in call.results]
     dims = named(shape)
     if len(set(lengths)) > 1 or 0 in lengths:
-        results = [
-            replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)
-        ]
+        results = [replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)]
         whole = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
         return build(call, [dims], results, whole=whole, linear=FIRST)
     sizes = {"c": len(lengths), "x": lengths[0]}
@@ -67,9 +65,7 @@ def _cat(call: Call) -> Rule:
     dims = named(shape)
     jointly = (frozenset(range(len(lengths))),)
     if len(set(lengths)) > 1 or 0 in lengths:
-        operands = [
-            replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)
-        ]
+        operands = [replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)]
         whole = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
         return build(call, operands, [dims], whole=whole, linear=jointly)
     sizes = {"c": len(lengths), "x": lengths[0]}
@@ -142,7 +138,7 @@ def _sliced(kind: str, dims: Dims, at: int, long: int, short: int) -> tuple[Dims
 
 
 def _slice_row(position: int, *, backward: bool = False, scatter: bool = False) -> Row:
-    """A slice whose `dim` is at `position`: of operand 0, or of the result (backward), or set by operand 1 (scatter)."""
+    """A slice whose `dim` is at `position`: of operand 0, of the result (backward), or set by operand 1 (scatter)."""
 
     def shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if backward:

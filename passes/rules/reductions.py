@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-
 from autopar.passes.rules.build import (
     FIRST,
     NONE,
@@ -97,9 +96,8 @@ def _spec(spec: str, **marks: object) -> Callable[[Call], Rule]:
     return lambda call: instantiate(spec, call, **marks)  # type: ignore[arg-type]
 
 
-def _one_dim(position: int, linear: Linear = NONE) -> Row:
-    """Reduces one dim, which is whole, or everything if none is given (as argmax does)."""
-    return Row(lambda call: reduce(call, dims_argument(call, position), linear=linear))
+def _kthvalue(call: Call) -> Rule:
+    return reduce(call, (dim_argument(call, 2, default=-1),))
 
 
 ROWS: Mapping[str, Row] = {
@@ -113,13 +111,13 @@ ROWS: Mapping[str, Row] = {
     "aten.min.default": _all("min"),
     "aten.aminmax.default": _dims(),
     "aten.any.default": _all(),
-    "aten.any.dim": _one_dim(1),
+    "aten.any.dim": _dims(),
     "aten.any.dims": _dims(),
     "aten.all.default": _all(),
-    "aten.all.dim": _one_dim(1),
+    "aten.all.dim": _dims(),
     "aten.all.dims": _dims(),
     "aten.prod.default": _all(),
-    "aten.prod.dim_int": _one_dim(1),
+    "aten.prod.dim_int": _dims(),
     "aten.var.correction": _dims(),
     "aten.var.dim": _dims(),
     "aten.var.default": _all(),
@@ -127,11 +125,11 @@ ROWS: Mapping[str, Row] = {
     "aten.std.correction": _dims(),
     "aten.std.dim": _dims(),
     "aten.std.default": _all(),
-    "aten.argmax.default": _one_dim(1),
-    "aten.argmin.default": _one_dim(1),
-    "aten.max.dim": _one_dim(1),
-    "aten.min.dim": _one_dim(1),
-    "aten.median.dim": _one_dim(1),
+    "aten.argmax.default": _dims(),
+    "aten.argmin.default": _dims(),
+    "aten.max.dim": _dims(),
+    "aten.min.dim": _dims(),
+    "aten.median.dim": _dims(),
     "aten.median.default": _all(),
     "aten.linalg_vector_norm.default": Row(_vector_norm),
     "aten.logsumexp.default": _dims("logsumexp"),
@@ -146,7 +144,7 @@ ROWS: Mapping[str, Row] = {
     "aten.sort.stable": Row(lambda call: _sort_stable(call)),
     "aten.argsort.default": _along(1, default=-1),
     "aten.topk.default": _resized(2, default=-1),
-    "aten.kthvalue.default": _one_dim(2),
+    "aten.kthvalue.default": Row(_kthvalue),
     "aten._softmax.default": _along(1),
     "aten._log_softmax.default": _along(1),
     "aten._softmax_backward_data.default": _along(2, FIRST),

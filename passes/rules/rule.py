@@ -113,9 +113,7 @@ Table = Mapping[str, Row]
 def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
     """True if `name`, read as (outer, n, rest), may be split into `n` pieces."""
     size = rule.sizes.get(name, 0)
-    return (
-        name not in rule.whole and size > 0 and size % (outer * n) == 0 and (outer == 1 or name not in rule.indexed)
-    )
+    return name not in rule.whole and size > 0 and size % (outer * n) == 0 and (outer == 1 or name not in rule.indexed)
 
 
 @dataclass(slots=True)

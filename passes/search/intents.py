@@ -1,7 +1,8 @@
 """What an axis is for, by its name: which inputs it splits, and what it never moves.
 
     dp   the batch is split, parameters are whole; activations are not gathered
-    tp   weights are split and never gathered; activations move (arXiv 1909.08053)
+    tp   weights are split and never gathered, nor are their gradients reduced; activations are summed
+         (arXiv 1909.08053)
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
 is it allowed at its cost.
@@ -18,8 +19,12 @@ from autopar.passes.search.states import State
 # A replicated byte of an embedding table weighs as much as so many moved ones. Weights of matrix products are
 # split whenever they can be.
 TABLE_WEIGHT = 10.0
-# Gathering activations over dp is no data parallelism: it must pay for itself a thousandfold.
-GATHER_OVER_DP = 1000.0
+# Over dp only gradients and scalars move: anything else must pay for itself a thousandfold (batch statistics do,
+# since nothing else gives them).
+ACTIVATIONS_OVER_DP = 1000.0
+# Without sequence parallelism activations over tp are summed, not gathered or scattered, unless that moves a
+# quarter of the bytes: the plan is the one of the paper for narrow and wide layers alike.
+GATHER_OVER_TP = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,21 @@ class Intent:
             return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in rows)]
         return [(None, 0.0), *((state, 0.0) for state in role.splits)]
 
-    def factor(self, source: State, target: State, of_parameters: bool) -> float | None:
-        """By how much a move costs more than its bytes; None forbids it."""
+    def factor(self, source: State, target: State, of_parameters: bool, to_gradient: bool) -> float | None:
+        """By how much a move costs more than its bytes; None forbids it.
+
+        of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
+        """
         gathers = isinstance(source, tuple) and source != target
+        scatters = isinstance(source, str) and isinstance(target, tuple)
         if of_parameters and gathers:
             return None
-        return GATHER_OVER_DP if self.batch_split and gathers else 1.0
+        if self.batch_split:
+            moves = source is not None and source != target
+            return ACTIVATIONS_OVER_DP if moves and not to_gradient else 1.0
+        if to_gradient and scatters:
+            return None
+        return GATHER_OVER_TP if gathers or scatters else 1.0
 
 
 INTENTS = {"dp": Intent(batch_split=True, weights_split=False), "tp": Intent(batch_split=False, weights_split=True)}

@@ -158,7 +158,8 @@ def search_axis(
         strict = False
         chosen = solve(_problem(classes, options, size, intent, sizes, strict=False))
     assert chosen is not None, "every call may run whole, so a plan exists"
-    for item, (strategy, _), in zip(classes.items, (o[c] for o, c in zip(options, chosen, strict=True)), strict=True):
+    for item, option, index in zip(classes.items, options, chosen[: len(options)], strict=True):
+        strategy, _ = option[index]
         for states, state in zip(item.states, strategy.results, strict=True):
             states[axis] = state
         for wanted, state in zip(item.wanted, strategy.operands, strict=True):
@@ -272,14 +273,14 @@ def _problem(
     results = [tuple(strategy.results for strategy, _ in option) for option in options]
     operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
 
-    def add(source: int, result: int, user: int, wanted: tuple[State, ...]) -> None:
+    def add(source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False) -> None:
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
         bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
-                factor = intent.factor(s, t, source in classes.of_parameters) if strict else 1.0
+                factor = intent.factor(s, t, source in classes.of_parameters, to_gradient) if strict else 1.0
                 if factor is not None:
                     move[s, t] = move_cost(s, t, bytes_, size) * factor
         problem.edges.append(Edge((source, result), source, given, user, wanted, move))
@@ -287,7 +288,7 @@ def _problem(
     for source, result, user, position in classes.edges:
         add(source, result, user, tuple(states[position] for states in operands[user]))
     for source, result, parameter in classes.gradients:
-        add(source, result, parameter, tuple(states[0] for states in results[parameter]))
+        add(source, result, parameter, tuple(states[0] for states in results[parameter]), to_gradient=True)
     if classes.results:
         problem.costs.append([0.0])
         for source, result in dict.fromkeys(classes.results):

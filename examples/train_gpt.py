@@ -1,0 +1,61 @@
+"""Train the GPT of gpt.py on Milton's Paradise Lost, letter by letter.
+
+    autopar run examples/train_gpt.py:job --mesh dp=2,tp=2 --steps 200
+
+The model, the loss and the data are those of one device; the mesh is said on the command line alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig, sample
+from torch import Tensor, nn
+
+import autopar
+
+TEXT = Path(__file__).parent / "data" / "paradise_lost.txt"
+CONFIG = GPTConfig(vocabulary=128, context=64, layers=3, heads=4, width=128)
+BATCH = 16
+PROMPT = "Of Man's first disobedience"
+
+
+def encode(text: str) -> list[int]:
+    """Letters as numbers: the text is ASCII, so a letter's code is its token."""
+    return list(text.encode("ascii"))
+
+
+def decode(tokens: list[int]) -> str:
+    return bytes(tokens).decode("ascii")
+
+
+def loss_fn(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+    logits_BTV = model(x_BT)
+    return F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten())
+
+
+def job() -> autopar.Job:
+    text = torch.tensor(encode(TEXT.read_text(encoding="ascii")))
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        """The global batch of a step: depends on its number only, so that any mesh trains on the same."""
+        random = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(text) - CONFIG.context, (BATCH,), generator=random).tolist()
+        x_BT = torch.stack([text[i : i + CONFIG.context] for i in starts])
+        y_BT = torch.stack([text[i + 1 : i + 1 + CONFIG.context] for i in starts])
+        return x_BT, y_BT
+
+    def after(model: nn.Module) -> str:
+        """What the trained model makes of the poem's first words."""
+        return decode(sample(model, encode(PROMPT), 240, (BATCH, CONFIG.context)))
+
+    return autopar.Job(
+        model=GPT(CONFIG),
+        loss_fn=loss_fn,
+        batch=data(0),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01),
+        data=data,
+        after=after,
+    )

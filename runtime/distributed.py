@@ -1,0 +1,244 @@
+"""Runs a LOCAL graph on this process's rank over torch.distributed (Gloo or NCCL).
+
+The tensor maths is `mesh_ops`, shared with the virtual mesh; here are only the calls that move data. What ranks
+exchange is proven to match before a run, from the programs: backends do not check it (Gloo returns wrong numbers
+for a SUM that meets a MAX).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import RankError
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import is_mesh_op
+from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
+from autopar.runtime.mesh_ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_START,
+    ALL_TO_ALL,
+    COORD,
+    REDUCE_SCATTER,
+    WAIT,
+    axis_group,
+    is_local,
+    join,
+    local_answer,
+    pieces,
+)
+
+# torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_reduced = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one axis that this rank belongs to. torch sorts a group's ranks: `order[i]` is where it keeps
+    the rank at place i of the axis, None if at i."""
+
+    handle: dist.ProcessGroup
+    size: int
+    order: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What stands between `all_reduce_start` and `wait`. It owns the buffer until the work is done."""
+
+    work: Any
+    buffer: torch.Tensor
+    node: fx.Node
+
+
+def axes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if is_mesh_op(node.target) and node.target not in (WAIT, COORD) and not is_local(node.target):
+            axis = node.args[1] if len(node.args) > 1 else node.kwargs["axis"]
+            found[str(axis)] = None
+    return tuple(found)
+
+
+def make_groups(
+    mesh: Mesh, axes: Iterable[str], device_mesh: DeviceMesh | None = None, timeout: timedelta | None = None
+) -> dict[str, Group]:
+    """This rank's group of every axis. All ranks must call this with the same axes in the same order.
+
+    Groups of single axes are taken from `device_mesh`, if given; the others are made. `timeout` bounds how long a
+    rank waits for one that is alive but does not come; one that died is noticed at once (Gloo).
+    """
+    rank = dist.get_rank()
+    if dist.get_world_size() != mesh.size:
+        raise RankError(f"mesh '{mesh}' has {mesh.size} ranks, but {dist.get_world_size()} processes are running.")
+    found: dict[str, Group] = {}
+    for axis in axes:
+        members = axis_group(mesh, rank, axis)
+        if device_mesh is not None and axis in (device_mesh.mesh_dim_names or ()):
+            handle = device_mesh.get_group(axis)
+        else:
+            handle = _new_group(mesh, axis, members, timeout)
+        stored = dist.get_process_group_ranks(handle)
+        if sorted(stored) != sorted(members):
+            raise RankError(f"axis '{axis}': the group of rank {rank} is {stored}, but mesh '{mesh}' says {members}.")
+        order = tuple(stored.index(member) for member in members)
+        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
+    return found
+
+
+def _new_group(mesh: Mesh, axis: str, members: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Every rank takes part in the making of every group, in the same order."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in sorted({axis_group(mesh, r, axis) for r in range(mesh.size)}):
+        made = dist.new_group(list(ranks), timeout=timeout)
+        if ranks == members:
+            mine = made
+    assert mine is not None
+    return mine
+
+
+class DistributedDriver:
+    """Drives one rank's graph. `groups` come from `make_groups`."""
+
+    def __init__(self, mesh: Mesh, groups: Mapping[str, Group], rank: int | None = None) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank() if rank is None else rank
+        self.coord = mesh.coord(self.rank)
+        self._groups = dict(groups)
+
+    def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
+        """The outputs of this rank. `inputs` are the placeholders' values; an iterator lets them be freed early.
+
+        Raises RankError if the other ranks are lost. Under `observe` nothing overlaps.
+        """
+        with torch.no_grad():
+            steps = run(executable, list(inputs), observe)
+            answer: list[Any] | None = None
+            try:
+                while True:
+                    request = steps.send(answer)
+                    answer = [self._answer(request, overlap=observe is None)]
+                    del request  # it holds a tensor that may die in the next step
+            except StopIteration as done:
+                return done.value
+            except Exception as error:
+                if not isinstance(error, RankError):
+                    error.add_note(f"on rank {self.rank} at {self._at()}")
+                raise
+            finally:
+                steps.close()
+
+    def _answer(self, request: Request, overlap: bool) -> Any:
+        target, args = request.op, request.args
+        if is_local(target):
+            return local_answer(self.mesh, self.coord, target, args)
+        if target == WAIT and not isinstance(args[0], _Pending):
+            return args[0]
+        try:
+            if target == WAIT:
+                args[0].work.wait()
+                return args[0].buffer
+            return self._collective(request, overlap)
+        except RuntimeError as error:
+            node = args[0].node if target == WAIT else request.node
+            raise RankError(
+                f"rank {self.rank} ({self._at()}) lost its peers at {describe(node)}\n"
+                f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
+            ) from error
+
+    def _collective(self, request: Request, overlap: bool) -> Any:
+        x, axis, *rest = request.args
+        group = self._group(axis, request.node)
+        if group.size == 1:
+            return x
+        if request.op in (ALL_REDUCE, ALL_REDUCE_START):
+            (kind,) = rest
+            if kind == "logsumexp":
+                return _all_reduce_logsumexp(x, group)
+            # In place only in memory that is the graph's own and dead after this op; see `Request`.
+            buffer = x if request.last_use and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            if request.op == ALL_REDUCE_START and overlap:
+                return _Pending(_reduce(buffer, group, kind, asynchronous=True), buffer, request.node)
+            _reduce(buffer, group, kind)
+            return buffer
+        if request.op == ALL_GATHER:
+            return join(_gather(x, group), *rest)
+        if request.op == REDUCE_SCATTER:
+            dim, outer, kind = rest
+            return _reduce_scatter(pieces(x, group.size, dim, outer), group, kind)
+        assert request.op == ALL_TO_ALL, request.op
+        gather, gather_outer, scatter, scatter_outer = rest
+        return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
+
+    def _group(self, axis: str, node: fx.Node) -> Group:
+        if axis not in self._groups:
+            raise RankError(f"no group was made for axis '{axis}', needed by {describe(node)}")
+        return self._groups[axis]
+
+    def _at(self) -> str:
+        return ",".join(f"{name}={place}" for name, place in self.coord.items())
+
+
+def _reduce(x: torch.Tensor, group: Group, kind: str, asynchronous: bool = False) -> Any:
+    return dist.all_reduce(x, op=_REDUCE[kind], group=group.handle, async_op=asynchronous)
+
+
+def _all_reduce_logsumexp(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    top = wide.clone(memory_format=torch.contiguous_format)
+    _reduce(top, group, "max")
+    top.masked_fill_(top.abs() == torch.inf, 0)
+    total = (wide - top).exp_().contiguous()
+    _reduce(total, group, "sum")
+    return total.log_().add_(top).to(x.dtype)
+
+
+def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[...] -> [size, ...] in the order of the axis."""
+    out = x.new_empty((group.size, *x.shape))
+    _all_gather(out.view(-1), x.contiguous().view(-1), group=group.handle)  # Gloo wants them flat
+    return out if group.order is None else out[list(group.order)]
+
+
+def _reduce_scatter(parts: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    """[size, ...] -> the reduced [...] of this rank."""
+    if kind == "logsumexp":
+        return _all_reduce_logsumexp(parts, group)[_place(group)]
+    parts = _stored(parts, group).contiguous()
+    out = parts.new_empty(parts.shape[1:])
+    _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[kind], group=group.handle)
+    return out
+
+
+def _exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """[size, ...] -> [size, ...]: part i goes to the rank at place i."""
+    parts = _stored(parts, group).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out.view(-1), parts.view(-1), group=group.handle)
+    return out if group.order is None else out[list(group.order)]
+
+
+def _stored(parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """From the order of the axis to the order in which torch keeps the ranks."""
+    if group.order is None:
+        return parts
+    return parts[[group.order.index(i) for i in range(group.size)]]
+
+
+def _place(group: Group) -> int:
+    """This rank's place on the axis."""
+    stored = dist.get_rank(group.handle)
+    return stored if group.order is None else group.order.index(stored)

@@ -1,0 +1,98 @@
+"""The maths of the mesh ops for one rank, shared by the drivers.
+
+A dim that an axis of n ranks splits is (outer, n, rest) when whole and (outer, rest) on each rank. `pieces` and
+`join` go between the whole dim and a leading dim of n, which is what communication libraries split.
+An axis may be several, joined by ":" ("dp:cp"): their ranks as one group, the first axis slowest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from autopar.ir.layout import reduce_dim
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import op
+
+SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
+ALL_REDUCE, ALL_REDUCE_START, WAIT = op("all_reduce"), op("all_reduce_start"), op("wait")
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = op("all_gather"), op("reduce_scatter"), op("all_to_all")
+
+
+def axis_size(mesh: Mesh, axis: str) -> int:
+    """The number of ranks in a group of an axis or of several."""
+    size = 1
+    for name in axis.split(":"):
+        size *= mesh[name]
+    return size
+
+
+def axis_coord(mesh: Mesh, coord: Mapping[str, int], axis: str) -> int:
+    """The place of the rank at `coord` in its group."""
+    place = 0
+    for name in axis.split(":"):
+        place = place * mesh[name] + coord[name]
+    return place
+
+
+def axis_group(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
+    """The ranks that differ from `rank` only on the axis (or axes), in order of their place."""
+    coord, names = mesh.coord(rank), axis.split(":")
+    points = itertools.product(*(range(mesh[name]) for name in names))
+    return tuple(mesh.rank({**coord, **dict(zip(names, point, strict=True))}) for point in points)
+
+
+def pieces(x: torch.Tensor, count: int, dim: int, outer: int) -> torch.Tensor:
+    """[..., (outer count rest), ...] -> [count, ..., (outer rest), ...]; a view where strides allow."""
+    rest = x.shape[dim] // (outer * count)
+    assert outer * count * rest == x.shape[dim], (tuple(x.shape), dim, outer, count)
+    if outer == 1:
+        return x.unflatten(dim, (count, rest)).movedim(dim, 0)
+    return x.unflatten(dim, (outer, count, rest)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def join(parts: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """[count, ..., (outer rest), ...] -> [..., (outer count rest), ...]: the inverse of `pieces`."""
+    rest = parts.shape[dim + 1] // outer
+    assert outer * rest == parts.shape[dim + 1], (tuple(parts.shape), dim, outer)
+    return parts.unflatten(dim + 1, (outer, rest)).movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def shard(x: torch.Tensor, size: int, place: int, dim: int, outer: int) -> torch.Tensor:
+    """The piece of a whole dim at `place` of `size`: a view."""
+    return pieces(x, size, dim, outer)[place]
+
+
+def keep_first(x: torch.Tensor, place: int) -> torch.Tensor:
+    """x on the first rank of the group, zeros elsewhere, so that the sum over the group is x."""
+    return x if place == 0 else torch.zeros_like(x)
+
+
+def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tuple[object, ...]) -> object:
+    """The result of a mesh op in which nothing moves: shard, keep_first or coord."""
+    if target == COORD:
+        (axis,) = args
+        assert isinstance(axis, str)
+        return axis_coord(mesh, coord, axis)
+    x, axis, *rest = args
+    assert isinstance(x, torch.Tensor) and isinstance(axis, str)
+    place = axis_coord(mesh, coord, axis)
+    if target == KEEP_FIRST:
+        return keep_first(x, place)
+    assert target == SHARD, target
+    dim, outer = rest
+    assert isinstance(dim, int) and isinstance(outer, int)
+    return shard(x, axis_size(mesh, axis), place, dim, outer)
+
+
+def reduce_parts(parts: list[torch.Tensor], kind: str) -> torch.Tensor:
+    """The `kind` of what the ranks hold, in memory of its own and in their dtype."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    return reduce_dim(torch.stack(parts), 0, kind).to(parts[0].dtype)
+
+
+def is_local(target: object) -> bool:
+    return target in (SHARD, KEEP_FIRST, COORD)

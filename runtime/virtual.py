@@ -1,0 +1,189 @@
+"""All ranks of a mesh in one process: collectives are tensor maths between the ranks' values.
+
+The ranks run in a fixed order, each until it waits for the others, so that a run is deterministic. Where ranks do
+not ask for the same thing, the error says who waits at which node: what a real backend would hang on or get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import RankError
+from autopar.ir.mesh import Mesh
+from autopar.runtime.executor import Executable, Outputs, Request, Steps, describe, run
+from autopar.runtime.mesh_ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_START,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    axis_group,
+    is_local,
+    join,
+    local_answer,
+    pieces,
+    reduce_parts,
+)
+
+RankObserve = Callable[[int, fx.Node, Any], None]
+
+
+class VirtualMesh:
+    """Runs LOCAL graphs on every rank of a mesh, in this process."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._coords = mesh.coords()
+        self._groups: dict[str, list[tuple[int, ...]]] = {}
+
+    def run(
+        self,
+        executables: Executable | Sequence[Executable],
+        inputs: Sequence[Iterable[Any]],
+        observe: RankObserve | None = None,
+    ) -> list[Outputs]:
+        """The outputs of every rank. One executable serves all ranks, or there is one a rank.
+
+        `inputs[r]` are the placeholders' values on rank r; an iterator lets them be freed at their last use.
+        `observe(rank, node, value)` sees every value of every rank.
+        """
+        programs = [executables] * self.mesh.size if isinstance(executables, Executable) else list(executables)
+        if len(programs) != self.mesh.size or len(inputs) != self.mesh.size:
+            raise RankError(
+                f"mesh '{self.mesh}' has {self.mesh.size} ranks, but there are programs for {len(programs)} "
+                f"and inputs for {len(inputs)}."
+            )
+        with torch.no_grad():
+            steps = [
+                run(program, list(given), _for_rank(observe, rank))
+                for rank, (program, given) in enumerate(zip(programs, inputs, strict=True))
+            ]
+            return self._drive(steps)
+
+    def _drive(self, steps: list[Steps]) -> list[Outputs]:
+        waiting: dict[int, Request] = {}
+        outputs: dict[int, Outputs] = {}
+        answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(steps)))
+        while len(outputs) < len(steps):
+            if not answers:
+                raise RankError(self._report("the ranks wait for each other", waiting, outputs))
+            for rank in sorted(answers):
+                self._advance(rank, steps[rank], answers.pop(rank), waiting, outputs)
+            for rank in range(len(steps)):
+                if rank in waiting:
+                    answers.update(self._meet(rank, waiting, outputs))
+        return [outputs[rank] for rank in range(len(steps))]
+
+    def _advance(
+        self,
+        rank: int,
+        step: Steps,
+        answer: list[Any] | None,
+        waiting: dict[int, Request],
+        outputs: dict[int, Outputs],
+    ) -> None:
+        """Run one rank until it needs the others or is done."""
+        try:
+            while True:
+                request = step.send(answer)
+                if request.op == WAIT:
+                    answer = [request.args[0]]
+                elif is_local(request.op):
+                    answer = [local_answer(self.mesh, self._coords[rank], request.op, request.args)]
+                else:
+                    waiting[rank] = request
+                    return
+                del request  # it holds a tensor that may die in the next step
+        except StopIteration as done:
+            outputs[rank] = done.value
+        except Exception as error:
+            error.add_note(f"on rank {rank} at {self._at(rank)}")
+            raise
+
+    def _meet(self, rank: int, waiting: dict[int, Request], outputs: dict[int, Outputs]) -> dict[int, list[Any]]:
+        """The answers for the group that `rank` waits for, if all of it is there."""
+        axis = _axis(waiting[rank])
+        group = self._group(rank, axis)
+        if any(member in outputs for member in group):
+            raise RankError(self._report("a rank waits for one that has finished", waiting, outputs, group))
+        if any(member not in waiting or _axis(waiting[member]) != axis for member in group):
+            return {}  # the others may still come here; if not, `_drive` sees that nothing moves
+        requests = [waiting[member] for member in group]
+        if len({_signature(request) for request in requests}) > 1:
+            raise RankError(self._report("ranks that must ask for the same do not", waiting, outputs, group))
+        for member in group:
+            del waiting[member]
+        try:
+            return {member: [result] for member, result in zip(group, _collective(requests), strict=True)}
+        except Exception as error:
+            error.add_note(f"in {describe(requests[0].node)}\non ranks {', '.join(map(str, group))} over '{axis}'")
+            raise
+
+    def _group(self, rank: int, axis: str) -> tuple[int, ...]:
+        if axis not in self._groups:
+            self._groups[axis] = [axis_group(self.mesh, r, axis) for r in range(self.mesh.size)]
+        return self._groups[axis][rank]
+
+    def _at(self, rank: int) -> str:
+        return ",".join(f"{name}={place}" for name, place in self._coords[rank].items())
+
+    def _report(
+        self, what: str, waiting: dict[int, Request], outputs: dict[int, Outputs], ranks: Sequence[int] | None = None
+    ) -> str:
+        lines = [f"{what}:"]
+        for rank in range(self.mesh.size) if ranks is None else ranks:
+            state = "finished" if rank in outputs else "running"
+            if rank in waiting:
+                request = waiting[rank]
+                wants = ", ".join(_show(arg) for arg in request.args)
+                state = f"waits at {describe(request.node)}\n    with ({wants})"
+            lines.append(f"  rank {rank} ({self._at(rank)}) {state}")
+        return "\n".join(lines)
+
+
+def _for_rank(observe: RankObserve | None, rank: int) -> Callable[[fx.Node, Any], None] | None:
+    if observe is None:
+        return None
+    return lambda node, value: observe(rank, node, value)
+
+
+def _axis(request: Request) -> str:
+    axis = request.args[1]
+    assert isinstance(axis, str)
+    return axis
+
+
+def _signature(request: Request) -> tuple[Any, ...]:
+    x = request.args[0]
+    return request.op, tuple(x.shape), x.dtype, request.args[1:]
+
+
+def _show(arg: Any) -> str:
+    if isinstance(arg, torch.Tensor):
+        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}".replace(" ", "")
+    return repr(arg)
+
+
+def _collective(requests: list[Request]) -> list[torch.Tensor]:
+    """Every member's result, in memory of its own: the executor may write over it later."""
+    parts = [request.args[0] for request in requests]
+    target, rest = requests[0].op, requests[0].args[2:]
+    if target in (ALL_REDUCE, ALL_REDUCE_START):
+        total = reduce_parts(parts, rest[0])
+        return [total, *(total.clone() for _ in parts[1:])]
+    if target == ALL_GATHER:
+        dim, outer = rest
+        whole = join(torch.stack(parts), dim, outer)
+        return [whole, *(whole.clone() for _ in parts[1:])]
+    if target == REDUCE_SCATTER:
+        dim, outer, kind = rest
+        return [piece.contiguous() for piece in pieces(reduce_parts(parts, kind), len(parts), dim, outer)]
+    assert target == ALL_TO_ALL, target
+    gather, gather_outer, scatter, scatter_outer = rest
+    split = [pieces(part, len(parts), scatter, scatter_outer) for part in parts]
+    return [join(torch.stack([s[place] for s in split]), gather, gather_outer) for place in range(len(parts))]

@@ -1,0 +1,384 @@
+"""The kernels of the semantic ops against eager PyTorch, its autograd and its float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ir.ops import equation_shape, op
+from autopar.runtime import callables
+from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
+from autopar.runtime.contraction import contract, contraction_plan
+from autopar.runtime.dropout import dropout, dropout_inplace
+from autopar.runtime.embedding import embedding, embedding_backward
+from autopar.runtime.kernels import KERNELS
+from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
+
+D = torch.float64
+
+# --- contract
+
+EQUATIONS = [
+    "abc,dc->abd", "abd,dc->abc", "abd,abc->dc", "abcd,abde->abce", "abcd,abed->abce", "abc,dc->adb", "ab,b->a",
+    "a,b->ab", "abc,cbd->abd", "abc,dbc->da", "a,a->", "abcd,bd->ac", "aab,b->a", "abc,cd->bda", "ab,cb->ca",
+    "abe,cb->ca", "ab,ab->ab", "ab,ac->abc", "ab,cd->ac",
+]  # fmt: skip
+
+
+def _operands(equation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = dict(zip("abcde", (2, 3, 4, 5, 6), strict=True))
+    names_a, names_b = equation.split("->")[0].split(",")
+    return tuple(torch.randn([sizes[n] for n in names], dtype=D) for names in (names_a, names_b))  # type: ignore
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("strided", [False, True])
+def test_contract_is_einsum(equation: str, strided: bool) -> None:
+    a, b = _operands(equation)
+    if strided:  # same values, other strides
+        a, b = (x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))) for x in (a, b))
+    got, want = contract(a, b, equation), torch.einsum(equation, a, b)
+    assert got.shape == want.shape == equation_shape(equation, tuple(a.shape), tuple(b.shape))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("equation", ["abc,dc->abd", "abd,dc->abc", "abd,abc->dc", "abcd,abde->abce", "abcd,abed->abce"])
+def test_common_contractions_copy_nothing(equation: str) -> None:
+    a, b = _operands(equation)
+    plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
+    assert plan is not None and plan.a.is_view and plan.b.is_view and plan.permute is None
+    for operand, part in ((a, plan.a), (b, plan.b)):
+        assert part.apply(operand).data_ptr() == operand.data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 3, 0, 5), (1, 1, 1, 1)])
+def test_contract_of_empty_and_unit_dims(sizes: tuple[int, ...]) -> None:
+    a, b = torch.randn(*sizes[:3], dtype=D), torch.randn(sizes[3], sizes[2], dtype=D)
+    torch.testing.assert_close(contract(a, b, "abc,dc->abd"), torch.einsum("abc,dc->abd", a, b))
+
+
+# --- attention
+
+
+def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), **kwargs  # type: ignore[arg-type]
+    )
+
+
+def _mask(kind: str, s: int, t: int, dtype: torch.dtype) -> torch.Tensor | None:
+    match kind:
+        case "none":
+            return None
+        case "bool":
+            seen = torch.rand(s, t) > 0.3
+            seen[2] = False  # a row that sees nothing
+            return seen
+        case "bool_batch":
+            return torch.rand(2, 1, 1, t) > 0.3
+        case "float":
+            return torch.randn(s, t, dtype=dtype)
+        case "float_head":
+            return torch.randn(4, s, t, dtype=dtype)
+        case "float_rows":
+            return torch.zeros(1, 1, s, t, dtype=dtype).masked_fill_(torch.arange(s).view(-1, 1) == 1, -torch.inf)
+    raise AssertionError(kind)
+
+
+MASKS = ["none", "bool", "bool_batch", "float", "float_head", "float_rows"]
+
+
+def _check_attention(
+    dtype: torch.dtype, heads: int, causal: bool, mask_kind: str, s: int, t: int, e: int, tolerance: float, plain: bool
+) -> None:
+    q = torch.randn(2, s, 4, 8, dtype=dtype).transpose(1, 2)  # the strides that a model has
+    k, v = (torch.randn(2, t, heads, d, dtype=dtype).transpose(1, 2) for d in (8, e))
+    mask = _mask(mask_kind, s, t, dtype)
+    forward, backward = (_plain, _plain_backward) if plain else (attention, attention_backward)
+    out, lse = forward(q, k, v, mask, causal, 0.4)
+    wide = [x.to(D).requires_grad_() for x in (q, k, v)]
+    both = mask if mask is None or mask.dtype == torch.bool else mask.to(D)
+    if causal and mask is not None:  # eager refuses both at once
+        lower = torch.ones(s, t, dtype=torch.bool).tril()
+        both = both & lower if both.dtype == torch.bool else both.masked_fill(~lower, -torch.inf)
+    want = _eager(*wide, attn_mask=both, is_causal=causal and mask is None, scale=0.4)
+    grad = torch.randn(2, s, 4, e, dtype=dtype).transpose(1, 2)
+    want_grads = torch.autograd.grad(want, wide, grad.to(D))
+    grads = backward(grad, q, k, v, mask, out, lse, causal, 0.4)
+    assert lse.dtype == (D if dtype == D else torch.float32)
+    torch.testing.assert_close(out.to(D), want.detach(), rtol=tolerance, atol=tolerance)
+    for got, expected, x in zip(grads, want_grads, (q, k, v), strict=True):
+        assert got.shape == x.shape and got.dtype == dtype
+        torch.testing.assert_close(got.to(D), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", MASKS)
+@pytest.mark.parametrize("s,t,e", [(5, 7, 8), (7, 5, 8), (6, 6, 3)])
+def test_attention_float64(plain: bool, heads: int, causal: bool, mask_kind: str, s: int, t: int, e: int) -> None:
+    _check_attention(D, heads, causal, mask_kind, s, t, e, 1e-12, plain)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    "dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)], ids=str
+)
+@pytest.mark.parametrize("heads,mask_kind", [(4, "none"), (2, "bool"), (1, "float"), (2, "none")])
+def test_attention_other_dtypes(
+    plain: bool, dtype: torch.dtype, tolerance: float, heads: int, mask_kind: str
+) -> None:
+    _check_attention(dtype, heads, mask_kind == "none", mask_kind, 300, 530, 8, tolerance, plain)
+
+
+def test_attention_strides_the_flash_kernel_misreads() -> None:
+    """A last dim that is not contiguous gives garbage in the ATen kernel; ours copies it first."""
+    q, k, v, grad = (torch.randn(2, 4, 8, n, dtype=D).mT for n in (5, 7, 7, 5))
+    out, lse = attention(q, k, v, None, False, 0.4)
+    want, want_lse = _plain(q, k, v, None, False, 0.4)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    expanded = torch.ones((), dtype=D).expand(out.shape)
+    for g in (grad, expanded):
+        got = attention_backward(g, q, k, v, None, out, lse, False, 0.4)
+        torch.testing.assert_close(got, _plain_backward(g, q, k, v, None, out, lse, False, 0.4))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8), (2, 0, 5, 8)])
+def test_attention_of_nothing(shape: tuple[int, ...]) -> None:
+    q = torch.randn(shape)
+    out, lse = attention(q, q, q, None, True, 0.4)
+    assert out.shape == shape and lse.shape == shape[:3]
+    assert [g.shape for g in attention_backward(out, q, q, q, None, out, lse, True, 0.4)] == [shape] * 3
+
+
+def test_attention_row_that_sees_nothing() -> None:
+    q, k, v = (torch.randn(1, 1, 4, 8, dtype=D) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    for forward in (attention, _plain):
+        out, lse = forward(q, k, v, mask, False, 0.4)
+        assert out[0, 0, 2].abs().max() == 0 and lse[0, 0, 2] == 0
+
+
+# --- cross entropy
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (2, 3, 70_001), (1, 1), (300, 4096)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    index = torch.randint(0, shape[-1], shape[:-1])
+    index.view(-1)[0] = -100
+    x_wide = x.to(D).requires_grad_()
+    lse = logsumexp(x)
+    loss = lse - pick(x, index)
+    assert lse.dtype == loss.dtype == dtype
+    want_lse = torch.logsumexp(x_wide, -1)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(lse.to(D), want_lse, rtol=tolerance, atol=tolerance)
+    valid = index >= 0
+    want = F.cross_entropy(x_wide.view(-1, shape[-1]), index.view(-1), reduction="none", ignore_index=-100)
+    torch.testing.assert_close(
+        torch.where(valid, loss, 0).to(D).view(-1), want.detach(), rtol=tolerance, atol=2 * tolerance
+    )
+    grad = torch.randn(shape[:-1]).to(dtype) * valid
+    (want_grad,) = torch.autograd.grad(want, x_wide, grad.to(D).view(-1))
+    got = cross_entropy_backward(grad, x, lse, index)
+    assert got.dtype == dtype and got.shape == x.shape
+    torch.testing.assert_close(got.to(D), want_grad.view(shape), rtol=2 * tolerance, atol=tolerance)
+    kept = x.clone()
+    written = cross_entropy_backward_inplace(grad, kept, lse, index)
+    assert written.data_ptr() == kept.data_ptr() and torch.equal(written, got)
+
+
+def test_cross_entropy_over_a_split_vocabulary() -> None:
+    x, index, grad = torch.randn(6, 12, dtype=D), torch.randint(0, 12, (6,)), torch.randn(6, dtype=D)
+    lse = logsumexp(x)
+    halves = [(part.contiguous(), offset) for part, offset in zip(x.chunk(2, -1), (0, 6), strict=True)]
+    picked = [pick(part, index, offset=offset) for part, offset in halves]
+    torch.testing.assert_close(picked[0] + picked[1], pick(x, index))
+    grads = [cross_entropy_backward(grad, part, lse, index, offset=offset) for part, offset in halves]
+    torch.testing.assert_close(torch.cat(grads, -1), cross_entropy_backward(grad, x, lse, index))
+
+
+def test_logsumexp_of_infinities() -> None:
+    inf = torch.inf
+    x = torch.tensor([[-inf, -inf], [-inf, 1.0], [inf, 1.0], [3.0, 4.0]], dtype=D)
+    torch.testing.assert_close(logsumexp(x), torch.logsumexp(x, -1))
+    grad = cross_entropy_backward(torch.ones(4, dtype=D), x, logsumexp(x), torch.tensor([-100, 1, 0, 0]))
+    assert torch.equal(grad[0], torch.zeros(2, dtype=D)) and not grad[[0, 1, 3]].isnan().any()
+    assert logsumexp(torch.empty(2, 0)).tolist() == [-inf, -inf]
+
+
+# --- embedding
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 3, 5])
+def test_embedding_whole_and_split(padding: int) -> None:
+    weight = torch.randn(9, 4, dtype=D, requires_grad=True)
+    index, grad = torch.tensor([[0, 3, 8], [3, 5, 1]]), torch.randn(2, 3, 4, dtype=D)
+    want = F.embedding(index, weight, padding_idx=padding if padding >= 0 else None)
+    (want_grad,) = torch.autograd.grad(want, weight, grad)
+    torch.testing.assert_close(embedding(weight.detach(), index), want.detach())
+    torch.testing.assert_close(embedding_backward(grad, index, 9, padding), want_grad)
+    parts = [(weight.detach()[start : start + 3], start) for start in (0, 3, 6)]
+    torch.testing.assert_close(sum(embedding(part, index, offset=start) for part, start in parts), want.detach())
+    grads = [embedding_backward(grad, index, 3, padding, offset=start) for _, start in parts]
+    torch.testing.assert_close(torch.cat(grads), want_grad)
+
+
+def test_embedding_of_nothing() -> None:
+    index = torch.zeros(0, 2, dtype=torch.int64)
+    assert embedding(torch.randn(3, 4), index).shape == (0, 2, 4)
+    assert embedding_backward(torch.randn(0, 2, 4), index, 3, -1).abs().sum() == 0
+
+
+# --- dropout
+
+
+def _whole_dropout(x: torch.Tensor, key: int = 5, p: float = 0.3, seed: tuple[int, int] = (1, 2)) -> torch.Tensor:
+    return dropout(x, torch.tensor(seed), key, p, list(x.shape), list(x.shape), [0] * x.ndim)
+
+
+def test_dropout_mask_does_not_depend_on_the_piece() -> None:
+    x = torch.randn(4, 6, 10)
+    want = _whole_dropout(x)
+    # every dim read as (outer, pieces, rest), as a layout with an integer factor does
+    whole = [2, 2, 3, 2, 5, 2]
+    x_split, want_split = x.view(whole), want.view(whole)
+    for dim, size in enumerate(whole):
+        for place in range(size):
+            local = [*whole[:dim], 1, *whole[dim + 1 :]]
+            offsets = [place if d == dim else 0 for d in range(6)]
+            piece = x_split.narrow(dim, place, 1)
+            got = dropout(piece.flatten(), torch.tensor([1, 2]), 5, 0.3, whole, local, offsets)
+            assert torch.equal(got.view(local), want_split.narrow(dim, place, 1)), (dim, place)
+    for cut in itertools.product((0, 1), repeat=3):
+        piece = x[2 * cut[0] :][:2, 3 * cut[1] :][:, :3, 5 * cut[2] :][..., :5]
+        offsets = [2 * cut[0], 3 * cut[1], 5 * cut[2]]
+        got = dropout(piece, torch.tensor([1, 2]), 5, 0.3, [4, 6, 10], [2, 3, 5], offsets)
+        assert torch.equal(got, want[2 * cut[0] :][:2, 3 * cut[1] :][:, :3, 5 * cut[2] :][..., :5])
+
+
+def test_dropout_pieces_longer_than_a_chunk() -> None:
+    x = torch.ones(3, 150_000)
+    want = _whole_dropout(x)
+    got = dropout(x[1:, 70_000:], torch.tensor([1, 2]), 5, 0.3, [3, 150_000], [2, 80_000], [1, 70_000])
+    assert torch.equal(got, want[1:, 70_000:])
+
+
+def test_dropout_beyond_32_bits_of_index() -> None:
+    """The two ways to compute the index agree below 2^31, and rows 2^32 elements apart differ."""
+    seed, n = torch.tensor([1, 2]), 4096
+    x = torch.ones(1, n)
+    first = dropout(x, seed, 5, 0.5, [1, n], [1, n], [0, 0])
+    rows = [dropout(x, seed, 5, 0.5, [2, 2**32], [1, n], [row, 0]) for row in (0, 1)]
+    assert torch.equal(first, rows[0])
+    assert 0.4 < (rows[0] == rows[1]).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_values(dtype: torch.dtype) -> None:
+    x = torch.randn(200, 500).to(dtype)
+    out = _whole_dropout(x, p=0.25)
+    kept = out != 0
+    torch.testing.assert_close(out, torch.where(kept, x / 0.75, 0).to(dtype))
+    assert abs(kept.double().mean().item() - 0.75) < 4 * math.sqrt(0.25 * 0.75 / x.numel())
+    assert torch.equal(kept, _whole_dropout(torch.ones(200, 500), p=0.25) != 0)  # whatever the dtype
+    again = x.clone()
+    assert dropout_inplace(again, torch.tensor([1, 2]), 5, 0.25, [200, 500], [200, 500], [0, 0]) is again
+    assert torch.equal(again, out)
+
+
+def test_dropout_of_all_and_nothing() -> None:
+    x = torch.randn(3, 4)
+    same = _whole_dropout(x, p=0.0)
+    assert torch.equal(same, x) and same.data_ptr() != x.data_ptr()
+    assert _whole_dropout(x, p=1.0).abs().sum() == 0
+    assert (_whole_dropout(torch.full((100,), torch.inf), p=0.5) == 0).any()  # dropped is 0, not inf * 0
+
+
+def test_dropout_masks_are_independent() -> None:
+    """Any two of seed, step, key: masks agree as often as coins do; so do neighbours within one mask."""
+    n = 200_000
+    x, bound = torch.ones(n), 5 / math.sqrt(n) / 2
+    settings = [((1, 2), 5), ((1, 2), 6), ((1, 3), 5), ((2, 2), 5), ((2, 1), 5), ((1, 2 + 2**32), 5), ((-1, 2), 5)]
+    masks = [_whole_dropout(x, key=key, p=0.5, seed=seed) != 0 for seed, key in settings]
+    for a, b in itertools.combinations(masks, 2):
+        assert abs((a == b).double().mean().item() - 0.5) < bound
+    for mask in masks:
+        assert abs(mask.double().mean().item() - 0.5) < bound
+        for lag in (1, 2, 3, 64, 1024, 4096, 65536):
+            assert abs((mask[lag:] == mask[:-lag]).double().mean().item() - 0.5) < 1.3 * bound, lag
+        # chi-square of the 256 patterns of eight neighbours: mean 255, deviation 22.6
+        patterns = (mask[: n // 8 * 8].view(-1, 8) * 2 ** torch.arange(8)).sum(1)
+        expected = n // 8 / 256
+        chi = ((torch.bincount(patterns, minlength=256) - expected) ** 2 / expected).sum().item()
+        assert abs(chi - 255) < 5 * 22.6
+
+
+# --- registration
+
+
+def _examples() -> dict[str, tuple[object, ...]]:
+    q, index = torch.randn(2, 4, 6, 8), torch.randint(0, 8, (2, 4, 6))
+    out, lse = attention(q, q, q, None, True, 0.4)
+    return {
+        "contract": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
+        "attention": (q, q, q, None, True, 0.4),
+        "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
+        "logsumexp": (q,),
+        "pick": (q, index),
+        "cross_entropy_backward": (lse, q, lse, index),
+        "embedding": (torch.randn(8, 3), index),
+        "embedding_backward": (torch.randn(2, 4, 6, 3), index, 8, -1),
+        "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
+    }
+
+
+def test_dispatcher_runs_the_kernels_and_meta_agrees() -> None:
+    examples = _examples()
+    assert {op(name) for name in examples} == set(KERNELS)
+    for name, args in examples.items():
+        direct = KERNELS[op(name)](*args)
+        real = op(name)(*args)
+        with FakeTensorMode() as mode:
+            fake = op(name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+        several = isinstance(direct, tuple)
+        for x, y, z in zip(*((r if several else (r,)) for r in (direct, real, fake)), strict=True):
+            assert torch.equal(x, y), name
+            assert (x.shape, x.dtype) == (z.shape, z.dtype), name
+
+
+def test_direct_callables_do_what_their_ops_do() -> None:
+    """Each row of the executor's table against the op that it stands for."""
+    x, y = torch.rand(2, 3, 4) + 0.5, torch.rand(2, 3, 4) + 0.5
+    aten = torch.ops.aten
+    special = {
+        aten.view.default: (x, [6, 4]), aten._unsafe_view.default: (x, [6, 4]), aten.reshape.default: (x, [6, -1]),
+        aten.permute.default: (x, [2, 0, 1]), aten.transpose.int: (x, 0, 2), aten.t.default: (x[0],),
+        aten.unsqueeze.default: (x, 1), aten.squeeze.dim: (x[:1], 0), aten.select.int: (x, 1, 2),
+        aten.expand.default: (x[:1], [5, 3, 4]), aten.cat.default: ([x, y], 1), aten.mm.default: (x[0], y[0].t()),
+        aten.bmm.default: (x, y.mT), aten.where.self: (x > y, x, y),
+    }  # fmt: skip
+    binary = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+    for target, function in callables._DIRECT.items():
+        args = special.get(target) or ((x, y) if target in binary else (x,))
+        want = target(*args)
+        got = function(*args)
+        assert torch.equal(got, want), target
+    for target, variants in callables._INPLACE.items():
+        if target in KERNELS:
+            continue
+        for which, function in variants:
+            args = [x.clone(), y.clone()] if target in binary else [x.clone()]
+            want = target(*args)
+            assert function(*args) is args[which] and torch.equal(args[which], want), target
