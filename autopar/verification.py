@@ -109,13 +109,15 @@ def verify(
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
 
     Loss, every gradient, every updated weight and buffer are put together from the ranks and compared. Random ops
-    draw from the counter-based generator on both sides. The model is copied and not changed; `optimizer` makes one
+    draw from the counter-based generator on both sides, and casts that the model itself makes to another float
+    (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. The
+    model is copied and not changed; `optimizer` makes one
     from parameters (AdamW by default). On a difference the report names the first node that differs.
     """
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = tree_map(lambda leaf: _cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs)
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype)
     compiled = lower(captured, parse_mesh(mesh), shard)
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
@@ -168,7 +170,7 @@ class _Plain:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
-        with Raise(None, seed):
+        with Raise(None, seed, next(self.model.parameters()).dtype):
             if self.loss_fn is None:
                 loss = loss_of(self.model(*args, **kwargs))
             else:

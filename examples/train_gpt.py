@@ -1,6 +1,6 @@
 """Train the GPT of gpt.py on Milton's Paradise Lost, letter by letter.
 
-    autopar run examples/train_gpt.py:job --mesh dp=2,tp=2 --steps 200
+    autopar run examples/train_gpt.py:job --mesh dp=2,tp=2 --steps 300
 
 The model, the loss and the data are those of one device; the mesh is said on the command line alone.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import autopar
 
 TEXT = Path(__file__).parent / "data" / "paradise_lost.txt"
-CONFIG = GPTConfig(vocabulary=128, context=64, layers=3, heads=4, width=128)
-BATCH = 16
+CONFIG = GPTConfig(vocabulary=128, context=48, layers=2, heads=4, width=128)
+BATCH = 24
 PROMPT = "Of Man's first disobedience"
 
 
@@ -55,7 +55,7 @@ def job() -> autopar.Job:
         model=GPT(CONFIG),
         loss_fn=loss_fn,
         batch=data(0),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95)),
         data=data,
         after=after,
     )

@@ -69,8 +69,8 @@ def _additive(mask: Mask, q: torch.Tensor) -> Mask:
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: Mask, causal: bool, scale: float) -> torch.Tensor:
     """The masked scores [b,h,s,t], in at least float32. One product a key head: keys are not repeated."""
     b, h, s, _ = q.shape
-    hk, t = k.shape[1:3]
-    folded = (q * scale).reshape(b, hk, -1, q.shape[3])  # [b, hk, g*s, d]
+    t = k.shape[2]
+    folded = (q * scale).reshape(_folded(q, k))
     scores = torch.matmul(folded, k.mT).view(b, h, s, t)
     if scores.dtype in (torch.bfloat16, torch.float16):
         scores = scores.float()
@@ -84,15 +84,21 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: Mask, causal: bool, scale: f
     return scores
 
 
+def _folded(x: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+    """The shape [b,hk,g*s,d] of x [b,h,s,d]: the query heads that share a key head, under each other."""
+    b, h, s, d = x.shape
+    return b, k.shape[1], h // max(k.shape[1], 1) * s, d
+
+
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q, k, mask, causal, scale)
-    b, h, s, t = scores.shape
+    b, h, s, _t = scores.shape
     lse = torch.logsumexp(scores, -1)
     lse = lse.masked_fill_(lse == -torch.inf, 0)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype)
-    out = torch.matmul(weights.view(b, v.shape[1], -1, t), v)
+    out = torch.matmul(weights.view(_folded(weights, v)), v)
     return out.view(b, h, s, v.shape[3]), lse
 
 
@@ -101,14 +107,14 @@ def _plain_backward(
     out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     b, h, s, d = q.shape
-    hk, t = k.shape[1:3]
+    t = k.shape[2]
     weights = _scores(q, k, mask, causal, scale).sub_(lse.unsqueeze(-1)).exp_()
-    folded_grad = grad.reshape(b, hk, -1, v.shape[3])
-    dv = torch.matmul(weights.to(v.dtype).view(b, hk, -1, t).mT, folded_grad)
+    folded_grad = grad.reshape(_folded(grad, v))
+    dv = torch.matmul(weights.to(v.dtype).view(_folded(weights, k)).mT, folded_grad)
     # d(softmax): p * (dp - sum(p dp)), and that sum is grad . out
     delta = (grad.to(weights.dtype) * out).sum(-1, keepdim=True)
     dweights = torch.matmul(folded_grad, v.mT).view(b, h, s, t)
-    dscores = weights.mul_(dweights - delta).to(q.dtype).view(b, hk, -1, t)
+    dscores = weights.mul_(dweights - delta).to(q.dtype).view(_folded(weights, k))
     dq = torch.matmul(dscores, k).view(b, h, s, d) * scale
-    dk = torch.matmul(dscores.mT, q.reshape(b, hk, -1, d)) * scale
+    dk = torch.matmul(dscores.mT, q.reshape(_folded(q, k))) * scale
     return dq, dk, dv

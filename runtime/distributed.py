@@ -124,7 +124,7 @@ class DistributedDriver:
         Raises RankError if the other ranks are lost. Under `observe` nothing overlaps.
         """
         with torch.no_grad():
-            steps = run(executable, list(inputs), observe)
+            steps = run(executable, inputs, observe)
             answer: list[Any] | None = None
             try:
                 while True:
@@ -162,7 +162,7 @@ class DistributedDriver:
         x, axis, *rest = request.args
         group = self._group(axis, request.node)
         if group.size == 1:
-            return x
+            return x if request.last_use else x.clone()
         if request.op in (ALL_REDUCE, ALL_REDUCE_START):
             (kind,) = rest
             if kind == "logsumexp":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ class Request:
     """What a rank waits for: `op(*args)` among the ranks of an axis.
 
     `last_use`: the tensor in args[0] is memory of this graph's own that nothing looks at afterwards, so that the
-    driver may write into it.
+    driver may write into it. The answer of a collective is memory of its own, or that of args[0] if `last_use`
+    (`wait` gives what its start made): the executor may write over it.
     """
 
     node: fx.Node
@@ -73,15 +74,17 @@ def compile_graph(graph: fx.Graph) -> Executable:
     return Executable(graph)
 
 
-def run(executable: Executable, inputs: Sequence[Any], observe: Observe | None = None) -> Steps:
+def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
     """Execute; yields requests, returns the outputs. `inputs` are dropped at their last use here: to free them
     then, the caller keeps no list of them (an iterator will do).
 
     `observe(node, value)` sees every value; nothing is then computed in place, so it may keep them.
     """
-    items = list(inputs)
-    del inputs
     code = executable.code if observe is None else executable.observed_code
+    return _steps(code, list(inputs), observe)
+
+
+def _steps(code: Code, items: list[Any], observe: Observe | None) -> Steps:
     try:
         return (yield from code.function(items, observe))
     except AutoparError:

@@ -1,6 +1,7 @@
 """The kernels of the semantic ops in `autopar.ir.ops`, by op; importing this module registers them with PyTorch.
 
 The executor calls the functions in `KERNELS` directly: the dispatcher would cost more than a small op.
+They write in place and know no autograd, so that they run under `torch.no_grad()`.
 """
 
 from __future__ import annotations
@@ -34,4 +35,4 @@ KERNELS: Mapping[Any, Callable[..., Any]] = MappingProxyType({op(name): kernel f
 
 _library = torch.library.Library(NAMESPACE, "IMPL")
 for _name, _kernel in _BY_NAME.items():
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.no_grad()(_kernel), "CompositeExplicitAutograd")

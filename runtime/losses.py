@@ -16,9 +16,9 @@ _PIECE_BYTES = 1 << 20
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """x [..., v] -> [...], in x's dtype, computed in at least float32; -inf where all of a row is."""
-    rows = x.reshape(-1, x.shape[-1])
-    if x.shape[-1] == 0 or x.numel() == 0:
+    if x.numel() == 0:
         return torch.full(x.shape[:-1], -torch.inf, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape[0], dtype=x.dtype, device=x.device)
     wide = _wide(x.dtype)
     buffer: torch.Tensor | None = None

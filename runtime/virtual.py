@@ -60,7 +60,7 @@ class VirtualMesh:
             )
         with torch.no_grad():
             steps = [
-                run(program, list(given), _for_rank(observe, rank))
+                run(program, given, _for_rank(observe, rank))
                 for rank, (program, given) in enumerate(zip(programs, inputs, strict=True))
             ]
             return self._drive(steps)

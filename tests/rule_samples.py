@@ -28,6 +28,10 @@ def mask(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.6
 
 
+def is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
+
+
 def view_samples() -> Samples:
     reshapes = [
         (r(4, 6, 36), [4, 6, 3, 6, 2]), (r(4, 6, 3, 12), [24, 36]), (r(24, 6), [4, 6, 6]), (r(6, 4), [4, 6]),
@@ -69,8 +73,10 @@ def piece_samples() -> Samples:
         (1, 0, 2**63 - 1), (1, 0, 12), (1, 3, 6), (1, -6, None), (-1, 1, 4), (0, None, 2), (1, 0, 12, 2),
         (1, 1, 2**63 - 1, 3), (1, 4, 8), (1, 2, 9, 2), (1, 5, 6), (1, 12, 12), (0, 1, 4),
     ]  # fmt: skip
-    full = [(*s, 1)[:4] for s in slices]
+    # the backward form has numbers only
+    full = [(dim, start or 0, 2**63 - 1 if end is None else end, *(step or (1,))) for dim, start, end, *step in slices]
     x = r(4, 12)
+    cuts = [torch.rand_like(torch.ops.aten.slice.Tensor(x, *s)) for s in slices]
     pads = [(r(4, 6), [1, 1]), (r(4, 6), [0, 0, 1, 2]), (r(4, 6), [-1, 0]), (r(4, 1), [0, 0])]
     edges: Samples = {}
     for dim, shape in ((1, (2, 4, 6)), (2, (2, 4, 6, 6)), (3, (2, 4, 3, 4, 4))):
@@ -79,8 +85,19 @@ def piece_samples() -> Samples:
         for kind in ("reflection", "replication"):
             edges[f"aten.{kind}_pad{dim}d.default"] = [sample(r(*shape), pad)]
             edges[f"aten.{kind}_pad{dim}d_backward.default"] = [sample(r(*padded), r(*shape), pad)]
-    splits = [sample(r(4, 12), 4, 1), sample(r(4, 12), 5, -1), sample(r(4, 12), 12, 1), sample(r(4, 12), 1), sample(r(2), 1)]
-    sized = [sample(r(4, 12), [6, 6], 1), sample(r(4, 12), [4, 8], 1), sample(r(12), [2] * 6), sample(r(4, 4), [1, 3], 1)]
+    splits = [
+        sample(r(4, 12), 4, 1),
+        sample(r(4, 12), 5, -1),
+        sample(r(4, 12), 12, 1),
+        sample(r(4, 12), 1),
+        sample(r(2), 1),
+    ]
+    sized = [
+        sample(r(4, 12), [6, 6], 1),
+        sample(r(4, 12), [4, 8], 1),
+        sample(r(12), [2] * 6),
+        sample(r(4, 4), [1, 3], 1),
+    ]
     return {
         "aten.split.Tensor": splits,
         "aten.unsafe_split.Tensor": splits,
@@ -96,12 +113,11 @@ def piece_samples() -> Samples:
         "aten.select.int": [sample(r(4, 6), 1, -1), sample(r(4, 1, 6), 1, 0)],
         "aten.select_backward.default": [sample(r(4, 6), [4, 3, 6], 1, -1), sample(r(4), [4, 1], 1, 0)],
         "aten.select_scatter.default": [sample(r(4, 3, 6), r(4, 6), 1, 2)],
-        "aten.slice.Tensor": [sample(x, *s) for s in slices] + [sample(x), sample(x, 1, start=0, end=6), sample(r(1, 4), 0, 0, 1)],
-        "aten.slice_backward.default": [
-            sample(torch.rand_like(torch.ops.aten.slice.Tensor(x, *s)), [4, 12], s[0], s[1] or 0, 2**63 - 1 if s[2] is None else s[2], s[3])
-            for s in full
+        "aten.slice.Tensor": [
+            *(sample(x, *s) for s in slices), sample(x), sample(x, 1, start=0, end=6), sample(r(1, 4), 0, 0, 1),
         ],
-        "aten.slice_scatter.default": [sample(x, torch.rand_like(torch.ops.aten.slice.Tensor(x, *s)), *s) for s in slices],
+        "aten.slice_backward.default": [sample(cut, [4, 12], *s) for s, cut in zip(full, cuts, strict=True)],
+        "aten.slice_scatter.default": [sample(x, cut, *s) for s, cut in zip(slices, cuts, strict=True)],
         "aten.constant_pad_nd.default": [sample(t, p, *v) for t, p in pads for v in ((), (2.5,), (0,))],
         **edges,
     }  # fmt: skip
@@ -113,13 +129,24 @@ def reduction_samples() -> Samples:
     one = [sample(x, 1), sample(x, -1, True), sample(r(4, 1), 1)]
     same = [sample(x, 1), sample(x, -1), sample(r(), 0)]
     plain = [sample(x), sample(r())]
-    found: Samples = {f"aten.{name}.default": plain for name in "sum mean max min prod var std median all any".split()}
+    every = ("sum", "mean", "max", "min", "prod", "var", "std", "median", "all", "any")
+    named = ("any.dim", "all.dim", "prod.dim_int", "max.dim", "min.dim", "median.dim")
+    along = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort")
+    found: Samples = {f"aten.{name}.default": plain for name in every}
     found |= {f"aten.{name}.default": [*dims, sample(x)] for name in ("amax", "amin")}
     found |= {f"aten.{name}": [*dims, sample(x, None)] for name in ("mean.dim", "any.dims", "all.dims")}
-    found |= {f"aten.{name}": one for name in "any.dim all.dim prod.dim_int max.dim min.dim median.dim".split()}
-    found |= {f"aten.{name}.correction": [sample(x, [1]), sample(x, [0, -1], keepdim=True), sample(x), sample(x, [1], correction=0)] for name in ("var", "var_mean", "std")}
+    found |= {f"aten.{name}": one for name in named}
+    found |= {
+        f"aten.{name}.correction": [
+            sample(x, [1]),
+            sample(x, [0, -1], keepdim=True),
+            sample(x),
+            sample(x, [1], correction=0),
+        ]
+        for name in ("var", "var_mean", "std")
+    }
     found |= {f"aten.{name}.dim": [sample(x, [1]), sample(x, [0, -1], False, True)] for name in ("var", "std")}
-    found |= {f"aten.{name}.default": same for name in "cumsum cumprod logcumsumexp cummax cummin sort argsort".split()}
+    found |= {f"aten.{name}.default": same for name in along}
     found |= {f"aten.{name}.default": [*one, sample(x)] for name in ("argmax", "argmin")}
     found |= {f"aten.{name}.default": [sample(x, d, False) for d in (1, -1)] for name in ("_softmax", "_log_softmax")}
     found |= {
@@ -127,7 +154,13 @@ def reduction_samples() -> Samples:
         for name in ("_softmax", "_log_softmax")
     }
     return found | {
-        "aten.sum.dim_IntList": [*dims, sample(x, None), sample(x, []), sample(mask(4, 6), [0]), sample(n(5, 4, 6), [1])],
+        "aten.sum.dim_IntList": [
+            *dims,
+            sample(x, None),
+            sample(x, []),
+            sample(mask(4, 6), [0]),
+            sample(n(5, 4, 6), [1]),
+        ],
         "aten.sum.default": [*plain, sample(x * 5, dtype=torch.int64), sample(mask(6))],
         "aten.aminmax.default": [sample(x, dim=1), sample(x)],
         "aten.linalg_vector_norm.default": [
@@ -160,8 +193,8 @@ def product_samples() -> Samples:
         "aten.baddbmm.default": [sample(bias, r(2, 4, 6), r(2, 6, 3)) for bias in (r(2, 4, 3), r(1, 4, 3), r(3))],
         "aten.addmv.default": [sample(r(4), a, vector), sample(r(1), a, vector)],
         "aten._grouped_mm.default": [
-            sample(r(8, 16).float(), r(2, 16, 24).float(), torch.tensor([4, 8], dtype=torch.int32)),
-            sample(r(16, 8).float().t(), r(8, 24).float(), torch.tensor([4, 8], dtype=torch.int32)),
+            sample(r(8, 16).float(), r(2, 16, 48).float(), torch.tensor([4, 8], dtype=torch.int32)),
+            sample(r(8, 16).float().t(), r(8, 48).float(), torch.tensor([4, 8], dtype=torch.int32)),
         ],
     }  # fmt: skip
 
@@ -180,8 +213,13 @@ def index_samples() -> Samples:
     ]  # fmt: skip
     gather = [(r(4, 6), 1, n(6, 4, 3)), (r(4, 6), 0, n(4, 2, 6)), (r(4, 6), -1, n(6, 2, 4)), (r(), 0, n(1))]
     scatter = [(r(4, 6), 1, torch.stack([torch.randperm(6)[:3] for _ in range(4)]))]
-    scatter += [(r(4, 6), 0, torch.stack([torch.randperm(4)[:2] for _ in range(3)], 1)), (r(6), 0, torch.randperm(6)[:4])]
-    sources = [(*s, r(*s[2].shape)) for s in scatter] + [(r(4, 6), 1, n(6, 4, 3).sort(1).values * 0 + torch.arange(3), r(4, 6))]
+    scatter += [
+        (r(4, 6), 0, torch.stack([torch.randperm(4)[:2] for _ in range(3)], 1)),
+        (r(6), 0, torch.randperm(6)[:4]),
+    ]
+    sources = [(*s, r(*s[2].shape)) for s in scatter] + [
+        (r(4, 6), 1, n(6, 4, 3).sort(1).values * 0 + torch.arange(3), r(4, 6))
+    ]
     unique = [(r(4, 6, 12), 1, torch.randperm(6)[:4], r(4, 4, 12)), (r(6), 0, torch.randperm(6)[:2], r(2))]
     weight, positions = r(12, 6), n(12, 4, 6)
     return {
@@ -198,8 +236,9 @@ def index_samples() -> Samples:
             sample(r(4, 6, 12), n(12, 4, 6), 12, padding, scale) for padding in (-1, 0, 7) for scale in (False, True)
         ],
         "aten.index.Tensor": index,
-        "aten._unsafe_index.Tensor": [one for one in index if one.args[1][0] is None or one.args[1][0].dtype == torch.int64],
-        "aten.index_put.default": [sample(*s, values, add) for s, values in puts for add in (True,)],
+        "aten._unsafe_index.Tensor": [one for one in index if not any(is_mask(i) for i in one.args[1])],
+        "aten.index_put.default": [sample(*s, values, True) for s, values in puts]
+        + [sample(r(4, 6, 12), [None, torch.randperm(6)[:4]], r(4, 4, 1), False)],
         "aten._unsafe_index_put.default": [sample(*s, values, True) for s, values in puts],
         "aten.gather.default": [sample(*s) for s in gather],
         "aten.scatter.src": [sample(*s) for s in sources],

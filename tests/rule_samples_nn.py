@@ -15,7 +15,11 @@ aten = torch.ops.aten
 def attention_samples() -> Samples:
     masks: list[Any] = [None, r(6, 4), mask(2, 1, 6, 4), r(2, 12, 1, 4), r(1, 12, 6, 4), r(1, 4)]
     # the causal form is square, or its meaning is a matter of taste
-    cases = [(heads, m, False) for heads, m in itertools.product((12, 6, 2), masks) if m is None or heads == 12 or m.dim() < 3]
+    cases = [
+        (heads, m, False)
+        for heads, m in itertools.product((12, 6, 2), masks)
+        if m is None or heads == 12 or m.dim() < 3
+    ]
     forward, backward = [], []
     for heads, bias, causal in [*cases, (12, None, True)]:
         keys = 6 if causal else 4
@@ -83,7 +87,8 @@ def convolution_samples() -> Samples:
         (r(4, 6, 5, 5), r(12, 6, 3, 3), [1, 1], [1, 1], False, 1), (r(2, 12, 6), r(12, 2, 3), [2], [0], False, 6),
         (r(4, 6, 4, 6), r(12, 6, 1, 1), [1, 1], [0, 0], False, 1), (r(2, 6, 4), r(6, 1, 3), [1], [2], False, 6),
         (r(4, 6, 4, 4), r(6, 4, 2, 2), [2, 2], [0, 0], True, 1), (r(2, 12, 4), r(12, 2, 3), [2], [1], True, 2),
-        (r(2, 6, 4, 6), r(4, 3, 1, 1), [1, 1], [0, 0], False, 2), (r(2, 4, 3, 4, 4), r(6, 4, 2, 2, 2), [1] * 3, [0] * 3, False, 1),
+        (r(2, 6, 4, 6), r(4, 3, 1, 1), [1, 1], [0, 0], False, 2),
+        (r(2, 4, 3, 4, 4), r(6, 4, 2, 2, 2), [1] * 3, [0] * 3, False, 1),
     ]  # fmt: skip
     forward, backward = [], []
     for x, w, stride, padding, transposed, groups in cases:
@@ -132,7 +137,7 @@ def spatial_samples() -> Samples:
     return found | {
         "aten.im2col.default": [sample(x, *patch), sample(x[0], *patch)],
         "aten.col2im.default": [sample(r(4, 24, 6), [4, 6], *patch), sample(r(24, 6), [4, 6], *patch)],
-        "aten._fft_c2c.default": [sample(z, [2, 3], 0, True), sample(z, [-1], 1, False), sample(z, [], 0, True)],
+        "aten._fft_c2c.default": [sample(z, [2, 3], 0, True), sample(z, [3], 1, False), sample(z, [], 0, True)],
         "aten._fft_r2c.default": [sample(x, [2, 3], 0, True), sample(x, [3], 0, False)],
         "aten._fft_c2r.default": [sample(z, [2, 3], 2, 6), sample(z, [3], 2, 10)],
     }
@@ -146,8 +151,8 @@ def loss_samples() -> Samples:
         rest = last.get(name, ())
         found[f"aten.{name}.default"] = [sample(x, y, how, *rest) for how in (0, 1, 2)]
         found[f"aten.{name}_backward.default"] = [
-            sample(grad, x, y, how, *rest) for how in (0, 1, 2) for grad in (r(4, 6, 12), r()) if grad.dim() == 0 or not how
-        ]  # fmt: skip
+            sample(grad, x, y, how, *rest) for how, grad in ((0, r(4, 6, 12)), (0, r()), (1, r()), (2, r()))
+        ]
     weights = (None, r(4, 6, 12))
     found["aten.binary_cross_entropy.default"] = [sample(x, y, w, how) for w in weights for how in (0, 1, 2)]
     found["aten.binary_cross_entropy_backward.default"] = [
@@ -176,7 +181,8 @@ def random_samples() -> Samples:
     x, seed = r(4, 6, 12), torch.tensor([7, 9])
     return {
         "autopar.dropout.default": [
-            sample(x, seed, 3, 0.4, [4, 6, 12], [4, 6, 12], [0, 0, 0]), sample(r(1, 12), seed, 0, 0.5, [1, 12], [1, 12], [0, 0]),
+            sample(x, seed, 3, 0.4, [4, 6, 12], [4, 6, 12], [0, 0, 0]),
+            sample(r(1, 12), seed, 0, 0.5, [1, 12], [1, 12], [0, 0]),
             sample(x, seed, 3, 0.0, [4, 6, 12], [4, 6, 12], [0, 0, 0]),
         ],
     }  # fmt: skip
@@ -219,7 +225,10 @@ def _from_schema(name: str, shapes: Any, make: Any) -> Sample:
 
 def _backward(count: int, *rest: Any) -> list[Sample]:
     """A gradient and what was saved, all of one shape."""
-    return [sample(*(r(4, 6, 12) - 0.4 for _ in range(count + 1)), *rest), sample(*(r(6) for _ in range(count + 1)), *rest)]
+    return [
+        sample(*(r(4, 6, 12) - 0.4 for _ in range(count + 1)), *rest),
+        sample(*(r(6) for _ in range(count + 1)), *rest),
+    ]
 
 
 def special_samples() -> Samples:

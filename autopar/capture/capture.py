@@ -66,15 +66,22 @@ def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def capture(
-    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool = True
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    train: bool = True,
+    lift: torch.dtype | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (any nesting of tensors; their values are not read).
 
     With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
     otherwise the model's output, without gradients. `loss_fn(model, *args, **kwargs)` gives the loss; None if the
-    module itself does. Raises CaptureError with the user's line where the model cannot be captured.
+    module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own. Raises
+    CaptureError with the user's line where the model cannot be captured.
     """
-    return _Capture(model, loss_fn, args, dict(kwargs), train).run()
+    return _Capture(model, loss_fn, args, dict(kwargs), train, lift).run()
 
 
 class _Step(nn.Module):
@@ -91,9 +98,10 @@ class _Step(nn.Module):
 
 class _Capture:
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
-    ) -> None:
-        self.model, self.loss_fn, self.train = model, loss_fn, train
+        self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
+        lift: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.train, self.lift = model, loss_fn, train, lift
         self.leaves, self.spec = tree_flatten((args, kwargs))
         self.state = state_of(model)
         self.locator = Locator()
@@ -154,7 +162,7 @@ class _Capture:
                     leaves[i] = inputs[position].detach()
                 position += 1
         args, kwargs = tree_unflatten(leaves, self.spec)
-        mode = Raise(self.locator, inputs[position])
+        mode = Raise(self.locator, inputs[position], self.lift)
         body = self._train_body(trainable) if self.train else self._forward_body()
         step = _Step(self.model, body)
         with mode, _attributes(step, constants), nullcontext() if self.train else torch.no_grad():

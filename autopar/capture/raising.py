@@ -23,16 +23,25 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Raise(TorchFunctionMode):
-    """Raises functions, and tells the locator of every call. `seed` feeds the random ops."""
+    """Raises functions, and tells the locator of every call; without one, only random ops are raised.
 
-    def __init__(self, locator: Locator | None = None, seed: Tensor | None = None) -> None:
+    `seed` feeds the random ops. `lift` is a dtype that all floating-point casts in the model go to instead of
+    their own (see `verify`).
+    """
+
+    def __init__(
+        self, locator: Locator | None = None, seed: Tensor | None = None, lift: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.locator = locator
         self.seed = seed
+        self.lift = lift
         self.random_ops = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.lift is not None:
+            func, args, kwargs = _lifted(func, args, kwargs, self.lift)
         place = self.locator.mark() if self.locator else None
         result: Any = NotImplemented
         if func in _RANDOM:
@@ -55,6 +64,18 @@ class Raise(TorchFunctionMode):
         self.random_ops += 1
         result = Dropout.apply(x, self.seed, self.random_ops, float(p))
         return x.copy_(result) if inplace else result
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CASTS = (Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double)
+
+
+def _lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """The same call with every floating-point dtype in it replaced."""
+    if func in _CASTS:
+        return Tensor.to, (args[0], dtype), {}
+    args = tuple(dtype if isinstance(a, torch.dtype) and a in _FLOATS else a for a in args)
+    return func, args, {k: dtype if isinstance(v, torch.dtype) and v in _FLOATS else v for k, v in kwargs.items()}
 
 
 def _dropout(mode: Raise, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from torch import fx
+
+from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
     contractions,
@@ -25,9 +28,6 @@ from autopar.passes.rules import (
 from autopar.passes.rules.build import replicated
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
-from torch import fx
-
-from autopar.ir.program import operand_nodes, record
 
 __all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated", "rule_of"]
 

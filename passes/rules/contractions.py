@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from autopar.ir.ops import contraction_flops
 from autopar.passes.rules.build import Linear, argument, build
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
-
-from autopar.ir.ops import contraction_flops
 
 EITHER: Linear = (frozenset({0}), frozenset({1}))
 
@@ -44,17 +43,18 @@ def contract(call: Call) -> Rule:
     return build(call, operands, results, linear=EITHER, flops=flops)
 
 
-def _added(product: str, batch: str) -> Callable[[Call], Rule]:
-    """beta * bias + alpha * a b: linear in bias and a, or bias and b, jointly; so k is whole."""
+def _added(product: str) -> Callable[[Call], Rule]:
+    """beta * bias + alpha * a b: linear in bias and a, or bias and b, jointly. Every rank adds it: k is whole."""
+    result = product.split(" -> ")[1].split()
 
     def rule(call: Call) -> Rule:
         shape = call.operands[0].shape
-        result = ("b", "m", "n") if batch else ("m", "n")
         own = result[len(result) - len(shape) :]
         bias = " ".join("1" if size == 1 else name for name, size in zip(own, shape, strict=True))
-        flops = 2 * math.prod(call.operands[1].shape) * call.results[0].shape[-1]
-        spec = f"{bias}, {product}"
-        return instantiate(spec, call, whole={"k"}, linear=({0, 1}, {0, 2}), flops=flops)
+        # mv has one column
+        columns = call.operands[2].shape[-1] if len(call.operands[2].shape) > 1 else 1
+        flops = 2 * call.operands[1].numel * columns
+        return instantiate(f"{bias}, {product}", call, whole={"k"}, linear=({0, 1}, {0, 2}), flops=flops)
 
     return rule
 
@@ -83,16 +83,8 @@ ROWS: Mapping[str, Row] = {
     "aten.mv.default": Row(_vectors("m k, k -> m")),
     "aten.dot.default": Row(_vectors("k, k -> ")),
     "aten.vdot.default": Row(_vectors("k, k -> ")),
-    "aten.addmm.default": Row(_added("m k, k n -> m n", "")),
-    "aten.baddbmm.default": Row(_added("b m k, b k n -> b m n", "b")),
-    "aten.addmv.default": Row(
-        lambda call: instantiate(
-            f"{'m' if call.operands[0].shape != (1,) else '1'}, m k, k -> m",
-            call,
-            whole={"k"},
-            linear=({0, 1}, {0, 2}),
-            flops=2 * call.operands[1].numel,
-        )
-    ),
+    "aten.addmm.default": Row(_added("m k, k n -> m n")),
+    "aten.baddbmm.default": Row(_added("b m k, b k n -> b m n")),
+    "aten.addmv.default": Row(_added("m k, k -> m")),
     "aten._grouped_mm.default": Row(_grouped),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+
 from autopar.passes.rules.build import (
     FIRST,
     NONE,

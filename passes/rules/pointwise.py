@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from numbers import Number
 
 import torch
+
 from autopar.passes.rules.build import FIRST, NONE, SECOND, Linear, argument, named
 from autopar.passes.rules.rule import Call, Row, Rule
 

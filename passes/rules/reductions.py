@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+
 from autopar.passes.rules.build import (
     FIRST,
     NONE,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.program import Input, TensorType
-from autopar.passes.search.states import State
+from autopar.passes.search.states import Split, State
 
 # A replicated byte of an embedding table weighs as much as so many moved ones. Weights of matrix products are
 # split whenever they can be.
@@ -66,6 +66,14 @@ class Intent:
             rows = [state for state in role.splits if state == (0, 1)] or list(role.splits)
             return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in rows)]
         return [(None, 0.0), *((state, 0.0) for state in role.splits)]
+
+    def seeds(self, role: Role) -> list[Split]:
+        """The splits of a placeholder that this axis is about: candidates spread from here."""
+        if role.entry.kind == "batch" and self.batch_split and role.is_batch:
+            return [(0, 1)]
+        if role.entry.kind == "parameter" and self.weights_split and (role.multiplied or role.table):
+            return [(dim, 1) for dim in range(len(role.type.shape))]
+        return []
 
     def factor(self, source: State, target: State, of_parameters: bool, to_gradient: bool) -> float | None:
         """By how much a move costs more than its bytes; None forbids it.

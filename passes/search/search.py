@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -175,7 +175,7 @@ Options = list[list[tuple[Strategy, float]]]
 def _options(
     classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]]
 ) -> Options:
-    candidates = _candidates(classes)
+    candidates = _candidates(classes, intent)
     options: Options = []
     for item, names in zip(classes.items, candidates, strict=True):
         if item.rule is None:
@@ -186,12 +186,12 @@ def _options(
         options.append([(strategy, flops * strategy.work) for strategy in found])
     for i, item in enumerate(classes.items):
         if item.rule is None:
-            options[i] = _placeholder_options(classes, i, options, axis, size, intent, pins)
+            options[i] = _placeholder_options(classes, i, options, axis, intent, pins)
     return options
 
 
 def _placeholder_options(
-    classes: Classes, i: int, options: Options, axis: str, size: int, intent: Intent,
+    classes: Classes, i: int, options: Options, axis: str, intent: Intent,
     pins: Mapping[str, Mapping[str, State]],
 ) -> list[tuple[Strategy, float]]:  # fmt: skip
     item = classes.items[i]
@@ -200,70 +200,77 @@ def _placeholder_options(
     pin = pins.get(item.role.entry.name)
     if pin is not None:
         return [(Strategy((), (pin.get(axis),)), 0.0)]
-    users = [(user, position) for source, _, user, position in classes.edges if source == i]
     common: set[State] | None = None
-    multiplied = table = False
-    for user, position in users:
-        rule = classes.items[user].rule
-        assert rule is not None
-        multiplied = multiplied or rule.flops > 0
-        table = table or bool(rule.indexed) and any(rule.indexed & set(dim) for dim in rule.operands[position])
-        accepted = {strategy.operands[position] for strategy, _ in options[user]}
-        common = accepted if common is None else common & accepted
+    for source, _, user, position in classes.edges:
+        if source == i:
+            accepted = {strategy.operands[position] for strategy, _ in options[user]}
+            common = accepted if common is None else common & accepted
     splits = sorted(state for state in common or () if isinstance(state, tuple))
-    entry = item.role
-    role = Role(entry.entry, entry.type, tuple(splits), multiplied, table, entry.is_batch)
-    item.role = role
-    return [(Strategy((), (state,)), cost * item.count) for state, cost in intent.states(role)]
+    item.role = replace(_used(classes, i, item.role), splits=tuple(splits))
+    return [(Strategy((), (state,)), cost * item.count) for state, cost in intent.states(item.role)]
 
 
-def _candidates(classes: Classes) -> list[dict[str, set[int]]]:
-    """The sub-splits of each name that some neighbour can give or take: from views, chunks and fused weights.
+def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
+    """The splits of each name that are worth a thought: those that spread from what the intent splits.
 
-    Every dim may be split from its start (outer 1). A compound dim `(c n)` may be split on n, which its neighbours
-    see as outer = size(c): such splits spread along the edges until nothing new is found.
+    They spread along names through calls and along edges between them, both ways, until nothing new is found. A
+    compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
+    chunked projection learns of its sub-split from the attention behind it.
     """
-    found: list[dict[str, set[int]]] = [
-        {name: {1} for name in item.rule.names()} if item.rule else {} for item in classes.items
-    ]
+    found: list[dict[str, set[int]]] = [{} for _ in classes.items]
     values: dict[tuple[int, int], set[Split]] = {}
-    for source, result, _, _ in classes.edges:
-        values.setdefault((source, result), set())
-    pending = [i for i, item in enumerate(classes.items) if item.rule is not None]
-    users: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    inputs: dict[int, list[tuple[int, int, int]]] = {}
+    users: dict[tuple[int, int], list[int]] = {}
+    inputs: dict[int, list[tuple[int, tuple[int, int]]]] = {}
     for source, result, user, position in classes.edges:
-        users.setdefault((source, result), []).append((user, position))
-        inputs.setdefault(user, []).append((position, source, result))
-    queued = set(pending)
+        users.setdefault((source, result), []).append(user)
+        inputs.setdefault(user, []).append((position, (source, result)))
+    pending: dict[int, None] = {}
+    for i, item in enumerate(classes.items):
+        if item.role is not None:
+            values[i, 0] = set(intent.seeds(_used(classes, i, item.role)))
+            pending.update(dict.fromkeys(users.get((i, 0), ())))
     while pending:
-        i = pending.pop(0)
-        queued.discard(i)
+        i = next(iter(pending))
+        del pending[i]
         rule = classes.items[i].rule
         assert rule is not None
         sizes = dict(rule.sizes)
-        touched: set[int] = set()
-        tensors = [((s, r), rule.operands[p]) for p, s, r in inputs.get(i, ())]
+        tensors = [(value, rule.operands[position]) for position, value in inputs.get(i, ())]
         tensors += [((i, r), dims) for r, dims in enumerate(rule.results)]
-        for value, dims in tensors:  # what the neighbours offer
+        new = False
+        for value, dims in tensors:
             for split in values.get(value, ()):
                 choice = choice_at(dims, split, sizes)
-                if choice and choice[0] in found[i] and len(found[i][choice[0]]) < MAX_OUTERS:
-                    found[i][choice[0]].add(choice[1])
-        for value, dims in tensors:  # what this call offers
+                if choice is None or choice[0] in rule.whole:
+                    continue
+                outers = found[i].setdefault(choice[0], set())
+                if choice[1] not in outers and len(outers) < MAX_OUTERS:
+                    outers.add(choice[1])
+                    new = True
+        if not new:
+            continue
+        for value, dims in tensors:
             known = values.setdefault(value, set())
             for name, outers in found[i].items():
                 for outer in outers:
                     split = place(dims, (name, outer), sizes)
                     if split is not None and split not in known:
                         known.add(split)
-                        touched.add(value[0])
-                        touched.update(user for user, _ in users.get(value, ()))
-        for other in sorted(touched):
-            if other not in queued and classes.items[other].rule is not None:
-                queued.add(other)
-                pending.append(other)
+                        touched = [value[0], *users.get(value, ())]
+                        pending.update(dict.fromkeys(t for t in touched if classes.items[t].rule is not None))
     return found
+
+
+def _used(classes: Classes, i: int, role: Role) -> Role:
+    """The role of a placeholder with what its direct users make of it."""
+    multiplied = table = False
+    for source, _, user, position in classes.edges:
+        if source == i:
+            rule = classes.items[user].rule
+            assert rule is not None
+            multiplied = multiplied or rule.flops > 0
+            table = table or any(rule.indexed & set(dim) for dim in rule.operands[position])
+    return replace(role, multiplied=multiplied, table=table)
 
 
 def _problem(

@@ -87,7 +87,7 @@ def strategies(
     sizes = dict(rule.sizes)
     found = [Strategy((None,) * len(rule.operands), (None,) * len(rule.results))]
     for name in rule.names():
-        for outer in sorted(candidates.get(name, {1})):
+        for outer in sorted(candidates.get(name, ())):
             choice = (name, outer)
             if not may_split(rule, choice, size, taken):
                 continue

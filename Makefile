@@ -1,0 +1,43 @@
+# What there is to do here: make demo, test, check, golden, install.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check types golden install clean
+
+# Four local processes train a small GPT, then one device does the same.
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) -s types
+
+# mypy wants the packages where they are installed to: passes/ as autopar/passes, runtime/ as autopar/runtime.
+types: $(STAMP)
+	rm -rf build/types && mkdir -p build/types/autopar
+	cd build/types/autopar && ln -s ../../../autopar/* ../../../passes ../../../runtime .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+# Write the expected texts of tests/golden anew; read the diff like code.
+golden: $(STAMP)
+	AUTOPAR_GOLDEN=write $(BIN)/python -m pytest tests -k golden
+
+install: $(STAMP)
+
+# torch first: where pip is given a CPU build of one version, the plain range would pass it by and fetch CUDA's packages.
+# Where that version is not to be had, the range in pyproject.toml decides.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "torch==2.13.0" \
+	    || echo "torch 2.13.0 is not available here; taking what pyproject.toml allows"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache

@@ -1,0 +1,121 @@
+"""Rules against the inputs of PyTorch's own op database, which nobody here wrote.
+
+Every op of the database runs forward and backward; each aten call that it makes and that has a row is brute-forced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from rule_brute_force import Sample, check, tensors_in, with_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.passes.rules import TABLE
+
+SAMPLES_PER_OP = 6  # inputs taken of each op of the database
+CALLS_PER_ROW = 14  # different calls checked of each row
+LARGEST = 4096  # elements of one tensor
+SLOW = ("linalg", "jiterator", "ops.nvprims", "svd", "torch_", "_refs", "sparse", "cdist", "ldl", "lu_", "masked.")
+# Their results are not determined: what memory held.
+UNDETERMINED = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
+Calls = dict[str, dict[str, Sample]]
+
+
+class _Log(TorchDispatchMode):
+    """Remembers the calls of ops that have a row, each kind once, as they were before anything changed in place."""
+
+    def __init__(self, calls: Calls, skipped: Counter[str]) -> None:
+        super().__init__()
+        self.calls, self.skipped = calls, skipped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name in TABLE:
+            known = self.calls.setdefault(name, {})
+            tensors = tensors_in([args, kwargs])
+            if any(t.numel() > LARGEST or t.layout != torch.strided or t.is_quantized for t in tensors):
+                self.skipped["large, sparse or quantised"] += 1
+            elif len(known) >= CALLS_PER_ROW:
+                self.skipped["more of the same op"] += 1
+            else:
+                key = repr(with_tensors([args, kwargs], [_Shape(t) for t in tensors]))
+                if key not in known:
+                    copies = with_tensors([args, kwargs], [t.detach().clone() for t in tensors])
+                    known[key] = Sample(*copies, compare=name not in UNDETERMINED)
+        else:
+            self.skipped["no row"] += 1
+        return func(*args, **kwargs)
+
+
+class _Shape:
+    """Stands for a tensor in the key of a call."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.text = f"{tensor.dtype}{list(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _database_calls(skipped: Counter[str]) -> Calls:
+    database = pytest.importorskip(
+        "torch.testing._internal.common_methods_invocations",
+        reason="PyTorch's op database needs the package expecttest",
+        exc_type=ImportError,
+    ).op_db
+    calls: Calls = {}
+    for info in database:
+        if info.name.startswith(SLOW):
+            skipped["slow op of the database"] += 1
+            continue
+        for one in islice(_samples(info, skipped), SAMPLES_PER_OP):
+            with _Log(calls, skipped):
+                try:
+                    out = info(one.input, *one.args, **one.kwargs)
+                    losses = [t.sum() for t in tensors_in([out]) if t.requires_grad and not t.is_complex()]
+                    if losses:
+                        torch.stack(losses).sum().backward()
+                except Exception as error:  # what fails without us is counted, not judged
+                    skipped[f"the op itself fails: {type(error).__name__}"] += 1
+    return calls
+
+
+def _samples(info: Any, skipped: Counter[str]) -> Iterator[Any]:
+    dtype = next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
+    if dtype is None:
+        skipped["neither float64 nor int64"] += 1
+        return
+    grad = dtype is torch.float64 and info.supports_autograd
+    try:
+        yield from info.sample_inputs("cpu", dtype, requires_grad=grad)
+    except (RuntimeError, TypeError, ValueError, ImportError) as error:
+        skipped[f"no samples: {type(error).__name__}"] += 1
+
+
+def test_rows_hold_on_the_op_database() -> None:
+    torch.manual_seed(0)
+    skipped: Counter[str] = Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = _database_calls(skipped)
+    total: Counter[str] = Counter()
+    wrong = []
+    for name, samples in sorted(calls.items()):
+        for key, one in samples.items():
+            try:
+                found = check(name, one, counts=(2, 3, 5), outers=(1,), pairs=False)
+            except Exception as error:  # a wrong rule, or one that does not fit the call: all of them are wanted
+                wrong.append(f"{name} {key}: {type(error).__name__}: {error}"[:400])
+                continue
+            total.update(calls=1, splits=found.splits, linear=found.linear)
+            total["calls in which something was split"] += found.splits > 0
+    print(f"\n{len(calls)} of {len(TABLE)} rows; {dict(total)}; skipped: {dict(skipped)}")
+    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+    assert len(calls) > 250 and total["splits"] > 3000

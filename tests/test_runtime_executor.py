@@ -1,0 +1,258 @@
+"""The executor: order, liveness, what may be overwritten, and errors that name the node."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout, whole
+from autopar.ir.ops import op
+from autopar.ir.program import Record, TensorType, set_record
+from autopar.runtime.executor import Executable, Request, compile_graph, run
+from autopar.runtime.lifetime import lifetimes
+
+aten = torch.ops.aten
+
+
+class Build:
+    """A graph with records, by hand: every value a tensor of one shape unless told otherwise."""
+
+    def __init__(self, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float64) -> None:
+        self.graph = fx.Graph()
+        self.type = TensorType(shape, dtype)
+
+    def input(self, name: str) -> fx.Node:
+        return self._noted(self.graph.placeholder(name), self.type.shape)
+
+    def call(self, target: Any, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any) -> fx.Node:
+        return self._noted(self.graph.call_function(target, args, kwargs), shape or self.type.shape)
+
+    def several(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        set_record(node, Record((self.type, self.type), several=True, layouts=(whole(2), whole(2))))
+        return node
+
+    def done(self, *results: fx.Node) -> Executable:
+        self.graph.output(results)
+        return compile_graph(self.graph)
+
+    def _noted(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        layout: Layout = whole(len(shape))
+        type_ = TensorType(shape, self.type.dtype)
+        made = Record((type_,), layouts=(layout,), module="blocks.0.mlp", source="gpt.py:41", made_by="reshard")
+        set_record(node, made)
+        return node
+
+
+def finish(
+    executable: Executable, inputs: list[Any], answer: Callable[[Request], Any] | None = None, observe: Any = None
+) -> tuple[Any, ...]:
+    """Drive to the end; `answer` serves the requests."""
+    with torch.no_grad():
+        steps = run(executable, inputs, observe)
+        given: list[Any] | None = None
+        try:
+            while True:
+                request = steps.send(given)
+                assert answer is not None
+                given = [answer(request)]
+        except StopIteration as stop:
+            return stop.value
+
+
+def test_arguments_of_every_kind() -> None:
+    build = Build()
+    x, y = build.input("x"), build.input("y")
+    cat = build.call(aten.cat.default, [x, y], 1, shape=(4, 12))
+    pair = build.several(aten.max.dim, cat, 1)
+    top = build.call(operator.getitem, pair, 0, shape=(4,))
+    zeros = build.call(aten.zeros.default, [4], dtype=torch.float64, shape=(4,))
+    low = build.call(aten.clamp.default, top, min=float("-inf"), max=0.5, shape=(4,))
+    total = build.call(aten.add.Tensor, low, zeros, alpha=3, shape=(4,))
+    picked = build.call(operator.getitem, x, (slice(None, 2, None), None, 1), shape=(2, 1))
+    executable = build.done(total, picked, top)
+    a, b = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    got = finish(executable, [a, b])
+    want = torch.cat([a, b], 1).max(1).values
+    assert torch.equal(got[2], want) and torch.equal(got[0], want.clamp(max=0.5))
+    assert torch.equal(got[1], a[:2, None, 1])
+    assert "add" in executable.source
+
+
+def test_results_may_repeat_or_be_inputs_or_none() -> None:
+    build = Build()
+    x = build.input("x")
+    build.input("unused")
+    build.graph.output((x, x, None))
+    value = torch.randn(2)
+    assert finish(compile_graph(build.graph), [value, 3]) == (value, value, None)
+    empty = fx.Graph()
+    empty.output(())
+    assert finish(compile_graph(empty), []) == ()
+
+
+def test_constants_of_the_module() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.arange(3.0))
+    graph = fx.Graph(owning_module=module)  # type: ignore[arg-type]
+    graph.output((graph.call_function(aten.neg.default, (graph.get_attr("table"),)),))
+    assert finish(compile_graph(graph), [])[0].tolist() == [0, -1, -2]
+    assert module.table.tolist() == [0, 1, 2]  # a constant is not the graph's to overwrite
+
+
+def test_kwargs_of_mesh_ops_come_in_schema_order() -> None:
+    build = Build()
+    x = build.input("x")
+    y = build.call(op("all_gather"), x, "tp", outer=3, dim=1)
+    executable = build.done(y)
+    seen: list[tuple[Any, ...]] = []
+    finish(executable, [torch.ones(1)], lambda request: seen.append(request.args[1:]))
+    assert seen == [("tp", 1, 3)]
+
+
+def test_values_are_freed_at_their_last_use() -> None:
+    """Inputs, intermediates and answers alike: dead before the next value is made."""
+    build = Build()
+    x = build.input("x")
+    a = build.call(aten.sin.default, x)
+    b = build.call(op("all_reduce"), a, "tp", "sum")
+    c = build.call(aten.cos.default, b)
+    d = build.call(aten.sin.default, c)
+    e = build.call(op("all_reduce"), d, "tp", "sum")
+    executable = build.done(e)
+    watched: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def answer(request: Request) -> torch.Tensor:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in watched))
+        watched.append(weakref.ref(request.args[0]))
+        result = request.args[0] + 1
+        watched.append(weakref.ref(result))
+        return result
+
+    start = torch.randn(4, 6, dtype=torch.float64)
+    watched.append(weakref.ref(start))
+    inputs = [start]
+    del start
+    with torch.no_grad():
+        steps = run(executable, inputs)
+        inputs.clear()
+        request = steps.send(None)
+        assert watched[0]() is None, "the input was used last by %sin"
+        box = [answer(request)]
+        del request
+        request = steps.send(box)
+        assert alive == [0]
+        assert watched[1]() is None and watched[2]() is None, "operand and answer of the first all_reduce"
+        with pytest.raises(StopIteration):
+            steps.send([answer(request)])
+
+
+def test_last_use_is_said_only_of_own_memory() -> None:
+    """An all-reduce may be in place where, and only where, nothing else sees the memory."""
+
+    def last_use(make: Callable[[Build, fx.Node], tuple[fx.Node, list[fx.Node]]]) -> bool:
+        build = Build()
+        value, kept = make(build, build.input("x"))
+        reduced = build.call(op("all_reduce"), value, "tp", "sum")
+        executable = build.done(reduced, *kept)
+        seen: list[bool] = []
+
+        def answer(request: Request) -> Any:
+            seen.append(request.last_use)
+            return request.args[0]
+
+        finish(executable, [torch.randn(4, 6, dtype=torch.float64)], answer)
+        return seen[0]
+
+    def fresh(b: Build, x: fx.Node) -> fx.Node:
+        return b.call(aten.mul.Tensor, x, 2)
+
+    def view(b: Build, x: fx.Node) -> fx.Node:
+        return b.call(aten.view.default, x, [4, 6])
+
+    def both(b: Build, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        y = fresh(b, x)
+        return y, [view(b, y)]
+
+    def viewed(b: Build, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        y = fresh(b, x)
+        return view(b, y), [y]
+
+    assert last_use(lambda b, x: (fresh(b, x), []))
+    assert last_use(lambda b, x: (view(b, fresh(b, x)), []))
+    assert not last_use(lambda b, x: (x, []))  # the graph's input
+    assert not last_use(lambda b, x: (view(b, x), []))  # a view of it
+    assert not last_use(both)  # a view of it is returned
+    assert not last_use(viewed)  # it is a view of something returned
+    assert not last_use(lambda b, x: (b.call(aten.contiguous.default, x), []))  # may be x itself
+
+
+def test_dying_operands_are_overwritten_and_nothing_else_is() -> None:
+    build = Build()
+    x = build.input("x")
+    a = build.call(aten.mul.Tensor, x, 2.0)  # x is an input: not in place
+    b = build.call(aten.exp.default, a)  # a dies: in place
+    c = build.call(aten.add.Tensor, b, b)  # in place, the same operand twice
+    v = build.call(aten.view.default, c, [4, 6])
+    d = build.call(aten.neg.default, c)  # v lives: not in place
+    e = build.call(aten.mul.Tensor, v, d)  # d dies: in place over the second operand
+    row = build.call(aten.sum.dim_IntList, e, [1], True, shape=(4, 1))
+    wide = build.call(aten.expand.default, row, [4, 6])
+    f = build.call(aten.neg.default, wide)  # an expanded view: not in place
+    executable = build.done(f, e, c)
+    value = torch.randn(4, 6, dtype=torch.float64)
+    kept = value.clone()
+    got = finish(executable, [value])
+    doubled = 2 * (2 * kept).exp()
+    assert torch.equal(value, kept)
+    torch.testing.assert_close(got[2], doubled)
+    torch.testing.assert_close(got[1], -doubled * doubled)
+    torch.testing.assert_close(got[0], (doubled * doubled).sum(1, keepdim=True).expand(4, 6))
+    lives = lifetimes(build.graph)
+    nodes = {node.name: node for node in build.graph.nodes}
+    written = {n: [a for a in nodes[n].all_input_nodes if lives.may_overwrite(a, nodes[n])] for n in nodes}
+    assert written["exp_default"] == [a] and written["add_tensor"] == [b]
+    assert written["mul_tensor"] == [] and written["neg_default"] == []
+    assert torch.equal(finish(executable, [value], observe=lambda node, seen: None)[0], got[0])
+
+
+def test_a_broadcast_operand_is_not_overwritten() -> None:
+    build = Build()
+    x = build.input("x")
+    row = build.call(aten.sum.dim_IntList, x, [0], True, shape=(1, 6))
+    executable = build.done(build.call(aten.add.Tensor, row, x))
+    value = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(finish(executable, [value])[0], value.sum(0, keepdim=True) + value)
+
+
+def test_observer_sees_and_may_keep_every_value() -> None:
+    build = Build()
+    x = build.input("x")
+    a = build.call(aten.mul.Tensor, x, 2.0)
+    b = build.call(aten.exp.default, a)
+    c = build.call(aten.neg.default, b)
+    executable = build.done(c)
+    value = torch.randn(4, 6, dtype=torch.float64)
+    kept: dict[fx.Node, torch.Tensor] = {}
+    finish(executable, [value], observe=kept.__setitem__)
+    assert list(kept) == [x, a, b, c]
+    torch.testing.assert_close(kept[a], 2 * value)
+    torch.testing.assert_close(kept[b], (2 * value).exp())
+
+
+def test_an_error_keeps_its_type_and_names_node_module_and_line() -> None:
+    build = Build()
+    x = build.input("x")
+    executable = build.done(build.call(aten.mm.default, x, x))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        finish(executable, [torch.randn(4, 6, dtype=torch.float64)])
+    assert caught.value.__notes__ == ["in %mm_default = aten.mm  (made by reshard)  # blocks.0.mlp  gpt.py:41"]
