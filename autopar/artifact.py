@@ -116,6 +116,8 @@ def load_programs(directory: str | os.PathLike[str]) -> Artifact:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"'{folder / INDEX}' has a wrong entry: {type(error).__name__} {error}.") from None
     everyone = [rank for ranks, _ in programs for rank in ranks]
+    if not programs:
+        raise ArtifactError(f"'{folder / INDEX}' holds no program.")
     if len(set(everyone)) != len(everyone):
         raise ArtifactError(f"'{folder / INDEX}' gives a rank two programs.")
     return Artifact(mesh, tuple(programs), meta)

@@ -44,7 +44,7 @@ def hf_gpt2() -> Case:
     torch.manual_seed(9)
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=2 * TIME, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return _language(GPT2LMHeadModel(config))
 

@@ -110,9 +110,6 @@ def make_call(name: str, one: Sample) -> tuple[Call, list[torch.Tensor], list[to
     return Call(name, one.args, one.kwargs, tuple(types[0]), tuple(types[1])), operands, results
 
 
-# --- layouts of a split ---------------------------------------------------------------------------------------------
-
-
 def name_factors(size: int, cuts: Sequence[tuple[str, int, int]]) -> tuple[Factor, ...]:
     """A name of `size`, cut on axes with (axis, pieces, outer), written out to its last factor."""
     factors: list[Factor] = []
@@ -148,9 +145,6 @@ def layout_of(dims: Dims, rule: Rule, cuts: Mapping[str, list[tuple[str, int, in
 def reading_of(size: int, cuts: Sequence[tuple[str, int, int]], mesh: Mesh, coord: Mapping[str, int]) -> Reading:
     factors = name_factors(size, cuts)
     return tuple((mesh[f], 1, coord[f]) if isinstance(f, str) else (f, f, 0) for f in factors)
-
-
-# --- the checks -----------------------------------------------------------------------------------------------------
 
 
 def check_shapes(rule: Rule, call: Call) -> None:

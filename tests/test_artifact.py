@@ -188,6 +188,7 @@ def test_no_file_outside_is_read(saved: Path, name: str):
         ("programs", [{"ranks": "0-9", "graphs": []}], "'0-9' is not among the ranks of mesh"),
         ("programs", [{"ranks": "0", "graphs": []}, {"ranks": "0", "graphs": []}], "gives a rank two programs"),
         ("programs", [{"ranks": "0", "graphs": ["other"]}], "names graph 'other' of program 0, but has no file"),
+        ("programs", [], "holds no program"),
         ("programs", 7, "has a wrong entry"),
         ("mesh", "dp=4", r"is a program for mesh 'dp=2,tp=2', but the index says 'dp=4'"),
     ],

@@ -49,6 +49,11 @@ def _everything() -> Executable:
     halves = [call("all_reduce_start", graph.call_function(torch.ops.aten.neg.default, (x,)), "dp", "sum")]
     halves += [call("all_reduce_start", x, "tp", kind) for kind in ("max", "logsumexp")]
     results += [call("wait", half) for half in halves]
+    # Overwrites the answer, which must not be x itself even where the axis has one rank.
+    reduced = call("all_reduce", x, "tp", "sum")
+    results.append(graph.call_function(torch.ops.aten.add.Tensor, (reduced, 1)))
+    for node in (reduced, results[-1]):
+        set_record(node, Record((TensorType((36, 36), torch.float64),)))
     results.append(x)
     graph.output(tuple(results))
     return compile_graph(graph)

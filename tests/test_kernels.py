@@ -14,7 +14,7 @@ from autopar.ir.ops import equation_shape, op
 from autopar.runtime import callables
 from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
 from autopar.runtime.contraction import contract, contraction_plan
-from autopar.runtime.dropout import dropout, dropout_inplace
+from autopar.runtime.dropout import _keys, dropout, dropout_inplace
 from autopar.runtime.embedding import embedding, embedding_backward
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
@@ -56,6 +56,11 @@ def test_common_contractions_copy_nothing(equation: str) -> None:
     assert plan is not None and plan.a.is_view and plan.b.is_view and plan.permute is None
     for operand, part in ((a, plan.a), (b, plan.b)):
         assert part.apply(operand).data_ptr() == operand.data_ptr()
+
+
+def test_a_result_with_its_columns_first_is_not_permuted() -> None:
+    a, b = _operands("abc,cd->dab")
+    assert contract(a, b, "abc,cd->dab").is_contiguous()
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 3, 0, 5), (1, 1, 1, 1)])
@@ -325,6 +330,18 @@ def test_dropout_masks_are_independent() -> None:
         expected = n // 8 / 256
         chi = ((torch.bincount(patterns, minlength=256) - expected) ** 2 / expected).sum().item()
         assert abs(chi - 255) < 5 * 22.6
+
+
+def test_dropout_masks_of_two_keys_are_not_shifts_of_each_other() -> None:
+    """The first key only shifts the index; without the second, one mask would be a piece of the other."""
+    n, seed = 4096, torch.tensor([1, 2])
+    first = [_keys(seed, key)[0] for key in range(20)]
+    shift, a, b = next(
+        (d, a, b) for a, b in itertools.permutations(range(20), 2) if 0 < (d := (first[b] - first[a]) % 2**32) < 2**30
+    )
+    x = torch.ones(n)
+    at_shift = dropout(x, seed, a, 0.5, [2**31], [n], [shift])
+    assert 0.45 < (at_shift == dropout(x, seed, b, 0.5, [2**31], [n], [0])).double().mean() < 0.55
 
 
 # --- registration

@@ -66,9 +66,6 @@ def test_row(name: str, samples: dict[str, list[Sample]]) -> None:
         check(name, one)
 
 
-# --- the tester is tested: rows that are wrong on purpose -----------------------------------------------------------
-
-
 def _free(call: Call) -> Rule:
     """Every dim free, as if the op were pointwise."""
     return pointwise(call)
@@ -165,9 +162,6 @@ def test_rules_that_name_the_wrong_shape_are_caught() -> None:
         check("aten.neg.default", sample(r(4, 6)), Row(lambda c: Rule((((), ()),), (((), ()),), {})))
     with pytest.raises(WrongRule, match="the rule has"):
         check("aten.neg.default", sample(r(4)), Row(lambda c: Rule((), (), {})))
-
-
-# --- what may be split, the notation, the cost ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,17 @@ def test_a_broadcast_operand_is_not_overwritten() -> None:
     torch.testing.assert_close(finish(executable, [value])[0], value.sum(0, keepdim=True) + value)
 
 
+def test_an_operand_that_another_operand_views_is_not_overwritten() -> None:
+    build = Build((4, 4))
+    x = build.input("x")
+    a = build.call(aten.mul.Tensor, x, 2.0)
+    b = build.call(aten.transpose.int, a, 0, 1)
+    executable = build.done(build.call(aten.add.Tensor, a, b))
+    value = torch.randn(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(finish(executable, [value])[0], 2 * value + 2 * value.t())
+    assert torch.Tensor.add_ not in executable.code.function.__globals__.values()
+
+
 def test_observer_sees_and_may_keep_every_value() -> None:
     build = Build()
     x = build.input("x")

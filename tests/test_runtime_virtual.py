@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -131,6 +132,33 @@ def test_no_autograd_graph_is_built() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     (got, *_) = on_mesh(program(("all_reduce", "tp", "sum")), [weight] * 6)
     assert not got.requires_grad
+
+
+def test_operands_and_answers_are_freed() -> None:
+    """Neither the driver nor a request keeps what a mesh op took or gave."""
+    watched: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def watch(name: str, value: torch.Tensor) -> torch.Tensor:
+        """A copy of the value; both are watched, as the answer of one mesh op and as the operand of the next."""
+        copy = value.clone()
+        watched[name], watched[f"{name}, copied"] = weakref.ref(value), weakref.ref(copy)
+        return copy
+
+    def check(*names: str) -> None:
+        assert [name for name in names if watched[name]() is not None] == []
+
+    graph = fx.Graph()
+    value = graph.call_function(watch, ("input", graph.placeholder("x")))
+    dead = ["input"]
+    for name in ("all_reduce", "keep_first", "shard", "all_reduce_start", "wait"):
+        args = {"keep_first": ("tp",), "shard": ("tp", 0, 1), "wait": ()}.get(name, ("tp", "sum"))
+        given = graph.call_function(op(name), (value, *args))
+        value = graph.call_function(watch, (name, given))
+        dead += [f"{dead[-1]}, copied", name]
+        graph.call_function(check, tuple(dead))
+    graph.output((value,))
+    VirtualMesh(parse_mesh("tp=1")).run(compile_graph(graph), [iter([torch.ones(6)])])
+    assert len(watched) == 12
 
 
 # --- disagreement

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import time
+from collections.abc import Callable
 
+import models
 import pytest
 import torch
 from torch import fx
 
+from autopar.compiler import compile
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, parse_layout, whole
 from autopar.ir.mesh import parse_mesh
@@ -33,7 +36,6 @@ note: 1 op stays replicated
 %all_reduce: f32[] [] partial(dp) = autopar.all_reduce.default(%sum_1, "tp", "sum")   # by reshard  why: a sum, over tp
 return loss "" = %all_reduce as []
 return gradient "frozen" = None
-%output: nothing = return
 """
 
 
@@ -94,7 +96,7 @@ def test_arguments_round_trip():
     ]  # fmt: skip
     graph.create_node("call_function", aten.add.Tensor, (x, *arguments), {"alpha": -1, "dtype": torch.int64}, name="a")
     set_record(graph.find_nodes(op="call_function", target=aten.add.Tensor)[0], typed.with_(origin="a"))
-    graph.output((x,))
+    set_record(graph.output((x,)), Record((None,)))
     text = round_trip(Program(graph, (Input("batch", ("0",)),), (Output("loss", ""),)))
     assert "torch.channels_last, torch.contiguous_format" in text and "dtype=i64" in text
 
@@ -104,7 +106,7 @@ def test_devices_are_not_emitted():
     kwargs = {"dtype": torch.float32, "device": torch.device("meta"), "pin_memory": False}
     node = graph.create_node("call_function", aten.ones.default, ([2],), kwargs, name="ones")
     set_record(node, Record((TensorType((2,), torch.float32),), origin="ones"))
-    graph.output((node,))
+    set_record(graph.output((node,)), Record((None,)))
     text = print_program(Program(graph, (), (Output("loss", ""),)))
     assert "%ones: f32[2] = aten.ones.default([2], dtype=f32, pin_memory=False)\n" in text
     assert "meta" not in text
@@ -153,7 +155,7 @@ def test_every_record_round_trips(known: Record, level: Level, has: tuple[Layout
     set_record(x, Record((TENSOR,), layouts=has, origin="x"))
     node = graph.create_node("call_function", aten.neg.default, (x,), name="neg")
     set_record(node, known)
-    graph.output((node, x))
+    set_record(graph.output((node, x)), Record((None,)))
     mesh = parse_mesh("dp=2,tp=3")
     outputs = (Output("loss", ""), Output("buffer", 'odd "name" = %x'))
     notes = ("plain", '"odd"', " two\nlines")
@@ -176,7 +178,7 @@ def test_names_are_kept():
     nodes = [graph.create_node("call_function", aten.ones.default, ([],), name=name) for name in names]
     for node in nodes:
         set_record(node, Record((TensorType((), torch.float32),)))
-    graph.output(tuple(nodes))
+    set_record(graph.output(tuple(nodes)), Record((None,)))
     round_trip(Program(graph, (), tuple(Output("value", n) for n in names)))
 
 
@@ -273,6 +275,15 @@ def test_diff():
         '  return loss "" = %all_reduce as []',
         "...",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [models.gpt, models.resnet])
+def test_real_programs_round_trip_after_every_pass(make: Callable[[], models.Case]):
+    model, loss_fn, batch = make()
+    compiled = compile(model, "dp=3,tp=2", loss_fn=loss_fn, batch=batch)
+    assert len(compiled.history) > 3
+    for _, program in compiled.history:
+        round_trip(program)
 
 
 def test_large_programs_are_quick():

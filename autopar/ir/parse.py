@@ -40,6 +40,9 @@ _COMMENT = re.compile(
     r"(?:  ?why: (?P<reason>.+))?\Z"
 )
 
+# what the output node knows, if nothing else is written; a parsed program always has it
+OUTPUT_RECORD = Record((None,))
+
 parse_layout = lru_cache(maxsize=4096)(parse_layout_uncached)
 
 
@@ -72,7 +75,7 @@ class _Reader:
     results: list[fx.Node | None] = field(default_factory=list)
     result_layouts: list[Layout | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    output: tuple[Record, str | None] | None = None
+    output: tuple[Record, str | None] = (OUTPUT_RECORD, None)
     line: str = ""
     at: int = 0
     wanted: list[Layout | None] = field(default_factory=list)  # the `as` of each operand of this line
@@ -103,11 +106,11 @@ class _Reader:
     def _value(self) -> None:
         name = self._expect(_NAME, "a value such as %mul_3")[1]
         self._take(": ")
-        known = self._result()
+        known = self._result(name == "output")
         self._take(" = ")
-        if self.line.startswith("return", self.at):
-            self.at += len("return")
-            self.output = self._comment(known, name)
+        if name == "output":
+            self._take("return")
+            self.output = self._comment(known, "")
             return
         if self.outputs:
             raise ValueError("a value stands after the returned ones.")
@@ -169,7 +172,7 @@ class _Reader:
                 raise ValueError(f"expected ',' or '{end}' at column {self.at + 1}.")
         self.at += 1
 
-    def _result(self) -> Record:
+    def _result(self, output: bool) -> Record:
         """Types and layouts as far as the part before ` = ` says them."""
         several = self.line.startswith("(", self.at)
         if several:
@@ -186,7 +189,7 @@ class _Reader:
         if any(types):
             present = marked or any(layout is not None for layout in layouts)
         else:
-            present = marked != (self.level is not None and self.level >= Level.SHARDED)
+            present = marked != (not output and self.level is not None and self.level >= Level.SHARDED)
         return Record(types, several=several, layouts=layouts if present else ())
 
     def _one_result(self) -> tuple[TensorType | None, Layout | None, bool]:
@@ -220,14 +223,15 @@ class _Reader:
     def _comment(self, known: Record, name: str) -> tuple[Record, str | None]:
         """The record with what the rest of the line says, and the layouts written after `wants`."""
         if self.at == len(self.line):
-            return known.with_(origin=name), None
+            return known.with_(origin=usual_origin(name, "capture")), None
         match = self._expect(_COMMENT, "a comment of known fields")
+        made_by = _unquote(match["made_by"]) if match["made_by"] else "capture"
         known = known.with_(
             module=_unquote(match["module"], "in "),
             source=_unquote(match["source"], "at "),
             phase=_unquote(match["phase"], "phase ") if match["phase"] else "forward",
-            made_by=_unquote(match["made_by"]) if match["made_by"] else "capture",
-            origin=name if match["origin"] is None else _unquote(match["origin"]),
+            made_by=made_by,
+            origin=usual_origin(name, made_by) if match["origin"] is None else _unquote(match["origin"]),
             reason=_unquote(match["reason"]),
         )
         return known, match["wants"]
@@ -256,10 +260,14 @@ class _Reader:
     def finish(self) -> Program:
         assert self.level is not None
         node = self.graph.output(tuple(self.results))
-        if self.output is not None:
-            known, wants = self.output
-            set_record(node, known.with_(operands=_operands(node, known, self.result_layouts, wants)))
+        known, wants = self.output
+        set_record(node, known.with_(operands=_operands(node, known, self.result_layouts, wants)))
         return Program(self.graph, tuple(self.inputs), tuple(self.outputs), self.level, self.mesh, tuple(self.notes))
+
+
+def usual_origin(name: str, made_by: str) -> str:
+    """The origin that is not written: a captured node holds its own value, what a pass made holds none."""
+    return name if made_by == "capture" else ""
 
 
 def _operands(node: fx.Node, known: Record, wanted: list[Layout | None], wants: str | None) -> tuple[Layout, ...]:

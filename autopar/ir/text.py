@@ -13,7 +13,7 @@
 stands alone. Several results stand in parentheses, `-` is a result that is no tensor, `?` a missing layout.
 `%x as [dp,-]` is the layout in which an operand is wanted where that is not the layout which it has. After `#`,
 as far as they say something: module path, source line, `backward`, `by` the pass that made it, `from` the
-captured value that it holds (itself, if not written), `why: ` the reason.
+captured value that it holds (if not written: itself, or none if a pass made it), `why: ` the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import fx
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.names import dtype_name, target_name
-from autopar.ir.parse import parse_program
+from autopar.ir.parse import OUTPUT_RECORD, parse_program, usual_origin
 from autopar.ir.program import Input, Level, Program, Record, TensorType, has_record, operand_nodes, record
 
 __all__ = [
@@ -136,7 +136,7 @@ def _comment(name: str, known: Record, wants: str) -> str:
         fields.append("backward" if known.phase == "backward" else f"phase {quote(known.phase)}")
     if known.made_by != "capture":
         fields.append(f"by {known.made_by if _WORD.match(known.made_by) else quote(known.made_by)}")
-    if known.origin != name:
+    if known.origin != usual_origin(name, known.made_by):
         fields.append(f"from {known.origin if _WORD.match(known.origin) else quote(known.origin)}")
     if wants:
         fields.append(wants)
@@ -171,7 +171,7 @@ def _line(node: fx.Node, program: Program, entry: Input | None = None) -> str:
         right = f"{entry.kind} {', '.join(map(quote, entry.names))}"
     else:
         right = _call(node, tails)
-    result = print_result(known, program.level, program.mesh)
+    result = print_result(known, Level.CAPTURED if node.op == "output" else program.level, program.mesh)
     return f"%{node.name}: {result} = {right}{_comment(node.name, known, wants)}"
 
 
@@ -189,11 +189,12 @@ def _lines(program: Program) -> Iterator[tuple[str, str]]:
         yield node.name, _line(node, program, next(inputs) if node.op == "placeholder" else None)
     output = program.graph.output_node()
     known = record(output) if has_record(output) else None
-    wanted = iter(_operand_tails(output, known)[0])
+    tails, wants = _operand_tails(output, known)
+    wanted = iter(tails)
     for entry, result in zip(program.outputs, program.results, strict=True):
         what = f"return {entry.kind} {quote(entry.name)}"
         yield what, f"{what} = {print_argument(result, wanted)}"
-    if known is not None:
+    if known is not None and (wants or known.with_(operands=()) != OUTPUT_RECORD):
         yield "%return", _line(output, program)
 
 

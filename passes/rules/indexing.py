@@ -50,9 +50,6 @@ def _cross_entropy_backward(call: Call) -> Rule:
     return instantiate("..., ... v, ..., ... -> ... v", call, indexed={"v"}, linear=({0},))
 
 
-# --- index tensors --------------------------------------------------------------------------------------------------
-
-
 def _index_names(call: Call, first: int) -> tuple[list[int | None], list[Dims], tuple[int, ...], list[str]]:
     """For each dim of `self` the operand that indexes it; the dims of the index operands; their broadcast shape."""
     indices = argument(call, 1, "indices")
@@ -109,9 +106,6 @@ def _index_put(call: Call) -> Rule:
     count = len(call.operands)
     linear = (frozenset({0, count - 1}),) if argument(call, 3, "accumulate", False) else NONE
     return build(call, [dims, *operands, values], [dims], whole=whole | set(indices), linear=linear)
-
-
-# --- along one dim --------------------------------------------------------------------------------------------------
 
 
 def _beside(call: Call, index: int, others: tuple[int, ...], at: int) -> tuple[Dims, list[Dims], set[str]]:

@@ -23,9 +23,6 @@ def _names(prefix: str, count: int) -> str:
     return " ".join(f"{prefix}{i}" for i in range(count))
 
 
-# --- layer norm, RMS norm: over the last dims -----------------------------------------------------------------------
-
-
 def _layer_norm(call: Call) -> Rule:
     count = len(argument(call, 1, "normalized_shape"))
     norm, ones = _names("h", count), " ".join(["1"] * count)
@@ -59,9 +56,6 @@ def _rms_norm_backward(call: Call) -> Rule:
     return instantiate(f"{operands} -> {results}", call, whole=norm.split(), linear=({0},))
 
 
-# --- group norm: over the channels of a group and space --------------------------------------------------------------
-
-
 def _group_norm(call: Call) -> Rule:
     operands = _present(call, {0: "n (g i) ...", 1: "(g i)", 2: "(g i)"})
     spec = f"{operands} -> n (g i) ..., n g, n g"
@@ -85,9 +79,6 @@ def _group_norm_local(at: int) -> Row:
         return (*args[:at], *numbers, *args[at + 4 :]), dict(pieces.call.kwargs)
 
     return Row(_group_norm if at == 3 else _group_norm_backward, local=local)
-
-
-# --- batch norm: over batch and space; without training it is pointwise ---------------------------------------------
 
 
 def _batch_norm_results(call: Call, count: int) -> str:
@@ -124,9 +115,6 @@ def _batch_norm_backward(call: Call) -> Rule:
     results = _masked((full, "c", "c"), call.args[9])
     whole = {"e", "n", "..."} if call.args[7] else {"e"}
     return instantiate(f"{operands} -> {results}", call, whole=whole, linear=({0},))
-
-
-# --- weight norm: v * g / norm of v over all dims but one -----------------------------------------------------------
 
 
 def _weight_norm(call: Call) -> Rule:

@@ -31,9 +31,6 @@ def _sizes(dims: Dims, shape: tuple[int, ...]) -> dict[str, int]:
     return {dim[0]: size for dim, size in zip(dims, shape, strict=True) if len(dim) == 1}
 
 
-# --- split, cat -----------------------------------------------------------------------------------------------------
-
-
 def _split(call: Call, position: int = 2) -> Rule:
     shape = call.operands[0].shape
     at = dim_argument(call, position)
@@ -88,9 +85,6 @@ def _unbind(call: Call) -> Rule:
     at = dim_argument(call, 1)
     kept = (*dims[:at], *dims[at + 1 :])
     return build(call, [dims], [kept] * len(call.results), whole=dims[at], linear=FIRST)
-
-
-# --- select, slice --------------------------------------------------------------------------------------------------
 
 
 def _select(call: Call) -> Rule:
@@ -174,9 +168,6 @@ def _slice_row(position: int, *, backward: bool = False, scatter: bool = False) 
         return (*call.args[:position], at, start, end, step), {}
 
     return Row(rule, shape_arg=1 if backward else None, local=local)
-
-
-# --- pad ------------------------------------------------------------------------------------------------------------
 
 
 def _pad(call: Call, linear: Linear) -> Rule:
