@@ -1,1 +1,50 @@
-"""autopar: a plain nn.Module, parallel on any device mesh, with the numbers of one device."""
+"""autopar: a plain nn.Module, parallel on any device mesh, with the numbers of one device.
+
+Names are loaded at first use (PEP 562): importing a part of the package does not import the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize as parallelize
+    from autopar.compiled import Compiled as Compiled
+    from autopar.compiled import load as load
+    from autopar.compiler import compile as compile
+    from autopar.errors import AutoparError as AutoparError
+    from autopar.ir.layout import Layout as Layout
+    from autopar.ir.mesh import Mesh as Mesh
+    from autopar.job import Job as Job
+    from autopar.module import ParallelModule as ParallelModule
+    from autopar.verification import Report as Report
+    from autopar.verification import verify as verify
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutoparError": "autopar.errors",
+    "Compiled": "autopar.compiled",
+    "Job": "autopar.job",
+    "Layout": "autopar.ir.layout",
+    "Mesh": "autopar.ir.mesh",
+    "ParallelModule": "autopar.module",
+    "Report": "autopar.verification",
+    "compile": "autopar.compiler",
+    "load": "autopar.compiled",
+    "parallelize": "autopar.api",
+    "verify": "autopar.verification",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

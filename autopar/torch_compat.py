@@ -6,22 +6,41 @@
   the public successor does not know them.
 - `torch.distributed.tensor.placement_types._StridedShard`: the placement of a fused weight whose every block is
   split (`[3:tp,-]`); DTensor has no public one.
+- `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
+  200 us each; a step needs one of each for every parameter.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """
 
 from __future__ import annotations
 
+import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "StridedShard",
     "TreeSpec",
+    "local_of",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
     "tree_unflatten",
+    "wrap_like",
 ]
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The local part of a DTensor, the very memory."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def wrap_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor around `local`, placed as `like`."""
+    return DTensor(local, like._spec, requires_grad=False)

@@ -1,0 +1,78 @@
+"""`autopar.parallelize`: a function on a module, or a decorator on what makes one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.capture import LossFn
+from autopar.compiler import Shard
+from autopar.distribute import MeshLike
+from autopar.errors import MeshError
+from autopar.ir.mesh import Mesh
+from autopar.module import ParallelModule
+
+Factory = Callable[..., nn.Module]
+
+
+@overload
+def parallelize(model: nn.Module, mesh: MeshLike, **options: Any) -> ParallelModule: ...
+@overload
+def parallelize(model: MeshLike, **options: Any) -> Callable[[Factory], Callable[..., ParallelModule]]: ...
+
+
+def parallelize(
+    model: Any,
+    mesh: MeshLike | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    shard: Shard | None = None,
+    batch: str = "global",
+    seed: int = 0,
+    device: str | torch.device | None = None,
+) -> Any:
+    """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
+
+    model: the module; its parameters become DTensors (rank 0's values count). As a decorator,
+      `@parallelize("dp=2,tp=2", loss_fn=...)` on a module class or on a function that builds one.
+    mesh: `"dp=2,tp=2"`, `{"dp": 2, "tp": 2}`, a named DeviceMesh or an `autopar.Mesh`; -1 takes what is left of the
+      world. A mesh of size 1 needs no launcher.
+    loss_fn: `loss_fn(model, *batch)` gives the scalar loss; None if the module returns it (a scalar, a tuple that
+      begins with it, an object or dict with `.loss`).
+    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
+    batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
+    seed: of the random ops, and of the initial weights of a decorated factory.
+    device: where this rank computes; by default its GPU if there is one, else the CPU.
+
+    Raises MeshError, RankError (ranks given different models) and, at the first step, LayoutError, BatchError or
+    CaptureError.
+    """
+    options = {"loss_fn": loss_fn, "shard": shard, "batch": batch, "seed": seed, "device": device}
+    if isinstance(model, nn.Module):
+        if mesh is None:
+            raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')
+        return ParallelModule(model, mesh, **options)
+    if mesh is None and isinstance(model, (str, Mapping, Mesh, DeviceMesh)):
+        return _decorator(model, options)
+    raise TypeError(
+        f"parallelize takes an nn.Module and a mesh, or a mesh alone as a decorator, not {type(model).__name__}."
+    )
+
+
+def _decorator(mesh: MeshLike, options: dict[str, Any]) -> Callable[[Factory], Callable[..., ParallelModule]]:
+    def decorate(factory: Factory) -> Callable[..., ParallelModule]:
+        @functools.wraps(factory, updated=())
+        def build(*args: Any, **kwargs: Any) -> ParallelModule:
+            with torch.random.fork_rng():
+                torch.manual_seed(options["seed"])
+                model = factory(*args, **kwargs)
+            return ParallelModule(model, mesh, **options)
+
+        return build
+
+    return decorate

@@ -1,0 +1,346 @@
+"""The parallel module: what the user trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+from autopar.agreement import Agreement
+from autopar.capture import Captured, capture
+from autopar.capture.capture import LossFn, state_of
+from autopar.compiled import Compiled
+from autopar.compiler import Shard, lower
+from autopar.distribute import Distributor, MeshLike, is_strided, join
+from autopar.errors import BatchError, CaptureError
+from autopar.ir.layout import Layout, local_part, whole
+from autopar.ir.program import Input, record
+from autopar.passes.search.intents import INTENTS
+from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
+from autopar.runtime.executor import Executable, compile_graph
+from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
+
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One compiled signature, ready to run."""
+
+    captured: Captured
+    compiled: Compiled
+    executable: Executable
+    driver: DistributedDriver
+    slots: tuple[tuple[Input, Layout], ...]
+    constants: Mapping[str, torch.Tensor]
+
+
+class ParallelModule(nn.Module):
+    """A module of which every rank of a mesh holds a part. Made by `autopar.parallelize`.
+
+    Parameters are DTensors under their original names; buffers are whole on every rank. Programs are compiled at the
+    first call with a new signature (shapes, dtypes, Python values, training flags).
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, shard: Shard | None, batch: str,
+        seed: int, device: str | torch.device | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if batch not in ("global", "local"):
+            raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
+        self._mesh, device_mesh, self._device = join(mesh, device)
+        self._loss_fn, self._shard, self._local_batch = loss_fn, dict(shard or {}), batch == "local"
+        self._seed, self._steps = seed, 0
+        self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
+        self._agreement = Agreement(self._device)
+        self._distributor = Distributor(self._mesh, device_mesh)
+        self._running: dict[Any, Running] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._groups: dict[str, Any] = {}
+        self._device_mesh = device_mesh
+        self._distribute(model)
+        self._adopt(model)
+        self.register_load_state_dict_pre_hook(_split_loaded)
+        self.register_state_dict_post_hook(_without_strides)
+
+    # -- what the user calls ------------------------------------------------------------------------------------
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One forward and backward pass on the global batch; adds to `.grad` and returns the loss.
+
+        The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit.
+        """
+        running, leaves, _ = self._prepare(args, kwargs, train=True)
+        outputs = self._run(running, leaves)
+        self._steps += 1
+        loss: torch.Tensor | None = None
+        parameters = self._named()
+        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+            if out.kind == "loss":
+                loss = value
+            elif out.kind == "gradient":
+                _accumulate(parameters[out.name], value)
+            else:
+                self._set_buffer(out.name, value)
+        assert loss is not None
+        return loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output on the global batch, without gradients; whole on every rank."""
+        running, leaves, _ = self._prepare(args, kwargs, train=False)
+        outputs = self._run(running, leaves)
+        results = list(running.captured.result_leaves)
+        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+            if out.kind == "value":
+                results[int(out.name)] = value
+            else:
+                self._set_buffer(out.name, value)
+        assert running.captured.result_spec is not None
+        return tree_unflatten(results, running.captured.result_spec)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compile the training step for a batch (on any device, also meta) without running it.
+
+        Parameters take their final layouts. Every rank must call this with batches of the same shapes.
+        """
+        return self._prepare(args, kwargs, train=True)[0].compiled
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
+        found = {}
+        for entry, tensor in state_of(self.original).entries:
+            if entry.kind == "constant":
+                continue
+            local, layout = self._local(entry, tensor)
+            value = self._distributor.gather(local, layout)
+            if value is not None:
+                found.update({name: value for name in entry.names if name in self._persistent()})
+        return found
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter.grad, DTensor):
+                value = self._distributor.gather(local_of(parameter.grad), self._layout(name, parameter))
+                if value is not None:
+                    found[name] = value
+        return found
+
+    @property
+    def original(self) -> nn.Module:
+        """The user's module, whose parameters are now DTensors."""
+        return self._original[0]
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """The training program compiled last."""
+        steps = [r for (train, *_), r in self._running.items() if train]
+        return steps[-1].compiled if steps else None
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self.original.train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"mesh={self._mesh}, rank={dist.get_rank()}"
+
+    # -- making it ----------------------------------------------------------------------------------------------
+
+    def _distribute(self, model: nn.Module) -> None:
+        """Parameters become DTensors with rank 0's values, whole until the first compilation."""
+        entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
+        lines = [f"{entry.kind} {entry.name} {list(t.shape)} {t.dtype} {t.requires_grad}" for entry, t in entries]
+        self._agreement.check("model", lines)
+        meta = [entry.name for entry, t in entries if t.device.type == "meta"]
+        if meta:
+            raise CaptureError(
+                f"parameter '{meta[0]}' is on the meta device (with {len(meta) - 1} more): it has no values. "
+                f"Build the model on a real device, or call model.to_empty(device=...) and load a checkpoint first."
+            )
+        for entry, tensor in entries:
+            value = tensor.detach().to(self._device)
+            if dist.get_world_size() > 1:
+                value = value.contiguous()
+                dist.broadcast(value, src=0)
+            made: torch.Tensor = value
+            if entry.kind == "parameter":
+                made = self._distributor.parameter(value, whole(value.ndim))
+                made.requires_grad_(tensor.requires_grad)
+                self._layouts[entry.name] = whole(value.ndim)
+            for name in entry.names:
+                _assign(model, name, made)
+
+    def _adopt(self, model: nn.Module) -> None:
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        persistent = model.state_dict().keys()
+        for name, buffer in model.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in persistent)
+        self.training = model.training
+
+    # -- compiling ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, args: Any, kwargs: Any, train: bool) -> tuple[Running, list[Any], TreeSpec]:
+        leaves, spec = tree_flatten((args, kwargs))
+        shapes = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        )
+        flags = tuple(module.training for module in self.original.modules())
+        wanted = tuple(parameter.requires_grad for parameter in self.original.parameters())
+        key = (train, str(spec), repr(shapes), flags, wanted)
+        described = [f"argument {i} {_describe(leaf)}" for i, leaf in enumerate(leaves)]
+        self._agreement.check("batch", [f"structure {spec}", *described, f"training {all(flags)}"])
+        if key not in self._running:
+            if self._running and any(train == known[0] for known in self._running):
+                _log.warning("new input signature (%s): compiling again", ", ".join(described))
+            self._running[key] = self._compile(args, kwargs, train)
+        return self._running[key], leaves, spec
+
+    def _compile(self, args: Any, kwargs: Any, train: bool) -> Running:
+        global_args, global_kwargs = self._global((args, kwargs)) if self._local_batch else (args, kwargs)
+        captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train)
+        first = not self._running
+        shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
+        compiled = lower(captured, self._mesh, shard)
+        self._agreement.check("program", [compiled.text()])
+        if dist.get_rank() == 0:
+            for note in compiled.notes:
+                _log.warning("%s", note)
+        if first:
+            self._relayout(compiled.layouts)
+        missing = [axis for axis in axes_of(compiled.program.graph) if axis not in self._groups]
+        self._groups.update(make_groups(self._mesh, missing, self._device_mesh))
+        program = compiled.program
+        slots = tuple(
+            (entry, record(node).layout) for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        )
+        constants = {name: tensor.to(self._device) for name, tensor in captured.constants.items()}
+        driver = DistributedDriver(self._mesh, self._groups)
+        return Running(captured, compiled, compile_graph(program.graph), driver, slots, constants)
+
+    def _global(self, batch: Any) -> Any:
+        """A local batch at its global size, on the meta device."""
+        leaves, spec = tree_flatten(batch)
+        ranks = math.prod(size for axis, size in self._mesh.axes if INTENTS[axis].batch_split)
+        first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+        def grow(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] != first:
+                return leaf
+            return torch.empty((leaf.shape[0] * ranks, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+        return tree_unflatten([grow(leaf) for leaf in leaves], spec)
+
+    def _relayout(self, layouts: Mapping[str, Layout]) -> None:
+        parameters = self._named()
+        for name, layout in layouts.items():
+            if layout != self._layouts[name]:
+                self._distributor.relayout(parameters[name], self._layouts[name], layout)
+                self._layouts[name] = layout
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _run(self, running: Running, leaves: list[Any]) -> tuple[Any, ...]:
+        return running.driver.run(running.executable, iter(self._inputs(running, leaves)))
+
+    def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
+        parameters, buffers = self._named(), dict(self.original.named_buffers())
+        found: list[torch.Tensor] = []
+        for entry, layout in running.slots:
+            if entry.kind == "parameter":
+                found.append(local_of(parameters[entry.name]))  # type: ignore[arg-type]
+            elif entry.kind == "buffer":
+                found.append(buffers[entry.name])
+            elif entry.kind == "constant":
+                found.append(running.constants[entry.name])
+            elif entry.kind == "seed":
+                found.append(torch.tensor([self._seed, self._steps], device=self._device))
+            else:
+                leaf = leaves[int(entry.name)].detach()
+                if not self._local_batch:
+                    leaf = local_part(leaf, layout, self._mesh, self._distributor.coord)
+                found.append(leaf.to(self._device))
+        return found
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(self.original.named_parameters())
+
+    def _layout(self, name: str, tensor: torch.Tensor) -> Layout:
+        return self._layouts.get(name, whole(tensor.ndim))
+
+    def _local(self, entry: Input, tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        if isinstance(tensor, DTensor):
+            return local_of(tensor), self._layout(entry.name, tensor)
+        return tensor, whole(tensor.ndim)
+
+    def _set_buffer(self, name: str, value: torch.Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        with torch.no_grad():
+            getattr(self.original.get_submodule(path), attribute).copy_(value)
+
+    def _persistent(self) -> set[str]:
+        return set(self.original.state_dict(keep_vars=True))
+
+
+def _describe(leaf: Any) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = wrap_like(value, parameter)  # type: ignore[arg-type]
+    else:
+        local_of(parameter.grad).add_(value)  # type: ignore[arg-type]
+
+
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if isinstance(tensor, nn.Parameter):
+        setattr(owner, attribute, tensor)
+    else:
+        owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
+
+
+def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A plain checkpoint's whole tensors become DTensors in the parameters' layouts."""
+    assert isinstance(module, ParallelModule)
+    parameters = dict(module.original.named_parameters(remove_duplicate=False))
+    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
+    for name, parameter in parameters.items():
+        value = state.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue
+        layout = module._layout(first[name], parameter)
+        if isinstance(value, DTensor) and is_strided(layout):
+            value = value.full_tensor()
+        if not isinstance(value, DTensor):
+            state[prefix + name] = module._distributor.split(value.to(module._device), layout)
+
+
+def _without_strides(module: nn.Module, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Fused weights (`[3:tp,-]`) leave split in one piece: torch.distributed.checkpoint knows no other split."""
+    assert isinstance(module, ParallelModule)
+    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
+    for name, layout in list(module._layouts.items()):
+        if not is_strided(layout):
+            continue
+        for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
+            parameter = state[prefix + alias]
+            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
+            dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
+            state[prefix + alias] = module._distributor.split(whole_, Layout(dims))

@@ -1,0 +1,120 @@
+"""CPU seconds and memory of compiling one training step of a large model, by stage, on the meta device.
+
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py                       # Llama-70B shape, dp=16,tp=8
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --model hf_llama      # the same of transformers
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --layers 8 --mesh dp=512,tp=8
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --profile /tmp/compile.prof
+
+Nothing is allocated and no process is started. CPU seconds are user and system time of this process, all threads.
+"""
+
+from __future__ import annotations
+
+import time
+
+START = time.process_time()  # before the imports: they are part of what a user waits for
+
+import argparse  # noqa: E402
+import cProfile  # noqa: E402
+import resource  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests", "examples")]
+
+from models import Llama, token_loss  # noqa: E402
+
+from autopar.capture import capture  # noqa: E402
+from autopar.compiled import Compiled  # noqa: E402
+from autopar.ir.mesh import parse_mesh  # noqa: E402
+from autopar.ir.plan import Plan  # noqa: E402
+from autopar.ir.program import Level  # noqa: E402
+from autopar.ir.verify import verify  # noqa: E402
+from autopar.passes import PASSES  # noqa: E402
+from autopar.passes.check_rules import check_rules  # noqa: E402
+
+WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 8192, 64, 8, 28672, 128256, 4096
+
+
+def llama(layers: int) -> tuple[nn.Module, Any]:
+    return Llama(layers, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT), token_loss
+
+
+def hf_llama(layers: int) -> tuple[nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=layers,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=CONTEXT, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), lambda model, x, y: model(input_ids=x, labels=y).loss
+
+
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {"llama": llama, "hf_llama": hf_llama}
+
+
+class Stages:
+    """Prints the CPU seconds since the last stage, stage by stage."""
+
+    def __init__(self) -> None:
+        self.last = START
+
+    def done(self, name: str) -> None:
+        now = time.process_time()
+        print(f"{name:<16}{now - self.last:7.2f} s", flush=True)
+        self.last = now
+
+
+def run(model_name: str, layers: int, batch: int, mesh_text: str) -> None:
+    stages = Stages()
+    stages.done("import")
+    with torch.device("meta"):
+        model, loss_fn = MODELS[model_name](layers)
+        x, y = (torch.empty(batch, CONTEXT, dtype=torch.long) for _ in range(2))
+    stages.done("build the model")
+    mesh = parse_mesh(mesh_text)
+    program = capture(model, loss_fn, (x, y), {}).program
+    verify(program, Level.CAPTURED)
+    stages.done("capture")
+    print(f"  {len(program.nodes)} nodes")
+    plan, history = Plan(mesh, {}), [("capture", program)]
+    for step, level in PASSES:
+        program = step(program, plan)
+        history.append((step.__name__, program))
+        stages.done(step.__name__)
+        verify(program, level)
+        if level == Level.SHARDED:
+            check_rules(program)
+        stages.done(f"  verify")
+    compiled = Compiled(plan, tuple(history))
+    with tempfile.TemporaryDirectory() as folder:
+        compiled.save(folder)
+        stages.done("save")
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(f"{'total':<16}{usage.ru_utime + usage.ru_stime:7.2f} s CPU, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--mesh", default="dp=16,tp=8")
+    parser.add_argument("--profile", help="write a cProfile here")
+    args = parser.parse_args()
+    profile = cProfile.Profile() if args.profile else None
+    with profile or nullcontext():
+        run(args.model, args.layers, args.batch, args.mesh)
+    if profile:
+        profile.dump_stats(args.profile)
+
+
+if __name__ == "__main__":
+    main()
