@@ -53,14 +53,14 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, shard: Shard | None, batch: str,
-        seed: int, device: str | torch.device | None,
+        seed: int, device: str | torch.device | None, lift: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
         self._loss_fn, self._shard, self._local_batch = loss_fn, dict(shard or {}), batch == "local"
-        self._seed, self._steps = seed, 0
+        self._seed, self._steps, self._lift = seed, 0, lift
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)
         self._distributor = Distributor(self._mesh, device_mesh)
@@ -212,7 +212,7 @@ class ParallelModule(nn.Module):
 
     def _compile(self, args: Any, kwargs: Any, train: bool) -> Running:
         global_args, global_kwargs = self._global((args, kwargs)) if self._local_batch else (args, kwargs)
-        captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train)
+        captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
         first = not self._running
         shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
         compiled = lower(captured, self._mesh, shard)

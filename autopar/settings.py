@@ -12,13 +12,14 @@ class Settings:
     """What the environment says.
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
-    rank, world_size, local_rank: what torchrun sets; None without a launcher.
+    rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
     """
 
     dump: Path | None = None
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
+    local_world_size: int | None = None
 
     @staticmethod
     def read() -> Settings:
@@ -29,6 +30,7 @@ class Settings:
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),
+            local_world_size=_integer("LOCAL_WORLD_SIZE"),
         )
 
 

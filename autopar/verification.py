@@ -18,15 +18,16 @@ from autopar.compiled import Compiled
 from autopar.compiler import Shard, batch_arguments, lower
 from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.program import Input, Program, record
+from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.runtime.executor import compile_graph
 from autopar.runtime.virtual import VirtualMesh
 from autopar.torch_compat import tree_flatten, tree_map
 
 OptimizerFactory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-# A gradient that is zero but for rounding is measured against this share of the norm of all gradients.
-ZERO = 1e-5
+# A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
+# all of its kind; of a node, against that of its largest operand. AdamW enlarges the rounding, so weights get more.
+ZERO = {"gradient": 1e-5, "weight": 1e-3, "node": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def verify(
     from parameters (AdamW by default). On a difference the report names the first node that differs.
     """
     model = copy.deepcopy(model).to(dtype=dtype)
-    batch = tree_map(lambda leaf: _cast(leaf, dtype), batch)
+    batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs, lift=dtype)
     compiled = lower(captured, parse_mesh(mesh), shard)
@@ -139,9 +140,9 @@ def verify_compiled(
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     dtype = next(model.parameters()).dtype
     args, kwargs = batch_arguments(batch)
-    plain = _Plain(copy.deepcopy(model), loss_fn, make)
+    plain = Plain(copy.deepcopy(model), loss_fn, make)
     virtual = _Virtual(copy.deepcopy(model), captured, compiled, make)
-    table = _Table(TOLERANCE.get(dtype, 1e-2))
+    table = Table.of(dtype)
     for step in range(steps):
         drawn = torch.tensor([seed, step])
         expected, given = plain.step(args, kwargs, drawn), virtual.step(args, kwargs, drawn)
@@ -154,14 +155,15 @@ def verify_compiled(
     return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch)
 
 
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+def cast(leaf: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in `dtype`; anything else as it is."""
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 
 
-class _Plain:
+class Plain:
     """The user's module, trained as it is."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory) -> None:
@@ -257,7 +259,9 @@ class _Virtual:
             if node in parts and all(part is not None for part in parts[node]):
                 found = record(node)
                 value = expected[found.origin]
-                error = _node_error(parts[node], found, mesh, value)
+                origins = [record(operand).origin for operand in operand_nodes(node)]
+                norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
+                error = _node_error(parts[node], found, mesh, value, ZERO["node"] * max(norms, default=0.0))
                 if not error <= tolerance:
                     text = node.format_node() or ""
                     return Mismatch(node.name, found.made_by, found.module, found.source, error, text)
@@ -265,11 +269,13 @@ class _Virtual:
                         "captured program itself differs from the plain module")  # fmt: skip
 
 
-def _node_error(parts: list[torch.Tensor], found: Any, mesh: Mesh, value: torch.Tensor) -> float:
+def _node_error(
+    parts: list[torch.Tensor], found: Record, mesh: Mesh, value: torch.Tensor, floor: float
+) -> float:
     whole = combine(parts, found.layout, mesh)
     if whole.shape != value.shape:
         return float("inf")
-    return max(_error(whole, value, 0.0), replica_error(parts, found.layout, mesh))
+    return max(_error(whole, value, floor), replica_error(parts, found.layout, mesh))
 
 
 def _input(entry: Input, tensors: Mapping[str, torch.Tensor], leaves: list[Any], seed: torch.Tensor) -> torch.Tensor:
@@ -303,17 +309,23 @@ def _error(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
 
 
 @dataclass(slots=True)
-class _Table:
+class Table:
+    """The worst errors so far, by (kind, name)."""
+
     tolerance: float
     errors: dict[tuple[str, str], float] = field(default_factory=dict)
     replicas: dict[tuple[str, str], float] = field(default_factory=dict)
 
+    @staticmethod
+    def of(dtype: torch.dtype) -> Table:
+        """An empty table with the tolerance of a dtype."""
+        return Table(TOLERANCE.get(dtype, 1e-2))
+
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
-        norms = [value.double().norm().item() for (kind, _), value in expected.items() if kind == "gradient"]
-        floor = ZERO * sum(norm**2 for norm in norms) ** 0.5
+        floors = {kind: ZERO[kind] * _norm(expected, kind) for kind in ("gradient", "weight")}
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
-            error = float("inf") if wrong else _error(given[key], expected[key], floor if key[0] == "gradient" else 0.0)
+            error = float("inf") if wrong else _error(given[key], expected[key], floors.get(key[0], 0.0))
             self.errors[key] = _worse(error, self.errors.get(key, 0.0))
             self.replicas[key] = max(replicas.get(key, 0.0), self.replicas.get(key, 0.0))
 
@@ -326,6 +338,12 @@ class _Table:
 
     def _is_right(self, key: tuple[str, str]) -> bool:
         return self.errors[key] <= self.tolerance and self.replicas[key] <= self.tolerance
+
+
+def _norm(values: Values, kind: str) -> float:
+    """The norm of all tensors of a kind, as of one."""
+    squares = [value.double().norm().item() ** 2 for (found, _), value in values.items() if found == kind]
+    return float(sum(squares) ** 0.5)
 
 
 def _worse(a: float, b: float) -> float:

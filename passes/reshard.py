@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout
-from autopar.ir.ops import op
+from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, operand_nodes, record
 
@@ -44,14 +44,15 @@ class _Reshard:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.build = Builder(MADE_BY)
-        self.moved: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
 
     def run(self) -> Program:
         for node in self.program.graph.nodes:
             self._copy(node)
             layouts = record(node).layouts
             if node.op != "placeholder" and record(node).is_tensor and layouts and layouts[0] is not None:
-                for user, wanted in self._wants(node):
+                # whole ones first: what is split is sliced from them
+                for user, wanted in sorted(self._wants(node), key=lambda pair: len(pair[1].axes)):
                     self._move(node, wanted, user)
         return self.program.with_(graph=self.build.graph, level=Level.EXPLICIT)
 
@@ -85,11 +86,12 @@ class _Reshard:
         has = record(node).layout
         if has == wanted:
             return self.build.value[node]
-        found = self.moved.get((node, wanted))
-        if found is not None:
-            return found
-        made, given = self.build.value[node], record(node)
-        for step in moves(has, wanted):
+        moved = self.moved.setdefault(node, {})
+        if wanted in moved:
+            return moved[wanted]
+        made, steps = self._shortest(node, wanted)
+        given = record(node)
+        for step in steps:
             like = given.with_(
                 layouts=(step.layout,),
                 operands=(record(made).layout,),
@@ -98,10 +100,16 @@ class _Reshard:
                 phase=given.phase if node.op != "placeholder" else record(user).phase,
                 reason=self._reason(node, has, wanted, user),
             )
-            known = self.moved.get((node, step.layout))
+            known = moved.get(step.layout)
             made = known or self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
-            self.moved[node, step.layout] = made
+            moved[step.layout] = made
         return made
+
+    def _shortest(self, node: fx.Node, wanted: Layout) -> tuple[fx.Node, list[Step]]:
+        """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
+        starts = [(record(node).layout, self.build.value[node]), *self.moved[node].items()]
+        ways = [(made, moves(layout, wanted)) for layout, made in starts if _reaches(layout, wanted)]
+        return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
         if user.op != "output":
@@ -115,8 +123,9 @@ class _Reshard:
 def moves(has: Layout, wanted: Layout) -> list[Step]:
     """The shortest sequence of collectives and slices that turns one layout into another.
 
-    Partial axes are reduced (or reduced and scattered), splits that are not wanted are gathered innermost first,
-    missing ones sliced outermost first; a split that goes from one dim to another is an all-to-all.
+    What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
+    splits that are not wanted are gathered innermost first, missing ones sliced outermost first; a split that goes
+    from one dim to another is an all-to-all.
     """
     return _Moves(has, wanted).steps
 
@@ -127,6 +136,7 @@ class _Moves:
         self.partial = list(has.partial)
         self.wanted = wanted
         self.steps: list[Step] = []
+        self._slice()
         self._reduce()
         self._gather()
         self._split()
@@ -138,6 +148,16 @@ class _Moves:
 
     def _step(self, name: str, *args: str | int) -> None:
         self.steps.append(Step(name, args, self._layout()))
+
+    def _slice(self) -> None:
+        """Split over axes that the value is still whole on, where that is the next factor of a dim."""
+        held = {axis for axis, _ in self.partial}.union(*map(_without_integers, self.dims))
+        for dim, wanted in enumerate(self.wanted.dims):
+            for axis in _without_integers(wanted):
+                place = self._next_split(axis) if axis not in held else None
+                if place is not None:
+                    self.dims[dim] = list(wanted[: wanted.index(axis) + 1])
+                    self._step("shard", axis, *place)
 
     def _reduce(self) -> None:
         for axis, kind in list(self.partial):
@@ -192,7 +212,12 @@ class _Moves:
                 self._step("keep_first", axis)
 
 
-def _without_integers(factors: list[Factor] | tuple[Factor, ...]) -> list[Factor]:
+def _reaches(has: Layout, wanted: Layout) -> bool:
+    """True if a move leads from one to the other: only a sum can be made partial again."""
+    return all(kind == "sum" for axis, kind in wanted.partial if (axis, kind) not in has.partial)
+
+
+def _without_integers(factors: list[Factor] | tuple[Factor, ...]) -> list[str]:
     return [factor for factor in factors if isinstance(factor, str)]
 
 

@@ -76,6 +76,7 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
 _FRESH: frozenset[Any] = (
     frozenset(_INPLACE)
     | frozenset(KERNELS)
+    - {op("checked_index")}
     | {
         _aten.mm.default,
         _aten.bmm.default,

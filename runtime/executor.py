@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.callables import function_of, inplace_variants
@@ -87,6 +87,9 @@ def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None =
 def _steps(code: Code, items: list[Any], observe: Observe | None) -> Steps:
     try:
         return (yield from code.function(items, observe))
+    except BatchError as error:  # a kernel found a value that does not fit; it cannot know where it stands
+        node = _failed_node(error, code)
+        raise BatchError(f"{error}\n  In {describe(node)}" if node is not None else str(error)) from None
     except AutoparError:
         raise
     except Exception as error:

@@ -17,6 +17,7 @@ from autopar.runtime.attention import attention, attention_backward
 from autopar.runtime.contraction import contract
 from autopar.runtime.dropout import dropout
 from autopar.runtime.embedding import embedding, embedding_backward
+from autopar.runtime.indices import checked_index
 from autopar.runtime.losses import cross_entropy_backward, logsumexp, pick
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
@@ -24,6 +25,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "attention_backward": attention_backward,
     "logsumexp": logsumexp,
+    "checked_index": checked_index,
     "pick": pick,
     "cross_entropy_backward": cross_entropy_backward,
     "embedding": embedding,

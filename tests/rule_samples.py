@@ -227,6 +227,7 @@ def index_samples() -> Samples:
         "autopar.embedding_backward.default": [
             sample(r(4, 6, 12), n(12, 4, 6), 12, padding) for padding in (-1, 0, 7)
         ],
+        "autopar.checked_index.default": [sample(n(6, 12, 4), 6, None), sample(n(2, 12) * -100, 1, -100)],
         "autopar.pick.default": [sample(x, n(12, 4, 6)), sample(r(6), n(6))],
         "autopar.cross_entropy_backward.default": [
             sample(r(4, 6), x, x.logsumexp(-1), n(12, 4, 6)), sample(r(4), r(4, 6), r(4), n(6, 4)),

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.functions import Attention, BatchNorm, Contract, CrossEntropy, Dropout, Embedding
 from autopar.capture.location import Locator
 from autopar.errors import CaptureError
+from autopar.ir.ops import op
 
 Tensor = torch.Tensor
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -212,7 +213,7 @@ def _cross_entropy(
     x = input.movedim(1, -1) if input.ndim > 2 else input
     if torch.is_autocast_enabled(x.device.type):
         x = x.float()
-    losses = CrossEntropy.apply(x, target)
+    losses = CrossEntropy.apply(x, op("checked_index")(target, x.shape[-1], ignore_index))
     return _reduce_valid(losses, target != ignore_index, reduction)
 
 
@@ -224,6 +225,7 @@ def _nll_loss(
         return NotImplemented
     x = input.movedim(1, -1)
     valid = target != ignore_index
+    target = op("checked_index")(target, x.shape[-1], ignore_index)
     safe = torch.where(valid, target, 0)
     losses = -x.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
     return _reduce_valid(losses, valid, reduction)
@@ -245,7 +247,7 @@ def _embedding(
     if max_norm is not None or scale_grad_by_freq or sparse or weight.ndim != 2:
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return Embedding.apply(weight, input, padding)
+    return Embedding.apply(weight, op("checked_index")(input, weight.shape[0], None), padding)
 
 
 def _batch_norm(

@@ -147,7 +147,7 @@ def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tens
 
     Replicas are taken from the ranks with coordinate 0; `replica_error` says whether they agree.
     """
-    grid = torch.stack(parts).reshape(*mesh.shape, *parts[0].shape)
+    grid = torch.stack(parts).reshape((*mesh.shape, *parts[0].shape))
     names = list(mesh.names)
     for axis, kind in layout.partial:
         grid = reduce_dim(grid, names.index(axis), kind)

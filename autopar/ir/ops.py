@@ -23,6 +23,8 @@ SEMANTIC = (
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     # over the last dim
     "logsumexp(Tensor x) -> Tensor",
+    # index itself, its values known to be in 0..size-1 or `ignored`; see runtime/indices.py
+    "checked_index(Tensor index, int size, int? ignored) -> Tensor",
     # x[..., index - offset], 0 where that is outside of x
     "pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor",
     # grad * (exp(x - lse) - onehot(index - offset)): the gradient of lse - pick
@@ -132,6 +134,11 @@ def _(
 @_meta("logsumexp")
 def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[:-1])
+
+
+@_meta("checked_index")
+def _(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    return torch.empty_like(index)
 
 
 @_meta("pick")

@@ -42,6 +42,10 @@ def _aten_embedding_backward(call: Call) -> Rule:
     return instantiate("... h, ... -> v h", call, whole=whole, linear=({0},))
 
 
+def _checked_index(call: Call) -> Rule:
+    return instantiate("... -> ...", call)
+
+
 def _pick(call: Call) -> Rule:
     return instantiate("... v, ... -> ...", call, indexed={"v"}, linear=({0},))
 
@@ -183,6 +187,7 @@ def _index_into(linear: Linear) -> Row:
 ROWS: Mapping[str, Row] = {
     "autopar.embedding.default": Row(_embedding),
     "autopar.embedding_backward.default": Row(_embedding_backward, size_arg=(2, "v")),
+    "autopar.checked_index.default": Row(_checked_index),
     "autopar.pick.default": Row(_pick),
     "autopar.cross_entropy_backward.default": Row(_cross_entropy_backward),
     "aten.embedding.default": Row(_aten_embedding),

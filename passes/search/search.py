@@ -276,7 +276,8 @@ def _used(classes: Classes, i: int, role: Role) -> Role:
 def _problem(
     classes: Classes, options: Options, size: int, intent: Intent, sizes: dict[str, int], strict: bool
 ) -> Problem:
-    problem = Problem([[cost for _, cost in option] for option in options])
+    inputs = frozenset(i for i, item in enumerate(classes.items) if item.rule is None)
+    problem = Problem([[cost for _, cost in option] for option in options], deciding=inputs)
     results = [tuple(strategy.results for strategy, _ in option) for option in options]
     operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
 

@@ -4,6 +4,10 @@ minimise  sum(cost of the chosen strategies) + sum(cost of moving each value to 
 
 Each edge has a variable for every pair (state the source has, state the user wants), tied to both ends' choices;
 a value that several users want in one state is moved once (Alpa, arXiv 2201.12023 section 4, with shared moves).
+
+Most choices follow from a few: once the inputs of a program have their states, the linear relaxation of the rest is
+mostly whole by itself. So only the items that `decide` must be whole at first, then also those that come out in
+fractions. Each of these programmes is a relaxation of the full one: a whole solution is its optimum.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+OPTIMAL, INFEASIBLE = 0, 2  # what milp says
+WHOLE = 1 - 1e-5  # a share above this is 1, within the solver's tolerance
+
 
 @dataclass(slots=True)
 class Problem:
@@ -22,11 +29,12 @@ class Problem:
 
     `costs[i][s]`: the cost of strategy s of item i. An edge joins port states: `source_states[s]` is the state that
     the source's strategy s gives, `user_states[t]` the one that the user's strategy t wants; `move` maps pairs to
-    their cost (a pair that is missing is impossible).
+    their cost (a pair that is missing is impossible). `deciding`: the items that most others follow.
     """
 
     costs: list[Sequence[float]] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    deciding: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,21 @@ class Edge:
 
 def solve(problem: Problem) -> list[int] | None:
     """The index of the chosen strategy of each item, or None if no choice is possible."""
+    model, chosen = _model(problem)
+    whole = set(problem.deciding)
+    while True:
+        solution = model.solve([variable for item in sorted(whole) for variable in chosen[item]])
+        if solution is None:
+            return None
+        shares = [solution[variables] for variables in chosen]
+        fractional = {item for item, share in enumerate(shares) if share.max() < WHOLE} - whole
+        if not fractional:
+            return [int(np.argmax(share)) for share in shares]
+        whole |= fractional
+
+
+def _model(problem: Problem) -> tuple[_Model, list[list[int]]]:
+    """The programme, and the variables of each item's strategies."""
     model = _Model()
     chosen = [[model.variable(cost) for cost in costs] for costs in problem.costs]
     for variables in chosen:
@@ -71,10 +94,7 @@ def solve(problem: Problem) -> list[int] | None:
         move = model.variable(prices[key])
         for variable in variables:
             model.at_most([(variable, 1.0), (move, -1.0)], 0.0)
-    solution = model.solve(integer=[v for variables in chosen for v in variables])
-    if solution is None:
-        return None
-    return [int(np.argmax([solution[v] for v in variables])) for variables in chosen]
+    return model, chosen
 
 
 class _Model:
@@ -115,7 +135,8 @@ class _Model:
             constraints=LinearConstraint(matrix, np.array(self.low), np.array(self.high)),
             bounds=Bounds(0, 1),
             integrality=integrality,
-            options={"mip_rel_gap": 0.0, "time_limit": 120.0},
+            options={"mip_rel_gap": 0.0},  # no time limit: a plan must not depend on the machine
         )
+        assert result.status in (OPTIMAL, INFEASIBLE), result.message
         solution: np.ndarray | None = result.x
         return solution

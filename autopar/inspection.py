@@ -1,0 +1,104 @@
+"""What `autopar inspect` shows: the table of collectives, and the bytes that a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+from torch import fx
+
+from autopar.compiled import Compiled
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Program, is_getitem, record
+
+# Ops whose result lies in the memory of their operand.
+_VIEWS = frozenset(
+    "reshape view transpose permute t expand squeeze unsqueeze select slice split split_with_sizes unbind alias wait".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank. `activations`: what the forward pass leaves for the backward pass."""
+
+    parameters: int
+    gradients: int
+    buffers: int
+    activations: int
+
+
+def memory_of(program: Program) -> Memory:
+    """Count the bytes of a LOCAL program by the layouts of its values."""
+    kinds = {"parameter": 0, "buffer": 0}
+    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        if entry.kind in kinds:
+            kinds[entry.kind] += _bytes(node, program)
+    gradients = sum(
+        _bytes(node, program)
+        for node, out in zip(program.results, program.outputs, strict=True)
+        if node is not None and out.kind == "gradient"
+    )
+    saved = {
+        root
+        for node in program.calls()
+        if record(node).phase == "forward" and any(record(user).phase == "backward" for user in node.users)
+        for root in (_root(node),)
+        if root.op == "call_function"
+    }
+    activations = sum(_bytes(node, program) for node in saved)
+    return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node in whose memory a value lies."""
+    while node.op == "call_function":
+        source = node.args[0] if node.args else None
+        name = getattr(node.target, "_opname", "")
+        if not isinstance(source, fx.Node) or not (name in _VIEWS or (is_getitem(node) and _is_view(source))):
+            return node
+        node = source
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "_opname", "") in _VIEWS
+
+
+def _bytes(node: fx.Node, program: Program) -> int:
+    total = 0
+    for type_, layout in zip(record(node).types, record(node).layouts, strict=False):
+        if type_ is not None and layout is not None:
+            numel = 1
+            for size in local_shape(type_.shape, layout, program.mesh):
+                numel *= size
+            total += numel * type_.dtype.itemsize
+    return total
+
+
+def collectives_table(compiled: Compiled) -> Table:
+    """All collectives of a step with their bytes and reasons."""
+    table = Table("op", "axis", "bytes", "shape", "value", "module", "source", "reason", title="Collectives")
+    for row in compiled.collectives:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        table.add_row(row.op, row.axis, human(row.bytes), shape, row.value, row.module, row.source, row.reason)
+    return table
+
+
+def memory_table(compiled: Compiled) -> Table:
+    """The bytes that a rank holds, beside those of the whole model."""
+    memory = memory_of(compiled.program)
+    table = Table("on each rank", "bytes", title="Memory")
+    table.add_row("parameters", human(memory.parameters))
+    table.add_row("gradients", human(memory.gradients))
+    table.add_row("buffers", human(memory.buffers))
+    table.add_row("activations kept for the backward pass", human(memory.activations))
+    return table
+
+
+def human(bytes_: float) -> str:
+    """`12.6 MB`: bytes as a person reads them (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if bytes_ < 1000 or unit == "TB":
+            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.3g} {unit}"
+        bytes_ /= 1000
+    raise AssertionError

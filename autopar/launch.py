@@ -1,0 +1,68 @@
+"""Local processes, started and watched by torchrun's elastic launcher."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+
+
+def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
+    """Run `python -m autopar ARGUMENTS` once for every rank of the mesh, on this machine.
+
+    When a process fails or dies the others are ended at once. Returns None if all went well, else what went wrong on
+    which rank.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=mesh.size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "autopar", *arguments)
+    except ChildFailedError as error:
+        return _first_failure(error, mesh)
+    return None
+
+
+def report(error: AutoparError) -> None:
+    """In a worker: leave the error for the launcher, which shows it once, with the rank."""
+    get_error_handler().record_exception(error)
+
+
+def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
+    """The root cause: what a rank said of itself first, before those that lost their peers because of it."""
+    failures = sorted(error.failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
+    rank, failure = failures[0]
+    coord = ",".join(f"{axis}={place}" for axis, place in mesh.coord(rank).items())
+    name = f"rank {rank} ({coord})"
+    if failure.exitcode < 0:
+        return f"{name} died: killed by {failure.signal_name()}. The other ranks were ended."
+    text = _said(failure)
+    return f"{name} failed: {text}" if text else f"{name} failed with exit code {failure.exitcode}; see its output above."
+
+
+def _said(failure: ProcessFailure) -> str:
+    message = failure.error_file_data.get("message", "") if isinstance(failure.error_file_data, dict) else ""
+    text = message.get("message", "") if isinstance(message, dict) else message
+    name, colon, rest = str(text).partition(": ")
+    return rest if colon and name.endswith("Error") else str(text)
+
+
+def _is_consequence(failure: ProcessFailure) -> bool:
+    """Ended by the launcher, or by the loss of a peer."""
+    return failure.signal_name() == "SIGTERM" or "lost its peers" in _said(failure)

@@ -1,0 +1,220 @@
+"""The collectives are the textbook's, to the byte (Megatron-LM, arXiv 1909.08053 and 2104.04473 section 3.2).
+
+Of a transformer of L layers on a batch of b sequences of s tokens, width h, each dp rank holds b/dp sequences:
+
+    over tp, forward    2 L all-reduces of b/dp*s*h elements, and one for the embedding
+             backward   2 L all-reduces of b/dp*s*h elements, and one for the head
+             loss       of b/dp*s elements: a logsumexp (a max and a sum), and the label's logit
+    over dp             every element of every gradient that a rank holds, once; and scalars
+
+Nothing is gathered, scattered or sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig
+from models import Case, Llama, NanoGPT, token_loss
+from models_special import ZOO
+from torch import nn
+
+from autopar.compiled import Collective, Compiled
+from autopar.compiler import compile
+from autopar.ir.layout import local_shape
+from autopar.ir.program import record
+
+FLOAT = 4
+ROWS, TIME, WIDTH, VOCABULARY, HIDDEN = 12, 8, 32, 40, 128
+
+
+def gpt(layers: int = 2, width: int = WIDTH, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> nn.Module:
+    model = GPT(GPTConfig(vocabulary, TIME, layers=layers, heads=4, width=width))
+    for block in model.blocks:
+        block.mlp.up, block.mlp.down = nn.Linear(width, hidden), nn.Linear(hidden, width)  # type: ignore[union-attr]
+    return model
+
+
+def llama(
+    layers: int = 2, width: int = WIDTH, hidden: int = HIDDEN, vocabulary: int = VOCABULARY, kv_heads: int = 4
+) -> nn.Module:
+    return Llama(layers, width, 4, kv_heads, hidden, vocabulary, 2 * TIME)
+
+
+MAKE = {"gpt": gpt, "llama": llama}
+
+
+def compiled(model: nn.Module, mesh: str, rows: int = ROWS, time: int = TIME) -> Compiled:
+    """Without memory: only shapes matter here."""
+    tokens = torch.empty(rows, time, dtype=torch.int64, device="meta")
+    return compile(model.to("meta"), mesh, loss_fn=token_loss, batch=(tokens, tokens))
+
+
+def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int = ROWS, time: int = TIME) -> None:
+    dp = found.mesh["dp"] if "dp" in found.mesh else 1
+    tokens = rows // dp * time
+    over_tp = [row for row in found.collectives if row.axis == "tp"]
+    assert {row.op for row in over_tp} == {"all_reduce"}, show(over_tp)
+    sizes = Counter((row.phase, row.bytes) for row in over_tp)
+    assert sizes == {
+        ("forward", tokens * width * FLOAT): 2 * layers + 1,
+        ("backward", tokens * width * FLOAT): 2 * layers + 1,
+        ("forward", tokens * FLOAT): 2,
+    }, show(over_tp)
+    kinds = Counter(str(node.args[2]) for node in found.program.calls() if node.name in {*names(found, "tp")})
+    assert kinds == {"sum": len(over_tp) - 1, "logsumexp": 1}
+    # two in each layer, forward and backward, and no layer does the work of another
+    places = Counter((row.phase, layer_of(row)) for row in over_tp if row.bytes > tokens * FLOAT)
+    assert all(places[phase, f"blocks.{i}"] >= 2 for phase in ("forward", "backward") for i in range(1, layers))
+
+
+def names(found: Compiled, axis: str) -> list[str]:
+    """The nodes of the all-reduces over an axis."""
+    return [
+        node.name for node in found.program.calls()
+        if "all_reduce" in str(node.target) and node.args[1] == axis
+    ]  # fmt: skip
+
+
+def layer_of(row: Collective) -> str:
+    return ".".join(row.module.split(".")[:2])
+
+
+def gradient_bytes(found: Compiled) -> int:
+    """What one rank holds of all gradients."""
+    total = 0
+    wanted = record(found.program.graph.output_node()).operands
+    results = zip(found.program.results, found.program.outputs, strict=True)
+    tensors = [(node, out) for node, out in results if node is not None]
+    for (node, out), layout in zip(tensors, wanted, strict=True):
+        if out.kind == "gradient":
+            type_ = record(node).type
+            total += math.prod(local_shape(type_.shape, layout, found.mesh)) * type_.dtype.itemsize
+    return total
+
+
+def assert_data_parallel(found: Compiled) -> None:
+    over_dp = [row for row in found.collectives if row.axis == "dp"]
+    large = [row for row in over_dp if row.shape != ()]
+    assert {row.op for row in over_dp} == {"all_reduce"}, show(over_dp)
+    assert {row.phase for row in large} == {"backward"}, show(over_dp)
+    assert sum(row.bytes for row in large) == gradient_bytes(found), show(over_dp)
+    assert len(over_dp) - len(large) == 2, show(over_dp)  # the loss and the number of tokens it counts
+
+
+def show(rows: list[Collective]) -> str:
+    return "\n" + "\n".join(f"{r.op} {r.axis} {r.bytes} {r.shape} {r.phase} {r.value} {r.reason}" for r in rows)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "dp=3,tp=2", "dp=2,tp=4", "dp=3,tp=4", "tp=2,dp=3"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("name", MAKE)
+def test_layers_and_meshes(name: str, layers: int, mesh: str) -> None:
+    found = compiled(MAKE[name](layers), mesh)
+    assert_tensor_parallel(found, layers, WIDTH)
+    if "dp" in mesh:
+        assert_data_parallel(found)
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=3,tp=4"])
+@pytest.mark.parametrize(
+    ("width", "hidden", "vocabulary"),
+    [
+        (32, 8, 40),  # ffn narrower than the model
+        (32, 32, 40),
+        (32, 2048, 40),
+        (16, 64, 4),  # hardly any vocabulary: a table smaller than the activations
+        (16, 64, 8),
+        (16, 64, 16),
+        (16, 64, 64),
+        (16, 64, 1000),
+        (16, 64, 50304),  # GPT-2's: a table larger than all else
+        (256, 16, 4),
+        (4, 16, 40),  # one element a head
+        (512, 2048, 50304),
+        (1024, 4096, 256),
+    ],
+)
+@pytest.mark.parametrize("name", MAKE)
+def test_sizes(name: str, width: int, hidden: int, vocabulary: int, mesh: str) -> None:
+    if name == "llama" and width < 8:
+        width = 8  # rotary positions need two elements a head
+    found = compiled(MAKE[name](2, width, hidden, vocabulary), mesh)
+    assert_tensor_parallel(found, 2, width)
+    if "dp" in mesh:
+        assert_data_parallel(found)
+
+
+@pytest.mark.parametrize(("rows", "time"), [(2, 1), (2, 8), (4, 2), (64, 8), (256, 8)])
+@pytest.mark.parametrize("name", MAKE)
+def test_few_and_many_tokens(name: str, rows: int, time: int) -> None:
+    """The plan is the technique's, whatever is cheaper for a batch of this size."""
+    found = compiled(MAKE[name](2), "dp=2,tp=2", rows, time)
+    assert_tensor_parallel(found, 2, WIDTH, rows, time)
+    assert_data_parallel(found)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "dp=3,tp=4"])
+def test_fused_projections(mesh: str) -> None:
+    """nanoGPT's qkv in one matrix, chunked: its columns are split in each third."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x, y)[1]
+
+    tokens = torch.empty(ROWS, TIME, dtype=torch.int64, device="meta")
+    found = compile(NanoGPT().to("meta"), mesh, loss_fn=loss_fn, batch=(tokens, tokens))
+    assert_tensor_parallel(found, 2, 32)
+    assert str(found.layouts["h.0.c_attn.weight"]) == "[3:tp,-]"
+    if "dp" in mesh:
+        assert_data_parallel(found)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2"])
+def test_hugging_face_gpt2(mesh: str) -> None:
+    """Conv1D matrices, a fused qkv, a padding mask: still 2 and 2 a layer, and no weight is gathered."""
+    model, loss_fn, batch = ZOO["hf_gpt2"]()
+    found = compile(model, mesh, loss_fn=loss_fn, batch=batch)
+    assert_tensor_parallel(found, 2, 32)
+    assert str(found.layouts["transformer.h.1.attn.c_attn.weight"]) == "[-,3:tp]"
+
+
+@pytest.mark.parametrize("name", ["llama", "few_kv_heads", "hf_llama"])
+def test_grouped_queries(name: str) -> None:
+    model, loss_fn, batch = ZOO[name]()
+    found = compile(model, "dp=2,tp=2", loss_fn=loss_fn, batch=batch)
+    assert_tensor_parallel(found, 2, 64)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "nanogpt", "vit", "frozen", "unused", "hf_llama"])
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
+def test_no_weight_moves_and_each_gradient_byte_moves_once(name: str, mesh: str) -> None:
+    model, loss_fn, batch = ZOO[name]()
+    found = compile(model, mesh, loss_fn=loss_fn, batch=batch)
+    assert not {"all_gather", "reduce_scatter", "all_to_all"} & {r.op for r in found.collectives if r.axis == "tp"}
+    moved = [row for row in found.collectives if row.axis == "dp" and math.prod(row.shape) > 1]
+    moved = [row for row in moved if row.phase == "backward"]
+    scalars = [p for p in model.parameters() if p.requires_grad and p.numel() == 1]
+    assert sum(row.bytes for row in moved) + FLOAT * len(scalars) in (gradient_bytes(found), gradient_bytes(found) + 4)
+
+
+def test_no_collective_on_one_rank() -> None:
+    assert compiled(gpt(), "dp=1,tp=1").collectives == ()
+
+
+def test_data_parallel_alone_moves_gradients_and_two_scalars() -> None:
+    case: Case = ZOO["gpt"]()
+    found = compile(case[0], "dp=2", loss_fn=case[1], batch=case[2])
+    assert_data_parallel(found)
+    assert gradient_bytes(found) == FLOAT * sum(p.numel() for p in case[0].parameters())
+
+
+def test_rows_say_what_moves_and_why() -> None:
+    row = compiled(gpt(), "dp=2,tp=2").collectives[1]
+    assert (row.op, row.axis, row.phase, row.dtype) == ("all_reduce", "tp", "forward", torch.float32)
+    assert row.shape == (ROWS // 2, TIME, WIDTH) and row.bytes == FLOAT * math.prod(row.shape)
+    assert row.module == "blocks.0.attn.o" and row.source.startswith("gpt.py:")
+    assert "partial(tp)" in row.reason and "wants" in row.reason
