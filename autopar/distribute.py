@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from autopar.agreement import Agreement
 from autopar.errors import MeshError
 from autopar.ir.layout import Layout, combine, local_part, whole
 from autopar.ir.mesh import Mesh, parse_mesh
@@ -27,9 +28,9 @@ def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, Devic
     """
     settings = Settings.read()
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
-    given = mesh if isinstance(mesh, DeviceMesh) else None
-    parsed = _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
     place = _device(device, settings)
+    if world == 1:
+        _parse(mesh, world)  # before a group is made for it
     if not dist.is_initialized():
         if place.type == "cuda":
             torch.cuda.set_device(place)
@@ -38,7 +39,16 @@ def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, Devic
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
-    return parsed, given or init_device_mesh(place.type, parsed.shape, mesh_dim_names=parsed.names), place
+    agreement = Agreement(place)
+    parsed = agreement.together("mesh", lambda: _parse(mesh, world))
+    agreement.check("mesh", [str(parsed)])
+    if isinstance(mesh, DeviceMesh):
+        return parsed, mesh, place
+    return parsed, init_device_mesh(place.type, parsed.shape, mesh_dim_names=parsed.names), place
+
+
+def _parse(mesh: MeshLike, world: int) -> Mesh:
+    return _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
 
 
 def _from_device_mesh(mesh: DeviceMesh, world: int) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections import OrderedDict
@@ -15,15 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.agreement import Agreement
+from autopar.agreement import Agreement, lost_peers
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.compiled import Compiled
 from autopar.compiler import Shard, lower
 from autopar.distribute import Distributor, MeshLike, is_strided, join
-from autopar.errors import BatchError, CaptureError
-from autopar.ir.layout import Layout, local_part, whole
+from autopar.errors import AutoparError, BatchError
+from autopar.ir.layout import Layout, local_part, local_shape, whole
 from autopar.ir.program import Input, record
+from autopar.materialize import assign, materialize
 from autopar.passes.search.intents import INTENTS
 from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
 from autopar.runtime.executor import Executable, compile_graph
@@ -48,7 +50,11 @@ class ParallelModule(nn.Module):
     """A module of which every rank of a mesh holds a part. Made by `autopar.parallelize`.
 
     Parameters are DTensors under their original names; buffers are whole on every rank. Programs are compiled at the
-    first call with a new signature (shapes, dtypes, Python values, training flags).
+    first call with a new signature (shapes, dtypes, Python values, training flags); Python attributes of the model
+    that change later are not seen by programs that are compiled already.
+
+    Submodules are the user's own. Other attributes of the root (`model.config`) are read from the user's module, but
+    not its methods: they would compute with this rank's parts. `original` is the user's module itself.
     """
 
     def __init__(
@@ -153,6 +159,53 @@ class ParallelModule(nn.Module):
         self.original.train(mode)
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or name.startswith("__"):
+                raise
+        value = getattr(original[0], name)
+        if callable(value) and not isinstance(value, nn.Module):
+            raise AttributeError(
+                f"'{name}' is a method of {type(original[0]).__name__}: it would compute with this rank's part of the "
+                f"parameters. Call the parallel model itself, or use model.original.{name} if it reads no parameter."
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_original")
+        own = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
+        if original is not None and not own:
+            if isinstance(value, (nn.Module, torch.Tensor)):
+                raise AutoparError(
+                    f"cannot set '{name}' of a parallel model to a {type(value).__name__}: its modules and tensors are "
+                    f"distributed already. Change the plain module before autopar.parallelize."
+                )
+            setattr(original[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
+            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; to copy a model, "
+            "copy the plain module before autopar.parallelize."
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
+        for tensor in self.state_dict().values():
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made = fn(probe)
+            if (made.dtype, made.device) != (probe.dtype, probe.device):
+                raise AutoparError(
+                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into {made.dtype} "
+                    f"on {made.device}. Convert the plain module before autopar.parallelize, or pass device=."
+                )
+        return self
+
     def extra_repr(self) -> str:
         return f"mesh={self._mesh}, rank={dist.get_rank()}"
 
@@ -160,31 +213,29 @@ class ParallelModule(nn.Module):
 
     def _distribute(self, model: nn.Module) -> None:
         """Parameters become DTensors with rank 0's values, whole until the first compilation."""
+        lines = [f"seed={self._seed}", f'batch="{"local" if self._local_batch else "global"}"', f"shard={self._shard}"]
+        self._agreement.check("options", lines)
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
-        lines = [f"{entry.kind} {entry.name} {list(t.shape)} {t.dtype} {t.requires_grad}" for entry, t in entries]
-        self._agreement.check("model", lines)
-        meta = [entry.name for entry, t in entries if t.device.type == "meta"]
-        if meta:
-            raise CaptureError(
-                f"parameter '{meta[0]}' is on the meta device (with {len(meta) - 1} more): it has no values. "
-                f"Build the model on a real device, or call model.to_empty(device=...) and load a checkpoint first."
-            )
+        self._agreement.check("model", [_describe_state(entry, tensor) for entry, tensor in entries])
+        self._agreement.together("model", lambda: materialize(model, self._device, self._seed))
+        entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         for entry, tensor in entries:
             value = tensor.detach().to(self._device)
             if dist.get_world_size() > 1:
                 value = value.contiguous()
-                dist.broadcast(value, src=0)
+                with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
+                    dist.broadcast(value, src=0)
             made: torch.Tensor = value
             if entry.kind == "parameter":
                 made = self._distributor.parameter(value, whole(value.ndim))
                 made.requires_grad_(tensor.requires_grad)
                 self._layouts[entry.name] = whole(value.ndim)
             for name in entry.names:
-                _assign(model, name, made)
+                assign(model, name, made, entry.kind)
 
     def _adopt(self, model: nn.Module) -> None:
         for name, child in model.named_children():
-            self.add_module(name, child)
+            self._modules[name] = child  # also where a name of ours is the same
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         persistent = model.state_dict().keys()
@@ -203,7 +254,19 @@ class ParallelModule(nn.Module):
         wanted = tuple(parameter.requires_grad for parameter in self.original.parameters())
         key = (train, str(spec), repr(shapes), flags, wanted)
         described = [f"argument {i} {_describe(leaf)}" for i, leaf in enumerate(leaves)]
-        self._agreement.check("batch", [f"structure {spec}", *described, f"training {all(flags)}"])
+        named = self.original.named_modules()
+        evaluated = [name or "the root" for (name, _), training in zip(named, flags, strict=True) if not training]
+        frozen = [name for (name, _), needed in zip(self.original.named_parameters(), wanted, strict=True) if not needed]
+        self._agreement.check(
+            "batch and modes",
+            [
+                "forward_backward" if train else "forward",
+                f"structure {spec}",
+                *described,
+                f"in eval mode: {', '.join(evaluated) or 'nothing'}",
+                f"frozen: {', '.join(frozen) or 'nothing'}",
+            ],
+        )
         if key not in self._running:
             if self._running and any(train == known[0] for known in self._running):
                 _log.warning("new input signature (%s): compiling again", ", ".join(described))
@@ -211,11 +274,19 @@ class ParallelModule(nn.Module):
         return self._running[key], leaves, spec
 
     def _compile(self, args: Any, kwargs: Any, train: bool) -> Running:
-        global_args, global_kwargs = self._global((args, kwargs)) if self._local_batch else (args, kwargs)
-        captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
         first = not self._running
-        shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
-        compiled = lower(captured, self._mesh, shard)
+        self._check_data((args, kwargs))
+
+        def make() -> tuple[Captured, Compiled]:
+            global_args, global_kwargs = self._global((args, kwargs)) if self._local_batch else (args, kwargs)
+            captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
+            shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
+            compiled = lower(captured, self._mesh, shard)
+            if self._local_batch:
+                self._check_local(compiled, tree_flatten((args, kwargs))[0])
+            return captured, compiled
+
+        captured, compiled = self._agreement.together("program", make)
         self._agreement.check("program", [compiled.text()])
         if dist.get_rank() == 0:
             for note in compiled.notes:
@@ -244,6 +315,29 @@ class ParallelModule(nn.Module):
             return torch.empty((leaf.shape[0] * ranks, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
         return tree_unflatten([grow(leaf) for leaf in leaves], spec)
+
+    def _check_data(self, batch: Any) -> None:
+        """Ranks that should hold the same data do; asked when compiling, for it reads the whole batch."""
+        leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+        digests = [_digest(leaf) for leaf in leaves]
+        if self._local_batch:
+            coord = {a: place for a, place in self._distributor.coord.items() if INTENTS[a].batch_split}
+            part = ",".join(f"{axis}={place}" for axis, place in coord.items())
+            advice = f'With batch="local" the ranks of one {" and ".join(coord) or "mesh"} coordinate pass the same part.'
+        else:
+            part, advice = "", 'Pass the same whole batch on every rank, or batch="local" if each rank loads its own part.'
+        self._agreement.check_data(digests, part, advice)
+
+    def _check_local(self, compiled: Compiled, leaves: list[Any]) -> None:
+        program = compiled.program
+        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+            if entry.kind == "batch":
+                wanted = local_shape(record(node).type.shape, record(node).layout, self._mesh)
+                if wanted != tuple(leaves[int(entry.name)].shape):
+                    raise BatchError(
+                        f"argument {entry.name} has shape {list(leaves[int(entry.name)].shape)} on each rank, but the "
+                        f'program takes {list(wanted)} of it: it cannot be split over the batch. Use batch="global".'
+                    )
 
     def _relayout(self, layouts: Mapping[str, Layout]) -> None:
         parameters = self._named()
@@ -300,20 +394,23 @@ def _describe(leaf: Any) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
+def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
+    names = " = ".join(entry.names)
+    frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
+    return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "meta"
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = wrap_like(value, parameter)  # type: ignore[arg-type]
     else:
         local_of(parameter.grad).add_(value)  # type: ignore[arg-type]
-
-
-def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        setattr(owner, attribute, tensor)
-    else:
-        owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
 
 
 def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -47,10 +47,11 @@ def llama(
 MAKE = {"gpt": gpt, "llama": llama}
 
 
-def compiled(model: nn.Module, mesh: str, rows: int = ROWS, time: int = TIME) -> Compiled:
-    """Without memory: only shapes matter here."""
-    tokens = torch.empty(rows, time, dtype=torch.int64, device="meta")
-    return compile(model.to("meta"), mesh, loss_fn=token_loss, batch=(tokens, tokens))
+def compiled(name: str, mesh: str, *sizes: int, rows: int = ROWS, time: int = TIME) -> Compiled:
+    """Without memory: only shapes matter here. (Made on the meta device: `.to("meta")` would untie weights.)"""
+    with torch.device("meta"):
+        tokens = torch.empty(rows, time, dtype=torch.int64)
+        return compile(MAKE[name](*sizes), mesh, loss_fn=token_loss, batch=(tokens, tokens))
 
 
 def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int = ROWS, time: int = TIME) -> None:
@@ -113,7 +114,7 @@ def show(rows: list[Collective]) -> str:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", MAKE)
 def test_layers_and_meshes(name: str, layers: int, mesh: str) -> None:
-    found = compiled(MAKE[name](layers), mesh)
+    found = compiled(name, mesh, layers)
     assert_tensor_parallel(found, layers, WIDTH)
     if "dp" in mesh:
         assert_data_parallel(found)
@@ -143,7 +144,7 @@ def test_layers_and_meshes(name: str, layers: int, mesh: str) -> None:
 def test_sizes(name: str, width: int, hidden: int, vocabulary: int, mesh: str) -> None:
     if name == "llama" and width < 8:
         width = 8  # rotary positions need two elements a head
-    found = compiled(MAKE[name](2, width, hidden, vocabulary), mesh)
+    found = compiled(name, mesh, 2, width, hidden, vocabulary)
     assert_tensor_parallel(found, 2, width)
     if "dp" in mesh:
         assert_data_parallel(found)
@@ -153,7 +154,7 @@ def test_sizes(name: str, width: int, hidden: int, vocabulary: int, mesh: str) -
 @pytest.mark.parametrize("name", MAKE)
 def test_few_and_many_tokens(name: str, rows: int, time: int) -> None:
     """The plan is the technique's, whatever is cheaper for a batch of this size."""
-    found = compiled(MAKE[name](2), "dp=2,tp=2", rows, time)
+    found = compiled(name, "dp=2,tp=2", rows=rows, time=time)
     assert_tensor_parallel(found, 2, WIDTH, rows, time)
     assert_data_parallel(found)
 
@@ -165,8 +166,9 @@ def test_fused_projections(mesh: str) -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return model(x, y)[1]
 
-    tokens = torch.empty(ROWS, TIME, dtype=torch.int64, device="meta")
-    found = compile(NanoGPT().to("meta"), mesh, loss_fn=loss_fn, batch=(tokens, tokens))
+    with torch.device("meta"):
+        tokens = torch.empty(ROWS, TIME, dtype=torch.int64)
+        found = compile(NanoGPT(), mesh, loss_fn=loss_fn, batch=(tokens, tokens))
     assert_tensor_parallel(found, 2, 32)
     assert str(found.layouts["h.0.c_attn.weight"]) == "[3:tp,-]"
     if "dp" in mesh:
@@ -202,7 +204,7 @@ def test_no_weight_moves_and_each_gradient_byte_moves_once(name: str, mesh: str)
 
 
 def test_no_collective_on_one_rank() -> None:
-    assert compiled(gpt(), "dp=1,tp=1").collectives == ()
+    assert compiled("gpt", "dp=1,tp=1").collectives == ()
 
 
 def test_data_parallel_alone_moves_gradients_and_two_scalars() -> None:
@@ -213,7 +215,7 @@ def test_data_parallel_alone_moves_gradients_and_two_scalars() -> None:
 
 
 def test_rows_say_what_moves_and_why() -> None:
-    row = compiled(gpt(), "dp=2,tp=2").collectives[1]
+    row = compiled("gpt", "dp=2,tp=2").collectives[1]
     assert (row.op, row.axis, row.phase, row.dtype) == ("all_reduce", "tp", "forward", torch.float32)
     assert row.shape == (ROWS // 2, TIME, WIDTH) and row.bytes == FLOAT * math.prod(row.shape)
     assert row.module == "blocks.0.attn.o" and row.source.startswith("gpt.py:")

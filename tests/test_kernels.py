@@ -355,6 +355,7 @@ def _examples() -> dict[str, tuple[object, ...]]:
         "attention": (q, q, q, None, True, 0.4),
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
         "logsumexp": (q,),
+        "checked_index": (index, 8, None),
         "pick": (q, index),
         "cross_entropy_backward": (lse, q, lse, index),
         "embedding": (torch.randn(8, 3), index),

@@ -22,8 +22,8 @@ TABLE_WEIGHT = 10.0
 # Over dp only gradients and scalars move: anything else must pay for itself a thousandfold (batch statistics do,
 # since nothing else gives them).
 ACTIVATIONS_OVER_DP = 1000.0
-# Without sequence parallelism activations over tp are summed, not gathered or scattered, unless that moves a
-# quarter of the bytes: the plan is the one of the paper for narrow and wide layers alike.
+# Without sequence parallelism activations over tp are summed: never scattered, and gathered only where that moves
+# less than a quarter of the bytes. The plan is the one of the paper for narrow and wide layers alike.
 GATHER_OVER_TP = 4.0
 
 
@@ -87,9 +87,15 @@ class Intent:
         if self.batch_split:
             moves = source is not None and source != target
             return ACTIVATIONS_OVER_DP if moves and not to_gradient else 1.0
-        if to_gradient and scatters:
+        if scatters:
             return None
-        return GATHER_OVER_TP if gathers or scatters else 1.0
+        return GATHER_OVER_TP if gathers else 1.0
+
+    def gradient_factor(self, source: State, target: State) -> float | None:
+        """As `factor`, for a value that is, or adds up to, the gradient of a weight: over tp it is made where the
+        weight lies. Else a sum over activations could be put off to the gradient of a small table."""
+        moves = source is not None and source != target
+        return None if self.weights_split and moves else 1.0
 
 
 INTENTS = {"dp": Intent(batch_split=True, weights_split=False), "tp": Intent(batch_split=False, weights_split=True)}

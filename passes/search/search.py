@@ -45,6 +45,7 @@ class Classes:
     gradients: list[tuple[int, int, int]]  # (source class, result index, parameter class)
     results: list[tuple[int, int]]  # what leaves the program whole: (class, result index)
     of_parameters: set[int]  # the classes computed from parameters alone
+    of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
@@ -84,7 +85,7 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
     members: dict[int, list[int]] = {}
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
-    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set())
+    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set())
     for colour in range(len(members)):
         first = members[colour][0]
         found = tuple((colours[source], result) for source, result in sources[first])
@@ -105,6 +106,7 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
     classes.gradients = list(dict.fromkeys(classes.gradients))
     _find_parameter_values(classes, nodes, sources, colours, entries)
     _give_roles(classes, entries)
+    _find_gradient_values(classes)
     return classes
 
 
@@ -118,6 +120,25 @@ def _find_parameter_values(
         if entry.kind == "parameter" if entry else bool(sources[i]) and all(s in pure for s, _ in sources[i]):
             pure.add(i)
             classes.of_parameters.add(colours[i])
+
+
+def _find_gradient_values(classes: Classes) -> None:
+    """From the gradients of weights back through sums and views, to the products that make them."""
+    pending = []
+    for source, _, parameter in classes.gradients:
+        role = classes.items[parameter].role
+        assert role is not None
+        used = _used(classes, parameter, role)
+        if used.multiplied or used.table:
+            pending.append(source)
+    while pending:
+        i = pending.pop()
+        rule = classes.items[i].rule
+        if i in classes.of_gradients or rule is None:
+            continue
+        classes.of_gradients.add(i)
+        if frozenset(range(len(rule.operands))) in rule.linear:
+            pending += [source for source, _ in classes.items[i].sources]
 
 
 def _call_key(node: fx.Node) -> tuple[object, ...]:
@@ -288,7 +309,7 @@ def _problem(
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
-                factor = intent.factor(s, t, source in classes.of_parameters, to_gradient) if strict else 1.0
+                factor = _factor(classes, intent, source, s, t, to_gradient) if strict else 1.0
                 if factor is not None:
                     move[s, t] = move_cost(s, t, bytes_, size) * factor
         problem.edges.append(Edge((source, result), source, given, user, wanted, move))
@@ -302,6 +323,14 @@ def _problem(
         for source, result in dict.fromkeys(classes.results):
             add(source, result, len(problem.costs) - 1, (None,))
     return problem
+
+
+def _factor(
+    classes: Classes, intent: Intent, source: int, state: State, target: State, to_gradient: bool
+) -> float | None:
+    if source in classes.of_gradients:
+        return intent.gradient_factor(state, target)
+    return intent.factor(state, target, source in classes.of_parameters, to_gradient)
 
 
 def _bytes(type_: TensorType, states: Mapping[str, State], sizes: Mapping[str, int]) -> float:
