@@ -17,7 +17,7 @@ from autopar.capture.capture import capture
 from autopar.compiled import STEP, Compiled, load
 from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
-from autopar.inspection import collectives_table, human, memory_table
+from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.text import diff_programs, print_program
 from autopar.launch import launch, report
@@ -95,8 +95,8 @@ def inspect(
     coord = ",".join(f"{axis}={place}" for axis, place in compiled.ranks[rank].coord.items())
     out.print(f"rank {rank} ({coord}) of mesh {compiled.mesh}, graph '{graph}'", markup=False, highlight=False)
     out.print(compiled.text(rank, graph), markup=False, highlight=False)
-    out.print(collectives_table(compiled))
-    out.print(memory_table(compiled))
+    out.print(f"\ncollectives of a step\n{collectives_text(compiled)}", markup=False, highlight=False)
+    out.print(f"\nbytes on each rank\n{memory_text(compiled)}", markup=False, highlight=False)
     _show_notes(compiled)
 
 
@@ -169,6 +169,9 @@ def _on_ranks(mesh: str, options: list[str], work: Callable[[], None]) -> None:
         except AutoparError as error:
             report(error)
             raise SystemExit(1) from None
+        except Exception as error:
+            report(error)
+            raise
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

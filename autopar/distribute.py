@@ -14,6 +14,7 @@ from autopar.agreement import Agreement
 from autopar.errors import MeshError
 from autopar.ir.layout import Layout, combine, local_part, whole
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.parameter import parameter_tensor
 from autopar.passes.search.states import states_of
 from autopar.settings import Settings
 from autopar.torch_compat import StridedShard, local_of
@@ -100,7 +101,9 @@ class Distributor:
     def split(self, tensor: torch.Tensor, layout: Layout) -> DTensor:
         """A whole tensor, the same on every rank, in a layout."""
         part = local_part(tensor, layout, self.mesh, self.coord)
-        part = part.clone(memory_format=torch.contiguous_format) if part.numel() != tensor.numel() else part.contiguous()
+        part = (
+            part.clone(memory_format=torch.contiguous_format) if part.numel() != tensor.numel() else part.contiguous()
+        )
         return self.wrap(part, layout, tensor)
 
     def wrap(self, part: torch.Tensor, layout: Layout, whole_: torch.Tensor) -> DTensor:
@@ -113,7 +116,7 @@ class Distributor:
 
     def parameter(self, tensor: torch.Tensor, layout: Layout) -> nn.Parameter:
         """As `split`, as a parameter that requires a gradient if `tensor` does."""
-        return nn.Parameter(self.split(tensor.detach(), layout), requires_grad=tensor.requires_grad)
+        return nn.Parameter(parameter_tensor(self.split(tensor.detach(), layout)), requires_grad=tensor.requires_grad)
 
     def gather(self, part: torch.Tensor, layout: Layout) -> torch.Tensor | None:
         """The whole CPU tensor on rank 0, None elsewhere. Every rank must call this."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.table import Table
 from torch import fx
 
 from autopar.compiled import Compiled
@@ -75,24 +74,32 @@ def _bytes(node: fx.Node, program: Program) -> int:
     return total
 
 
-def collectives_table(compiled: Compiled) -> Table:
-    """All collectives of a step with their bytes and reasons."""
-    table = Table("op", "axis", "bytes", "shape", "value", "module", "source", "reason", title="Collectives")
-    for row in compiled.collectives:
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        table.add_row(row.op, row.axis, human(row.bytes), shape, row.value, row.module, row.source, row.reason)
-    return table
+def collectives_text(compiled: Compiled) -> str:
+    """All collectives of a step, a line each, with their bytes and reasons."""
+    heads = ("op", "axis", "bytes", "shape", "value", "module", "source")
+    rows = [
+        (row.op, row.axis, human(row.bytes), "x".join(map(str, row.shape)) or "scalar", f"%{row.value}", row.module,
+         row.source) for row in compiled.collectives
+    ]  # fmt: skip
+    widths = [max(len(line[i]) for line in (heads, *rows)) for i in range(len(heads))]
+
+    def line(cells: tuple[str, ...], reason: str) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + "  " + reason
+
+    lines = [line(cells, row.reason) for cells, row in zip(rows, compiled.collectives, strict=True)]
+    return "\n".join([line(heads, "reason"), *lines])
 
 
-def memory_table(compiled: Compiled) -> Table:
-    """The bytes that a rank holds, beside those of the whole model."""
+def memory_text(compiled: Compiled) -> str:
+    """The bytes that a rank holds."""
     memory = memory_of(compiled.program)
-    table = Table("on each rank", "bytes", title="Memory")
-    table.add_row("parameters", human(memory.parameters))
-    table.add_row("gradients", human(memory.gradients))
-    table.add_row("buffers", human(memory.buffers))
-    table.add_row("activations kept for the backward pass", human(memory.activations))
-    return table
+    rows = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "buffers": memory.buffers,
+        "activations kept for the backward pass": memory.activations,
+    }
+    return "\n".join(f"{name:40}{human(bytes_):>10}" for name, bytes_ in rows.items())
 
 
 def human(bytes_: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import uuid
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autopar.errors import AutoparError
+from autopar import errors
 from autopar.ir.mesh import Mesh
 
 
@@ -32,6 +33,7 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
     )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said below
     try:
         elastic_launch(config, sys.executable)("-m", "autopar", *arguments)
     except ChildFailedError as error:
@@ -39,7 +41,7 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
     return None
 
 
-def report(error: AutoparError) -> None:
+def report(error: Exception) -> None:
     """In a worker: leave the error for the launcher, which shows it once, with the rank."""
     get_error_handler().record_exception(error)
 
@@ -53,14 +55,16 @@ def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
     if failure.exitcode < 0:
         return f"{name} died: killed by {failure.signal_name()}. The other ranks were ended."
     text = _said(failure)
+    if failure.message == "<NONE>":
+        text = ""
     return f"{name} failed: {text}" if text else f"{name} failed with exit code {failure.exitcode}; see its output above."
 
 
 def _said(failure: ProcessFailure) -> str:
     message = failure.error_file_data.get("message", "") if isinstance(failure.error_file_data, dict) else ""
-    text = message.get("message", "") if isinstance(message, dict) else message
-    name, colon, rest = str(text).partition(": ")
-    return rest if colon and name.endswith("Error") else str(text)
+    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    name, _, rest = text.partition(": ")
+    return rest if isinstance(getattr(errors, name, None), type) else text
 
 
 def _is_consequence(failure: ProcessFailure) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +14,27 @@ from torch.distributed.tensor import DTensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.agreement import Agreement, lost_peers
+from autopar.batches import at_global_size, check_data, check_split, describe, signature_lines
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.compiled import Compiled
 from autopar.compiler import Shard, lower
-from autopar.distribute import Distributor, MeshLike, is_strided, join
+from autopar.distribute import Distributor, MeshLike, join
 from autopar.errors import AutoparError, BatchError
-from autopar.ir.layout import Layout, local_part, local_shape, whole
+from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
-from autopar.passes.search.intents import INTENTS
 from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
 from autopar.runtime.executor import Executable, compile_graph
+from autopar.state_dicts import split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
 
 _log = logging.getLogger("autopar")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Running:
-    """One compiled signature, ready to run."""
+    """One compiled signature, ready to run. `shared`: the outputs that are not memory of their own, once known."""
 
     captured: Captured
     compiled: Compiled
@@ -44,6 +42,7 @@ class Running:
     driver: DistributedDriver
     slots: tuple[tuple[Input, Layout], ...]
     constants: Mapping[str, torch.Tensor]
+    shared: frozenset[int] | None = None
 
 
 class ParallelModule(nn.Module):
@@ -76,8 +75,8 @@ class ParallelModule(nn.Module):
         self._device_mesh = device_mesh
         self._distribute(model)
         self._adopt(model)
-        self.register_load_state_dict_pre_hook(_split_loaded)
-        self.register_state_dict_post_hook(_without_strides)
+        self.register_load_state_dict_pre_hook(split_loaded)
+        self.register_state_dict_post_hook(without_strides)
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -130,8 +129,8 @@ class ParallelModule(nn.Module):
             local, layout = self._local(entry, tensor)
             value = self._distributor.gather(local, layout)
             if value is not None:
-                found.update({name: value for name in entry.names if name in self._persistent()})
-        return found
+                found.update(dict.fromkeys(entry.names, value))
+        return {name: found[name] for name in self.original.state_dict(keep_vars=True) if name in found}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
@@ -190,19 +189,20 @@ class ParallelModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AutoparError(
             "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
-            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; to copy a model, "
+            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, "
             "copy the plain module before autopar.parallelize."
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
-        for tensor in self.state_dict().values():
+        for tensor in (*self.parameters(), *self.buffers()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             made = fn(probe)
             if (made.dtype, made.device) != (probe.dtype, probe.device):
                 raise AutoparError(
-                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into {made.dtype} "
-                    f"on {made.device}. Convert the plain module before autopar.parallelize, or pass device=."
+                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into "
+                    f"{made.dtype} on {made.device}. Convert the plain module before autopar.parallelize; "
+                    f"device= says where it goes."
                 )
         return self
 
@@ -234,56 +234,40 @@ class ParallelModule(nn.Module):
                 assign(model, name, made, entry.kind)
 
     def _adopt(self, model: nn.Module) -> None:
-        for name, child in model.named_children():
-            self._modules[name] = child  # also where a name of ours is the same
-        for name, parameter in model.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        persistent = model.state_dict().keys()
-        for name, buffer in model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in persistent)
+        """Hold the root's own; not by `register_*`, which refuse names that are found by `__getattr__` already."""
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        self._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
         self.training = model.training
 
     # -- compiling ----------------------------------------------------------------------------------------------
 
     def _prepare(self, args: Any, kwargs: Any, train: bool) -> tuple[Running, list[Any], TreeSpec]:
         leaves, spec = tree_flatten((args, kwargs))
-        shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        )
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         flags = tuple(module.training for module in self.original.modules())
         wanted = tuple(parameter.requires_grad for parameter in self.original.parameters())
         key = (train, str(spec), repr(shapes), flags, wanted)
-        described = [f"argument {i} {_describe(leaf)}" for i, leaf in enumerate(leaves)]
-        named = self.original.named_modules()
-        evaluated = [name or "the root" for (name, _), training in zip(named, flags, strict=True) if not training]
-        frozen = [name for (name, _), needed in zip(self.original.named_parameters(), wanted, strict=True) if not needed]
-        self._agreement.check(
-            "batch and modes",
-            [
-                "forward_backward" if train else "forward",
-                f"structure {spec}",
-                *described,
-                f"in eval mode: {', '.join(evaluated) or 'nothing'}",
-                f"frozen: {', '.join(frozen) or 'nothing'}",
-            ],
-        )
+        self._agreement.check("batch and modes", signature_lines(self.original, train, leaves, spec))
         if key not in self._running:
             if self._running and any(train == known[0] for known in self._running):
-                _log.warning("new input signature (%s): compiling again", ", ".join(described))
-            self._running[key] = self._compile(args, kwargs, train)
+                _log.warning("new input signature (%s): compiling again", ", ".join(describe(leaves)))
+            self._running[key] = self._compile(args, kwargs, leaves, train)
         return self._running[key], leaves, spec
 
-    def _compile(self, args: Any, kwargs: Any, train: bool) -> Running:
+    def _compile(self, args: Any, kwargs: Any, leaves: list[Any], train: bool) -> Running:
         first = not self._running
-        self._check_data((args, kwargs))
+        check_data(self._agreement, leaves, self._distributor.coord, self._local_batch)
 
         def make() -> tuple[Captured, Compiled]:
-            global_args, global_kwargs = self._global((args, kwargs)) if self._local_batch else (args, kwargs)
+            batch = (args, kwargs)
+            global_args, global_kwargs = at_global_size(batch, self._mesh) if self._local_batch else batch
             captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
             shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
             compiled = lower(captured, self._mesh, shard)
             if self._local_batch:
-                self._check_local(compiled, tree_flatten((args, kwargs))[0])
+                check_split(compiled.program, leaves)
             return captured, compiled
 
         captured, compiled = self._agreement.together("program", make)
@@ -303,42 +287,6 @@ class ParallelModule(nn.Module):
         driver = DistributedDriver(self._mesh, self._groups)
         return Running(captured, compiled, compile_graph(program.graph), driver, slots, constants)
 
-    def _global(self, batch: Any) -> Any:
-        """A local batch at its global size, on the meta device."""
-        leaves, spec = tree_flatten(batch)
-        ranks = math.prod(size for axis, size in self._mesh.axes if INTENTS[axis].batch_split)
-        first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-
-        def grow(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] != first:
-                return leaf
-            return torch.empty((leaf.shape[0] * ranks, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-
-        return tree_unflatten([grow(leaf) for leaf in leaves], spec)
-
-    def _check_data(self, batch: Any) -> None:
-        """Ranks that should hold the same data do; asked when compiling, for it reads the whole batch."""
-        leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-        digests = [_digest(leaf) for leaf in leaves]
-        if self._local_batch:
-            coord = {a: place for a, place in self._distributor.coord.items() if INTENTS[a].batch_split}
-            part = ",".join(f"{axis}={place}" for axis, place in coord.items())
-            advice = f'With batch="local" the ranks of one {" and ".join(coord) or "mesh"} coordinate pass the same part.'
-        else:
-            part, advice = "", 'Pass the same whole batch on every rank, or batch="local" if each rank loads its own part.'
-        self._agreement.check_data(digests, part, advice)
-
-    def _check_local(self, compiled: Compiled, leaves: list[Any]) -> None:
-        program = compiled.program
-        for node, entry in zip(program.placeholders, program.inputs, strict=True):
-            if entry.kind == "batch":
-                wanted = local_shape(record(node).type.shape, record(node).layout, self._mesh)
-                if wanted != tuple(leaves[int(entry.name)].shape):
-                    raise BatchError(
-                        f"argument {entry.name} has shape {list(leaves[int(entry.name)].shape)} on each rank, but the "
-                        f'program takes {list(wanted)} of it: it cannot be split over the batch. Use batch="global".'
-                    )
-
     def _relayout(self, layouts: Mapping[str, Layout]) -> None:
         parameters = self._named()
         for name, layout in layouts.items():
@@ -349,7 +297,15 @@ class ParallelModule(nn.Module):
     # -- running ------------------------------------------------------------------------------------------------
 
     def _run(self, running: Running, leaves: list[Any]) -> tuple[Any, ...]:
-        return running.driver.run(running.executable, iter(self._inputs(running, leaves)))
+        inputs = self._inputs(running, leaves)
+        if running.shared is None:
+            outputs = running.driver.run(running.executable, inputs)
+            running.shared = _shared(outputs, inputs)
+        else:
+            outputs = running.driver.run(running.executable, iter(inputs))
+        if not running.shared:
+            return outputs
+        return tuple(value.clone() if i in running.shared else value for i, value in enumerate(outputs))
 
     def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
         parameters, buffers = self._named(), dict(self.original.named_buffers())
@@ -386,13 +342,6 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             getattr(self.original.get_submodule(path), attribute).copy_(value)
 
-    def _persistent(self) -> set[str]:
-        return set(self.original.state_dict(keep_vars=True))
-
-
-def _describe(leaf: Any) -> str:
-    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-
 
 def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
     names = " = ".join(entry.names)
@@ -400,10 +349,17 @@ def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
     return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "meta":
-        return "meta"
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _shared(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> frozenset[int]:
+    """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    seen: set[int] = set()
+    found = set()
+    for i, value in enumerate(outputs):
+        alone = value.untyped_storage().data_ptr() not in given and value.data_ptr() not in seen
+        if not (alone and value.is_contiguous()):
+            found.add(i)
+        seen.add(value.data_ptr())
+    return frozenset(found)
 
 
 def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -411,33 +367,3 @@ def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:
         parameter.grad = wrap_like(value, parameter)  # type: ignore[arg-type]
     else:
         local_of(parameter.grad).add_(value)  # type: ignore[arg-type]
-
-
-def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A plain checkpoint's whole tensors become DTensors in the parameters' layouts."""
-    assert isinstance(module, ParallelModule)
-    parameters = dict(module.original.named_parameters(remove_duplicate=False))
-    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
-    for name, parameter in parameters.items():
-        value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            continue
-        layout = module._layout(first[name], parameter)
-        if isinstance(value, DTensor) and is_strided(layout):
-            value = value.full_tensor()
-        if not isinstance(value, DTensor):
-            state[prefix + name] = module._distributor.split(value.to(module._device), layout)
-
-
-def _without_strides(module: nn.Module, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Fused weights (`[3:tp,-]`) leave split in one piece: torch.distributed.checkpoint knows no other split."""
-    assert isinstance(module, ParallelModule)
-    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
-    for name, layout in list(module._layouts.items()):
-        if not is_strided(layout):
-            continue
-        for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
-            parameter = state[prefix + alias]
-            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
-            dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
-            state[prefix + alias] = module._distributor.split(whole_, Layout(dims))

@@ -26,7 +26,7 @@ from autopar.torch_compat import tree_flatten, tree_map
 OptimizerFactory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
-# all of its kind; of a node, against that of its largest operand. AdamW enlarges the rounding, so weights get more.
+# all of its kind; of a node, against that of its largest operand (and in the backward pass of all gradients). AdamW enlarges the rounding, so weights get more.
 ZERO = {"gradient": 1e-5, "weight": 1e-3, "node": 1e-6}
 
 
@@ -255,13 +255,18 @@ class _Virtual:
             VirtualMesh(mesh).run(compile_graph(final.graph), _scatter(final, whole, mesh), collect)
         except RuntimeError:
             pass  # the values up to there say enough
+        leaving = zip(captured.results, captured.outputs, strict=True)
+        gradients = _norm({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:
             if node in parts and all(part is not None for part in parts[node]):
                 found = record(node)
                 value = expected[found.origin]
                 origins = [record(operand).origin for operand in operand_nodes(node)]
                 norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
-                error = _node_error(parts[node], found, mesh, value, ZERO["node"] * max(norms, default=0.0))
+                floor = ZERO["node"] * max(norms, default=0.0)
+                if found.phase == "backward":
+                    floor = max(floor, ZERO["gradient"] * gradients)
+                error = _node_error(parts[node], found, mesh, value, floor)
                 if not error <= tolerance:
                     text = node.format_node() or ""
                     return Mismatch(node.name, found.made_by, found.module, found.source, error, text)

@@ -91,7 +91,8 @@ class _Bucket:
         parts = [self.build.new(node.args[0]) for node in nodes]
         first = record(nodes[0])
         names = self._names(nodes)
-        reason = f"gradients of {', '.join(names)} are partial over '{nodes[0].args[1]}'"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        reason = f"gradients of {', '.join(names[:3])}{more} are partial over '{nodes[0].args[1]}'"
         if len(nodes) == 1:
             like = first.with_(reason=reason)
         else:

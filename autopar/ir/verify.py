@@ -86,7 +86,9 @@ def _check_move(node: fx.Node, program: Program) -> None:
     has = record(operand_nodes(node)[0]).layout
     name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
     inferred = moved_layout(name, node.args[1:], has)
-    if inferred is not None and _canonical(inferred) != record(node).layout:
+    if inferred is None:
+        _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
+    elif _canonical(inferred) != record(node).layout:
         _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
 
 
@@ -98,7 +100,7 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     if name in ("all_reduce", "all_reduce_start", "reduce_scatter"):
         kind = str(args[-1])
         if (axis, kind) not in partial:
-            return Layout(())
+            return None
         partial.remove((axis, kind))
     if name == "keep_first":
         partial.append((axis, "sum"))

@@ -34,6 +34,11 @@ class Item:
     states: list[dict[str, State]] = field(default_factory=list)  # of each result, by axis
     wanted: list[dict[str, State]] = field(default_factory=list)  # of each operand, by axis
 
+    @property
+    def is_product(self) -> bool:
+        """True for matrix products, convolutions and their weights."""
+        return bool(self.rule.flops) if self.rule else self.role is not None and self.role.multiplied
+
 
 @dataclass(slots=True)
 class Classes:
@@ -297,8 +302,8 @@ def _used(classes: Classes, i: int, role: Role) -> Role:
 def _problem(
     classes: Classes, options: Options, size: int, intent: Intent, sizes: dict[str, int], strict: bool
 ) -> Problem:
-    inputs = frozenset(i for i, item in enumerate(classes.items) if item.rule is None)
-    problem = Problem([[cost for _, cost in option] for option in options], deciding=inputs)
+    products = frozenset(i for i, item in enumerate(classes.items) if item.is_product)
+    problem = Problem([[cost for _, cost in option] for option in options], deciding=products)
     results = [tuple(strategy.results for strategy, _ in option) for option in options]
     operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
 

@@ -5,9 +5,9 @@ minimise  sum(cost of the chosen strategies) + sum(cost of moving each value to 
 Each edge has a variable for every pair (state the source has, state the user wants), tied to both ends' choices;
 a value that several users want in one state is moved once (Alpa, arXiv 2201.12023 section 4, with shared moves).
 
-Most choices follow from a few: once the inputs of a program have their states, the linear relaxation of the rest is
-mostly whole by itself. So only the items that `decide` must be whole at first, then also those that come out in
-fractions. Each of these programmes is a relaxation of the full one: a whole solution is its optimum.
+Most choices follow from a few: once the matrix products have theirs, the linear relaxation of the rest is mostly whole
+by itself. So only the `deciding` items must be whole at first, then also those that come out in fractions. Each of
+these programmes is a relaxation of the full one, so that a whole solution is its optimum.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+"""Between checkpoints and the parameters of a parallel module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.capture import state_of
+from autopar.distribute import is_strided
+from autopar.errors import AutoparError
+from autopar.ir.layout import Layout
+from autopar.torch_compat import local_of
+
+if TYPE_CHECKING:
+    from autopar.module import ParallelModule
+
+
+def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """A plain checkpoint's whole tensors become DTensors in the parameters' layouts."""
+    if metadata.get("assign_to_params_buffers"):
+        raise AutoparError(
+            "load_state_dict(assign=True) would replace the parameters of a parallel model, which programs and "
+            "optimizers hold. Leave assign out: values are copied into this rank's parts."
+        )
+    parameters = dict(module.original.named_parameters(remove_duplicate=False))
+    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
+    for name, parameter in parameters.items():
+        value = state.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue
+        layout = module._layout(first[name], parameter)
+        if isinstance(value, DTensor) and is_strided(layout):
+            value = value.full_tensor()
+        if not isinstance(value, DTensor):
+            state[prefix + name] = module._distributor.split(value.to(module._device), layout)
+
+
+def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Fused weights (`[3:tp,-]`) leave split in one piece: torch.distributed.checkpoint knows no other split."""
+    first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
+    for name, layout in list(module._layouts.items()):
+        if not is_strided(layout):
+            continue
+        for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
+            parameter = state[prefix + alias]
+            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
+            dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
+            state[prefix + alias] = module._distributor.split(whole_, Layout(dims))

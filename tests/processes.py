@@ -1,0 +1,115 @@
+"""N local processes joined over Gloo, kept for many calls: what a function returns or raises, by rank."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "autopar", "transformers.models.llama.modeling_llama"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank made of a call. `error`: `TypeName: message` or None. `died`: the process is gone."""
+
+    value: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+    died: bool = False
+
+
+class Ranks:
+    """A pool of ranks. `run` calls `work(rank, *args)` on each at the same time; `work` is a module's function."""
+
+    def __init__(self, size: int) -> None:
+        # The server imports torch once; its forks start in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.size, self._directory = size, tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, self._directory.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Outcome]:
+        """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((work, args)))
+        found: dict[int, Outcome] = {}
+        end = time.monotonic() + timeout
+        while len(found) < self.size:
+            waiting = [rank for rank in range(self.size) if rank not in found]
+            ready = wait([self._pipes[rank] for rank in waiting], max(0.0, end - time.monotonic()))
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {waiting} hang after {timeout} s; the others: {found}")
+            for rank in waiting:
+                if self._pipes[rank] in ready:
+                    found[rank] = self._receive(rank)
+        return [found[rank] for rank in range(self.size)]
+
+    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """What every rank returned. An AssertionError with all ranks' errors if any failed."""
+        outcomes = self.attempt(work, *args, timeout=timeout)
+        failed = [f"rank {i}: {o.error or 'died'}" for i, o in enumerate(outcomes) if o.error or o.died]
+        assert not failed, "\n".join(failed)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._directory.cleanup()
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return Outcome(died=True)
+
+
+@contextmanager
+def ranks_of(size: int) -> Iterator[Ranks]:
+    """A pool for one test: what may break its processes needs its own."""
+    ranks = Ranks(size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=45)
+    )
+    for _ in itertools.count():
+        work, args = pickle.loads(pipe.recv_bytes())
+        start = time.monotonic()
+        try:
+            torch.manual_seed(0)
+            outcome = Outcome(work(rank, *args), seconds=time.monotonic() - start)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            outcome = Outcome(error=text, seconds=time.monotonic() - start)
+        pipe.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,192 @@
+"""The command line as a user calls it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+JOBS = '''
+import os, signal
+import torch
+import autopar
+
+def loss_fn(model, x, y):
+    return (model(x) - y).square().mean()
+
+def job():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    return autopar.Job(model, loss_fn, (torch.randn(12, 8), torch.randn(12, 4)), after=lambda model: "the end")
+
+def dies():
+    def data(step):
+        if step == 3 and os.environ["RANK"] == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randn(12, 8), torch.randn(12, 4)
+    made = job()
+    return autopar.Job(made.model, made.loss_fn, made.batch, data=data)
+
+def raises():
+    def data(step):
+        if step == 3 and os.environ["RANK"] == "1":
+            raise ValueError("no data left")
+        return torch.randn(12, 8), torch.randn(12, 4)
+    made = job()
+    return autopar.Job(made.model, made.loss_fn, made.batch, data=data)
+
+def branches():
+    def loss(model, x, y):
+        out = model(x)
+        if out.sum() > 0:
+            out = out * 2
+        return (out - y).square().mean()
+    made = job()
+    return autopar.Job(made.model, loss, made.batch)
+
+def no_job():
+    return 3
+
+def fails():
+    return {}["nothing"]
+'''
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "jobs.py"
+    path.write_text(JOBS)
+    return path
+
+
+def call(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autopar", *map(str, arguments)]
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_verify(jobs: Path):
+    done = call("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2")
+    assert done.returncode == 0, done.stderr
+    assert "all equal" in done.stdout and "gradient  0.weight" in done.stdout
+
+
+@pytest.mark.gloo
+def test_verify_on_processes(jobs: Path):
+    done = call("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert "all equal" in done.stdout and "over gloo" in done.stdout
+
+
+@pytest.mark.gloo
+def test_run_trains_as_one_device_does(jobs: Path, tmp_path: Path):
+    losses = []
+    for mesh in ("dp=1", "dp=2,tp=2"):
+        log = tmp_path / f"{mesh}.jsonl"
+        done = call("run", f"{jobs}:job", "--mesh", mesh, "--steps", 12, "--seed", 5, "--log", log)
+        assert done.returncode == 0, done.stderr
+        assert "the end" in done.stdout
+        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+    assert len(losses[0]) == 12 and losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.gloo
+def test_a_rank_that_dies_ends_the_others_and_is_named(jobs: Path):
+    start = time.monotonic()
+    done = call("run", f"{jobs}:dies", "--mesh", "dp=2,tp=2", "--steps", 100000)
+    assert done.returncode == 1
+    assert "autopar: rank 2 (dp=1,tp=0) died: killed by SIGKILL. The other ranks were ended." in done.stderr
+    assert time.monotonic() - start < 90  # most of it is the start of four processes
+
+
+@pytest.mark.gloo
+def test_a_rank_that_raises_is_named(jobs: Path):
+    done = call("run", f"{jobs}:raises", "--mesh", "dp=2,tp=2", "--steps", 100000)
+    assert done.returncode == 1
+    assert "autopar: rank 1 (dp=0,tp=1) failed: ValueError: no data left" in done.stderr
+
+
+@pytest.mark.gloo
+def test_an_error_of_all_ranks_is_shown_once(jobs: Path):
+    done = call("run", f"{jobs}:branches", "--mesh", "dp=2")
+    assert done.returncode == 1
+    assert done.stderr.count("the program depends on the values in a tensor") == 1
+    assert f"{jobs}:" in done.stderr and "if out.sum() > 0:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_compile_and_inspect(jobs: Path, tmp_path: Path):
+    folder = tmp_path / "program"
+    done = call("compile", f"{jobs}:job", "--mesh", "dp=3,tp=2", "--out", folder, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 distinct program for 6 ranks" in done.stdout
+    loaded = autopar.load(folder)
+    assert loaded.mesh == autopar.Mesh((("dp", 3), ("tp", 2)))
+    shown = call("inspect", folder, "--rank", 5)
+    assert shown.returncode == 0, shown.stderr
+    assert "rank 5 (dp=2,tp=1)" in shown.stdout
+    assert loaded.text() in shown.stdout
+    assert "all_reduce" in shown.stdout and "parameters" in shown.stdout
+    readable = next(folder.glob("*.py")).read_text()
+    assert "def step(" in readable and "jobs.py:" in readable and "is partial" not in readable.split("def step(")[0]
+
+
+def test_inspect_shows_passes(jobs: Path, tmp_path: Path):
+    target = f"{jobs}:job"
+    after = call("inspect", target, "--mesh", "tp=2", "--pass", "propagate", AUTOPAR_DUMP=str(tmp_path))
+    assert "SHARDED" in after.stdout and "all_reduce" not in after.stdout
+    assert after.stdout.strip() == (tmp_path / "01-propagate.txt").read_text().strip()
+    diff = call("inspect", target, "--mesh", "tp=2", "--diff", "reshard")
+    assert "+ %all_reduce" in diff.stdout and "- SHARDED" in diff.stdout
+
+
+BAD = {
+    "mesh": (("verify", "job", "--mesh", "dp=2,tp"), "mesh 'dp=2,tp': cannot read 'tp'. Write axis=size pairs"),
+    "function": (("verify", "jobb", "--mesh", "dp=2"), "has no function 'jobb'. Did you mean job or no_job?"),
+    "no job": (("verify", "no_job", "--mesh", "dp=2"), "returned int, but must return an autopar.Job."),
+    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:52: KeyError: 'nothing'"),
+    "batch": (("verify", "job", "--mesh", "dp=5"), "the batch has 12 samples"),
+    "rank": (("inspect", "job", "--mesh", "dp=2", "--rank", "2"), "--rank 2: mesh 'dp=2' has ranks 0 to 1."),
+    "graph": (("inspect", "job", "--mesh", "dp=2", "--graph", "x"), "--graph x: rank 0 has step."),
+    "pass": (("inspect", "job", "--mesh", "dp=2", "--pass", "x"), "there is no program after pass 'x'"),
+    "no mesh": (("inspect", "job"), "a TARGET needs --mesh"),
+    "backend": (("verify", "job", "--mesh", "dp=2", "--backend", "mpi"), "--backend mpi: write virtual or gloo."),
+}
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one message of a command that fails, run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["autopar", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert left.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("autopar: ") and "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_users_error_is_one_message(case: str, jobs: Path, capsys: pytest.CaptureFixture[str]):
+    (command, function, *rest), message = BAD[case]
+    assert message in fail(capsys, command, f"{jobs}:{function}", *rest)
+
+
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    message = fail(capsys, "verify", f"{tmp_path}/none.py:job", "--mesh", "dp=2")
+    assert f"there is no file '{tmp_path}/none.py'." in message
+
+
+def test_a_foreign_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "index.json").write_text("{}")
+    assert str(tmp_path) in fail(capsys, "inspect", tmp_path)
