@@ -305,7 +305,8 @@ class ParallelModule(nn.Module):
             outputs = running.driver.run(running.executable, iter(inputs))
         if not running.shared:
             return outputs
-        return tuple(value.clone() if i in running.shared else value for i, value in enumerate(outputs))
+        dense = torch.contiguous_format
+        return tuple(v.clone(memory_format=dense) if i in running.shared else v for i, v in enumerate(outputs))
 
     def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
         parameters, buffers = self._named(), dict(self.original.named_buffers())

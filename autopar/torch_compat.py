@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -34,7 +33,6 @@ __all__ = [
     "StridedShard",
     "TreeSpec",
     "local_of",
-    "retyped",
     "spec_of",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -51,11 +49,6 @@ SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
-
-
-def retyped(spec: Any, dtype: torch.dtype) -> Any:
-    """The same placement for another dtype."""
-    return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
 def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:

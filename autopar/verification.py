@@ -26,7 +26,8 @@ from autopar.torch_compat import tree_flatten, tree_map
 OptimizerFactory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
-# all of its kind; of a node, against that of its largest operand (and in the backward pass of all gradients). AdamW enlarges the rounding, so weights get more.
+# all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
+# enlarges the rounding, so weights get more.
 ZERO = {"gradient": 1e-5, "weight": 1e-3, "node": 1e-6}
 
 

@@ -37,9 +37,7 @@ class Attention(Function):
     """softmax(q k^T scale + mask) v (Vaswani et al. 2017) with the logsumexp kept for the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
         out, lse = op("attention")(q, k, v, mask, causal, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.rest = (causal, scale)

@@ -13,7 +13,9 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import place_of
+from autopar.capture.spelling import filled, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
+from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, set_record
 
 aten = torch.ops.aten
@@ -108,24 +110,38 @@ class _Normaliser:
         if same is not None:
             self.value[node] = self.value[same]
             return
-        phase, module, source = place_of(node)
+        _, module, source = place_of(node)
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             raise CaptureError(
                 f"random op '{target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
                 f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
                 f"F.dropout and nn.Dropout are supported as they are."
             )
-        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
+        target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
+        dims = squeezed_dims(node)
+        if dims is not None:
+            target, args = aten.squeeze.dims, (node.args[0], dims)
         if target in _RESHAPE:
             target = aten.reshape.default
         args, kwargs = fx.node.map_arg((args, kwargs), self.value.__getitem__)
+        gradient = table_gradient(node)
+        if gradient is not None:
+            values, index, rows = gradient
+            place = self._make(index, aten.remainder.Scalar, (self.value[index], rows), {}, like=node)
+            target, args, kwargs = op("embedding_backward"), (self.value[values], place, rows, -1), {}
+        self.value[node] = self._make(node, target, args, kwargs, like=node)
+
+    def _make(self, typed: fx.Node, target: Any, args: Any, kwargs: Any, *, like: fx.Node) -> fx.Node:
+        """A call whose results have the types of `typed`, in the place of `like`."""
         made = self.graph.create_node("call_function", target, args, kwargs, name=getattr(target, "_opname", None))
-        several = isinstance(node.meta.get("val"), (tuple, list))
-        set_record(made, Record(_types(node), several, (), (), module, source, phase, "capture", made.name))
-        self.value[node] = made
+        several = isinstance(typed.meta.get("val"), (tuple, list))
+        phase, module, source = place_of(like)
+        set_record(made, Record(_types(typed), several, (), (), module, source, phase, "capture", made.name))
+        return made
 
     def _results(self, output: fx.Node, count: int) -> tuple[fx.Node | None, ...]:
-        found = output.args[0]
+        found: Any = output.args[0]
         flat = list(found) if isinstance(found, (tuple, list)) else [found]
         assert len(flat) == count
         return tuple(None if item is None else self.value[item] for item in flat)
@@ -159,7 +175,7 @@ def _types(node: fx.Node) -> tuple[TensorType | None, ...]:
 def _same_value(node: fx.Node) -> fx.Node | None:
     """The operand whose value an idle node passes on."""
     source: Any = node.args[0] if node.args else None
-    if node.target in _IDLE:
+    if node.target in _IDLE or squeezed_dims(node) == []:
         return source
     if node.target is aten.copy.default:
         source = node.args[1]

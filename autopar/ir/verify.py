@@ -117,6 +117,9 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
 def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
     assert isinstance(dim, int)
     factors = dims[dim]
+    if axis not in factors:
+        dims[dim] = ["wrong"]
+        return
     position = factors.index(axis)
     integers = [factor for factor in factors[:position] if isinstance(factor, int)]
     if any(isinstance(factor, str) for factor in factors[position + 1 :]) or math.prod(integers) != outer:

@@ -1,0 +1,84 @@
+"""Matrix products, raised to contractions that keep their batch dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.capture.functions import Contract
+
+Tensor = torch.Tensor
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the operands of a matmul."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _contract(a: Tensor, b: Tensor, equation: str) -> Any:
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return NotImplemented
+    return Contract.apply(*autocast(a, b), equation)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if weight.ndim != 2 or input.ndim < 1:
+        return NotImplemented
+    batch = _LETTERS[2 : input.ndim + 1]
+    result = _contract(input, weight, f"{batch}a,ba->{batch}b")
+    if result is NotImplemented or bias is None:
+        return result
+    return result + bias.to(result.dtype)
+
+
+def matmul(input: Tensor, other: Tensor) -> Any:
+    a, b = input, other
+    if a.ndim < 2 or b.ndim < 2:
+        return NotImplemented
+    if a.ndim > 2 and b.ndim > 2:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+    names = _LETTERS[3 : max(a.ndim, b.ndim) + 1]
+    left, right = (names if x.ndim > 2 else "" for x in (a, b))
+    return _contract(a, b, f"{left}ab,{right}bc->{names}ac")
+
+
+def rmatmul(input: Tensor, other: Tensor) -> Any:
+    return matmul(other, input)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = matmul(mat1, mat2)
+    if product is NotImplemented:
+        return product
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:
+        return product
+    return product + (input if beta == 1 else input * beta).to(product.dtype)
+
+
+def einsum(equation: str, *operands: Any) -> Any:
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or len(operands) != 2:
+        return NotImplemented
+    equation = equation.replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    if not arrow or "." in equation or left.count(",") != 1:
+        return NotImplemented
+    a, b = left.split(",")
+    if any(len(set(names)) != len(names) for names in (a, b, result)):
+        return NotImplemented
+    if any((name in a) + (name in b) + (name in result) < 2 for name in set(a + b + result)):
+        return NotImplemented
+    sizes: dict[str, int] = {}
+    for names, operand in zip((a, b), operands, strict=True):
+        for name, size in zip(names, operand.shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                return NotImplemented
+    return _contract(*operands, equation)

@@ -1,0 +1,79 @@
+"""Calls spelled so that they tie the fewest layouts together: what an op only reads the shape of is no operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+Target = Callable[..., Any]
+Call = tuple[Target, tuple[Any, ...], dict[str, Any]]
+
+# The fill value of a constant tensor: a number, or where the call has it (position, name).
+_FILLED: Mapping[Target, int | tuple[int, str]] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: (1, "fill_value"),
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_full.default: (2, "fill_value"),
+    aten.scalar_tensor.default: (0, "s"),
+}
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def squeezed_dims(node: fx.Node) -> list[int] | None:
+    """The dims that a squeeze takes away; None for another op."""
+    if node.target not in _SQUEEZES:
+        return None
+    shape = _value(node.args[0]).shape
+    given: Any = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    dims = given if isinstance(given, (list, tuple)) else [given]
+    return sorted(dim % len(shape) for dim in dims if shape and shape[dim] == 1)
+
+
+def filled(node: fx.Node) -> Call | None:
+    """`ones_like(x)` and its kin as `full(shape, 1)`."""
+    known = _FILLED.get(node.target)  # type: ignore[arg-type]
+    if known is None:
+        return None
+    fill: Any = known
+    if isinstance(known, tuple):
+        position, name = known
+        fill = node.args[position] if position < len(node.args) else node.kwargs[name]
+    value = _value(node)
+    if isinstance(fill, fx.Node):
+        return None
+    return aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
+
+
+def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """(values, index, rows) of the gradient of `table[index]`: `index_put(zeros, [index], values, accumulate=True)`.
+
+    It is that of an embedding, but for negative indices, which count from the end here.
+    """
+    if node.target not in _INDEX_PUTS or len(node.args) < 4 or node.args[3] is not True:
+        return None
+    table, indices, values, _ = node.args
+    if not (isinstance(table, fx.Node) and isinstance(indices, (list, tuple)) and len(indices) == 1):
+        return None
+    zeros, index = filled(table), indices[0]
+    if zeros is None or zeros[1][1] != 0 or not (isinstance(index, fx.Node) and isinstance(values, fx.Node)):
+        return None
+    shape, places, given = _value(table).shape, _value(index), _value(values)
+    if len(shape) != 2 or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
+        return None
+    rows, width = shape
+    return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, width) else None
+
+
+def _value(node: Any) -> torch.Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

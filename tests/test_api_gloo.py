@@ -1,0 +1,314 @@
+"""`autopar.parallelize` on local Gloo processes: the user's loop equals the plain one on every mesh."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models_special import ZOO
+from processes import Ranks, ranks_of
+from side_by_side import adamw, assert_close, assert_same_state, case, momentum, plain_loss, train_both
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+
+pytestmark = pytest.mark.gloo
+MESH = "dp=2,tp=2"
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+def bits(tensors: dict[str, Tensor]) -> str:
+    """One text for the values of whole tensors, to compare between processes."""
+    text = hashlib.sha256()
+    for name, value in tensors.items():
+        text.update(f"{name} {list(value.shape)}".encode() + value.detach().contiguous().numpy().tobytes())
+    return text.hexdigest()
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, name: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
+    kinds = {"adamw": adamw, "momentum": momentum}
+    model = train_both(name, mesh, kinds[options.pop("optimizer", "adamw")], **options)
+    return {n: str(p.placements) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "nanogpt", "hf_llama", "resnet", "frozen", "unused"])
+def test_training_equals_the_plain_loop(four: Ranks, name: str) -> None:
+    placements = four.run(_train, name, MESH, {"clip": 1e-3})
+    assert all(p == placements[0] for p in placements)
+    if name == "nanogpt":
+        assert "_StridedShard" in placements[0]["h.0.c_attn.weight"]
+    assert any("Shard" in p for p in placements[0].values()) == (name != "resnet"), placements[0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_momentum_accumulation_and_schedule(four: Ranks, set_to_none: bool) -> None:
+    options = {"optimizer": "momentum", "steps": 3, "accumulate": 2, "set_to_none": set_to_none, "schedule": True}
+    four.run(_train, "gpt", MESH, options)
+
+
+def test_three_by_two() -> None:
+    with ranks_of(6) as six:
+        six.run(_train, "gpt", "dp=3,tp=2", {"clip": 1e-3})
+
+
+SHARDS = {"blocks.*.up.weight": "[tp,-]", "blocks.*.q.*": "[-]", "blocks.*.q.weight": "[-,-]"}
+
+
+def _sharded(rank: int) -> dict[str, str]:
+    return _train(rank, "gpt", MESH, {"shard": {k: v for k, v in SHARDS.items() if k != "blocks.*.q.*"}})
+
+
+def test_layouts_by_pattern(four: Ranks) -> None:
+    placements = four.run(_sharded)[0]
+    for i in (0, 1):
+        assert placements[f"blocks.{i}.mlp.up.weight"] == "(Replicate(), Shard(dim=0))"
+        assert placements[f"blocks.{i}.attn.q.weight"] == "(Replicate(), Replicate())"
+
+
+# -- ways to say it -------------------------------------------------------------------------------------------------
+
+
+def _ways(rank: int) -> list[float]:
+    """Meshes, local batches, initial values that differ by rank: the loss is one."""
+    plain, loss_fn, args, _ = case("gpt")
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    losses = []
+    for mesh in (MESH, "dp=-1,tp=2", {"dp": 2, "tp": -1}, autopar.Mesh((("dp", 2), ("tp", 2))), named):
+        mine = copy.deepcopy(plain)
+        if rank:
+            nn.init.normal_(mine.norm.weight)  # rank 0's values count
+        losses.append(float(autopar.parallelize(mine, mesh, loss_fn=loss_fn, device="cpu").forward_backward(*args)))
+    model = autopar.parallelize(copy.deepcopy(plain), MESH, loss_fn=loss_fn, batch="local")
+    part = [tensor.chunk(2)[rank // 2] for tensor in args]
+    losses.append(float(model.forward_backward(*part)))
+    loss_fn(plain, *args).backward()
+    whole = model.full_gradients()
+    if rank == 0:
+        assert_close(whole, {n: p.grad for n, p in plain.named_parameters()}, "gradient of a local batch")
+    torch.testing.assert_close(model(part[0]), plain(args[0]).detach(), rtol=1e-10, atol=1e-12)
+    return losses
+
+
+def test_every_way_to_write_a_mesh_and_a_batch(four: Ranks) -> None:
+    plain, loss_fn, args, _ = case("gpt")
+    want = float(loss_fn(plain, *args))
+    for losses in four.run(_ways):
+        assert losses == pytest.approx([want] * 6, rel=1e-12)
+
+
+def _made(rank: int) -> tuple[str, str]:
+    torch.manual_seed(rank)
+
+    @autopar.parallelize(MESH, loss_fn=models.token_loss, seed=3)
+    def build() -> nn.Module:
+        return ZOO["gpt"].__globals__["GPT"](models.GPTConfig(40, 8, layers=1, heads=4, width=32))
+
+    with torch.device("meta"):
+        bare = models.GPT(models.GPTConfig(40, 8, layers=1, heads=4, width=32))
+    on_meta = autopar.parallelize(bare, MESH, loss_fn=models.token_loss, seed=3)
+    found = []
+    for model in (build(), on_meta):
+        model.forward_backward(*double_free_batch())
+        assert model.tokens.weight is model.head.weight
+        found.append(bits({n: p.full_tensor() for n, p in model.named_parameters()}))
+    return found[0], found[1]
+
+
+def double_free_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return models.tokens(), models.labels()
+
+
+def test_one_seed_gives_one_model_on_every_rank(four: Ranks) -> None:
+    found = four.run(_made)
+    assert len(set(found)) == 1 and found[0][0] != found[0][1]
+
+
+# -- parameters, checkpoints ----------------------------------------------------------------------------------------
+
+
+def _early_optimizer(rank: int, name: str) -> None:
+    """An optimizer from before the first step, with states; then parameters take their layouts."""
+    plain, loss_fn, args, _ = case(name)
+    model = autopar.parallelize(copy.deepcopy(plain), MESH, loss_fn=loss_fn)
+    held = list(model.parameters())
+    pair = [(m, adamw(m.parameters())) for m in (model, plain)]
+    assert all(isinstance(p, DTensor) for p in held)
+    for m, optimizer in pair:  # states that a checkpoint brought
+        for i, p in enumerate(m.parameters()):
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+            state = {"exp_avg": noise * 1e-2, "exp_avg_sq": noise**2 * 1e-4, "step": torch.tensor(3.0)}
+            if m is model:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = model._distributor.split(state[key], model._layout("", p))
+            optimizer.state[p] = state
+    for _ in range(2):
+        model.forward_backward(*args)
+        loss_fn(plain, *args).backward()
+        for _, optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(model, plain, "weight")
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert any(p.to_local().numel() < p.numel() for p in held)
+
+
+@pytest.mark.parametrize("name", ["gpt", "nanogpt"])
+def test_an_optimizer_with_states_from_before_the_layouts(four: Ranks, name: str) -> None:
+    four.run(_early_optimizer, name)
+
+
+def _save(rank: int, folder: str) -> str:
+    plain, loss_fn, args, _ = case("nanogpt")
+    model = autopar.parallelize(plain, MESH, loss_fn=loss_fn)
+    model.forward_backward(*args)
+    adamw(model.parameters()).step()
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/a")
+    return bits(model.full_state_dict())
+
+
+def _load(rank: int, folder: str, step_first: bool) -> tuple[str, float]:
+    plain, loss_fn, args, _ = case("nanogpt")
+    model = autopar.parallelize(plain, "tp=4", loss_fn=loss_fn)
+    if step_first:
+        model.forward_backward(*args)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/a")
+    model.load_state_dict(state)
+    assert model.wte.weight is model.lm_head.weight
+    text, loss = bits(model.full_state_dict()), float(model.forward_backward(*args))
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/b{int(step_first)}")
+    return text, loss
+
+
+@pytest.mark.parametrize("step_first", [False, True])
+def test_a_checkpoint_goes_from_mesh_to_mesh(four: Ranks, tmp_path: Path, step_first: bool) -> None:
+    saved = four.run(_save, str(tmp_path))
+    loaded = four.run(_load, str(tmp_path), step_first)
+    assert loaded[0][0] == saved[0]
+    plain, loss_fn, args, _ = case("nanogpt")
+    model = autopar.parallelize(plain, "dp=1", loss_fn=loss_fn)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=f"{tmp_path}/b{int(step_first)}")
+    model.load_state_dict(state)
+    assert bits(model.full_state_dict()) == saved[0]
+    assert [loss for _, loss in loaded] == pytest.approx([float(model.forward_backward(*args))] * 4, rel=1e-10)
+    dist.destroy_process_group()
+
+
+def _load_plain(rank: int) -> None:
+    """Whole tensors of the plain module, into fused and tied parameters that have their layouts."""
+    plain, loss_fn, args, _ = case("nanogpt")
+    model = autopar.parallelize(copy.deepcopy(plain), MESH, loss_fn=loss_fn)
+    model.forward_backward(*args)
+    with torch.no_grad():
+        for i, parameter in enumerate(plain.parameters()):
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    model.load_state_dict(plain.state_dict())
+    assert_same_state(model, plain, "weight")
+    torch.testing.assert_close(model.forward_backward(*args), plain_loss(plain, loss_fn, args, {}).detach())
+
+
+def test_a_plain_checkpoint_loads(four: Ranks) -> None:
+    four.run(_load_plain)
+
+
+# -- forward, dropout -----------------------------------------------------------------------------------------------
+
+
+def _forward(rank: int, name: str) -> None:
+    plain, loss_fn, args, _ = case(name)
+    model = autopar.parallelize(copy.deepcopy(plain), MESH, loss_fn=loss_fn)
+    for step in range(3):
+        for training in (False, True):
+            got, want = model.train(training)(args[0]), plain.train(training)(args[0]).detach()
+            assert type(got) is Tensor and not got.requires_grad
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        if step == 0:
+            model.forward_backward(*args)
+            plain_loss(plain, loss_fn, args, {})
+    assert_same_state(model, plain, "buffer")
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_forward_is_whole_on_every_rank_in_both_modes(four: Ranks, name: str) -> None:
+    four.run(_forward, name)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.dropout(torch.relu(self.up(self.dropout(x))))))
+
+
+def _dropout(rank: int, mesh: str) -> list[float]:
+    torch.manual_seed(7)
+    model = autopar.parallelize(Dropping().double(), mesh, loss_fn=models.square_loss, seed=11)
+    x, y = torch.randn(12, 16).double(), torch.randn(12, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    torch.manual_seed(rank)  # the global generator plays no part
+    for _ in range(3):
+        losses.append(float(model.forward_backward(x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_dropout_is_the_same_on_every_mesh(four: Ranks, two: Ranks) -> None:
+    want = _dropout(0, "dp=1")
+    dist.destroy_process_group()
+    assert len(set(want)) == 3
+    for ranks, mesh in ((two, "dp=2"), (two, "tp=2"), (four, MESH)):
+        for losses in ranks.run(_dropout, mesh):
+            assert losses == pytest.approx(want, rel=1e-11), mesh
+
+
+def _shapes(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    plain, loss_fn, (x, y), _ = case("mlp")
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=2", loss_fn=loss_fn)
+    for rows in (12, 8, 12, 8):
+        want = loss_fn(plain, x[:rows], y[:rows]).detach()
+        torch.testing.assert_close(model.forward_backward(x[:rows], y[:rows]), want, rtol=1e-11, atol=0)
+    logging.getLogger("autopar").removeHandler(handler)
+    return said
+
+
+def test_a_new_shape_compiles_again_and_says_so(two: Ranks) -> None:
+    for said in two.run(_shapes):
+        assert [text.split(" (")[0] for text in said] == ["new input signature"]
+
+
