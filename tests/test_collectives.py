@@ -55,7 +55,7 @@ def compiled(name: str, mesh: str, *sizes: int, rows: int = ROWS, time: int = TI
 
 
 def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int = ROWS, time: int = TIME) -> None:
-    dp = found.mesh["dp"] if "dp" in found.mesh else 1
+    dp = dict(found.mesh.axes).get("dp", 1)
     tokens = rows // dp * time
     over_tp = [row for row in found.collectives if row.axis == "tp"]
     assert {row.op for row in over_tp} == {"all_reduce"}, show(over_tp)

@@ -134,9 +134,7 @@ def integer_gpt() -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 def test_integers_are_equal_to_the_bit(make: Callable[[], tuple], mesh: str) -> None:
     """Sums of small integers are exact in any order, so that nothing but a wrong program can make a difference."""
     model, loss_fn, batch = make()
-    report = verify(
-        model, mesh, loss_fn=loss_fn, batch=batch, steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
-    )
+    report = verify(model, mesh, loss_fn=loss_fn, batch=batch, steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
     assert report.ok and report.max_error == 0.0, f"\n{report}"
     assert max(row.replicas for row in report.rows) == 0.0
     double = model.double()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.capture.functions import BatchNorm, CrossEntropy, Embedding
+from autopar.ir.ops import op
 
 Tensor = torch.Tensor
 
