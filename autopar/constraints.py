@@ -24,6 +24,10 @@ def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh
     chosen: dict[str, tuple[str, Layout]] = {}
     parameters = _parameters(program)
     for pattern, text in (shard or {}).items():
+        if not isinstance(text, (str, Layout)):
+            what = f"{text!r} is a {type(text).__name__}"
+            faults.append(f"shard pattern '{pattern}': {what}, not a layout such as '[tp,-]'.")
+            continue
         try:
             layout = parse_layout(text) if isinstance(text, str) else text
         except LayoutError as error:
@@ -86,11 +90,13 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
         needed = math.prod(factor_sizes(factors, mesh))
         if size % needed:
             axis = next(factor for factor in factors if isinstance(factor, str))
-            what = f"axis '{axis}' (size {mesh[axis]})" if len(factors) == 1 else f"{factors} (product {needed})"
-            faults.append(
-                f"'{entry.name}' dim {dim} (size {size}) cannot be split over {what}. {origin}. "
-                f"{axis} may be {one_of(divisors(size))} here."
-            )
+            spelled, product = ":".join(map(str, factors)), " x ".join(map(str, factor_sizes(factors, mesh)))
+            what = f"axis '{axis}' (size {mesh[axis]})" if len(factors) == 1 else f"'{spelled}' ({product} = {needed})"
+            others = needed // mesh[axis]
+            allowed = f"{axis} may be {one_of(divisors(size // others))} here." if size % others == 0 else (
+                f"No size of {axis} would do: {size} is not divisible by {others}."
+            )  # fmt: skip
+            faults.append(f"'{entry.name}' dim {dim} (size {size}) cannot be split over {what}. {origin}. {allowed}")
     return faults
 
 
@@ -103,7 +109,7 @@ def check_batch(program: Program, mesh: Mesh) -> None:
     for axis, ranks in mesh.axes:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
             if size is None:
-                raise BatchError(f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor.")
+                raise BatchError(f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor with a dim.")
             if size % ranks:
                 shapes = ", ".join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == "batch")
                 raise BatchError(

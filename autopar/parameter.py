@@ -19,6 +19,18 @@ _aten = torch.ops.aten
 # What is of one placement with its operand: a parameter's optimizer state is quick as well.
 _LIKE = frozenset({_aten.clone.default, _aten.detach.default, _aten.empty_like.default, _aten.zeros_like.default})
 
+_NUMBERS = {"alpha", "value"}  # keyword arguments of the methods below that may not be tensors
+_METHODS = """
+    add add_ addcdiv addcdiv_ addcmul addcmul_ div div_ lerp lerp_ mul mul_ neg neg_ sqrt sqrt_ square square_ sub sub_
+    zero_ __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __neg__ __radd__ __rmul__ __sub__ __truediv__
+"""
+# The same on lists; no norm among them, which would be a sum.
+_LISTS = "add addcdiv addcmul div lerp mul neg sqrt sub zero"
+_FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+_PAIRWISE = frozenset(
+    f"aten::{name}" for op in _LISTS.split() for name in (f"_foreach_{op}", f"_foreach_{op}_", *_FUSED)
+)
+
 
 class ParameterTensor(DTensor):
     """A DTensor in all but speed; pickled, it is a plain one.
@@ -30,8 +42,13 @@ class ParameterTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _LIKE and not any(kwargs.get(name) for name in ("dtype", "layout", "device")):
             return with_spec(ParameterTensor, func(local_of(args[0]), **kwargs), spec_of(args[0]))
+        if func._schema.name in _PAIRWISE and (pairs := _pairwise(args)) is not None:
+            specs, parts = pairs
+            out = func(*parts, **kwargs)
+            return out and [with_spec(ParameterTensor, part, spec) for part, spec in zip(out, specs, strict=True)]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         # DTensor works on an alias; what was written in place is still this object to its holder.
         return args[0] if isinstance(out, DTensor) and func._schema.name.endswith("_") else out
@@ -40,9 +57,38 @@ class ParameterTensor(DTensor):
         return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
 
 
+def _pairwise(args: Any) -> tuple[list[Any], list[Any]] | None:
+    """The placements of the lists in `args` and the arguments' local parts; None if the lists are placed differently."""
+    specs: list[Any] = []
+    parts = []
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], DTensor):
+            if not all(type(item) is ParameterTensor for item in arg):
+                return None
+            own = [spec_of(item) for item in arg]
+            specs = specs or own
+            if len(own) != len(specs) or any(a is not b for a, b in zip(own, specs, strict=True)):
+                return None
+            arg = [local_of(item) for item in arg]
+        elif isinstance(arg, torch.Tensor) or (isinstance(arg, (list, tuple)) and any(map(_has_dims, arg))):
+            return None
+        parts.append(arg)
+    return specs, parts
+
+
+def _has_dims(item: Any) -> bool:
+    """A tensor without dims is a step count: the same number on every rank."""
+    return isinstance(item, torch.Tensor) and item.ndim > 0
+
+
 def parameter_tensor(tensor: DTensor) -> DTensor:
-    """The same memory and placement as a quick DTensor, where this torch can have subclasses of it."""
-    return with_spec(ParameterTensor, local_of(tensor), spec_of(tensor)) if SUBCLASSED_DTENSORS else tensor
+    """The same memory and placement as a quick DTensor, where this torch can have subclasses of it.
+
+    Off the CPU optimizers work on lists by default, of DTensors too, but not of its subclasses.
+    """
+    if not SUBCLASSED_DTENSORS or local_of(tensor).device.type != "cpu":
+        return tensor
+    return with_spec(ParameterTensor, local_of(tensor), spec_of(tensor))
 
 
 def _quick(name: str) -> Callable[..., Any]:
@@ -65,16 +111,12 @@ def _quick(name: str) -> Callable[..., Any]:
             increment_version(self)
             method(local_of(self), *parts, **kwargs)
             return self
-        return with_spec(ParameterTensor, method(local_of(self), *parts, **kwargs), spec)
+        out = method(local_of(self), *parts, **kwargs)
+        return with_spec(ParameterTensor, out, spec) if out.dtype == self.dtype else method(self, *args, **kwargs)
 
     quick.__name__ = name
     return quick
 
 
-_NUMBERS = {"alpha", "value"}  # keyword arguments that may not be tensors
-_METHODS = """
-    add add_ addcdiv addcdiv_ addcmul addcmul_ div div_ lerp lerp_ mul mul_ neg neg_ sqrt sqrt_ square square_ sub sub_
-    zero_ __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __neg__ __radd__ __rmul__ __sub__ __truediv__
-"""
 for _name in _METHODS.split():
     setattr(ParameterTensor, _name, _quick(_name))

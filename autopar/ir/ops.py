@@ -91,7 +91,10 @@ def equation_shape(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> tup
     """The result shape of a contraction."""
     left, result = equation.split("->")
     names_a, names_b = left.split(",")
-    sizes = dict(zip(names_a, a, strict=True)) | dict(zip(names_b, b, strict=True))
+    sizes = dict(zip(names_a, a, strict=True))
+    for name, size in zip(names_b, b, strict=True):
+        if sizes.setdefault(name, size) != size:
+            raise RuntimeError(f"shapes {list(a)} and {list(b)} cannot be multiplied: {sizes[name]} is not {size}")
     return tuple(sizes[name] for name in result)
 
 

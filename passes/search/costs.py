@@ -14,6 +14,10 @@ BYTES_PER_FLOP = 2.5e-4
 # A collective's fixed cost. It only breaks ties: which technique is used is a matter of bytes, at any model size.
 BYTES_PER_COLLECTIVE = 16.0
 
+# For each byte of a result that an op makes of partial sums: nothing moves, but the parts are kept beside the sum. It
+# only breaks ties, at any size: a sum is taken where its parts are made (a residual stream is kept whole).
+BYTES_PER_SUM = 1e-4
+
 
 def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
     """The bytes per rank that turn `source` into `target`, for a value of `bytes_` whole on this axis."""

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.ir.program import Program, TensorType, is_getitem, operand_nodes, record
+from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_nodes, record
 from autopar.passes.rules import Call, Rule, call_of, replicated, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.classes import classify
-from autopar.passes.search.costs import BYTES_PER_FLOP, move_cost
+from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.intents import Intent, Role, batch_size
 from autopar.passes.search.solve import Edge, Problem, solve
 from autopar.passes.search.states import Choice, Split, State, Strategy, choice_at, place, strategies
+
+Entries = Mapping[fx.Node, Input]  # what the placeholders hold
 
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
@@ -116,9 +118,8 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
 
 
 def _find_parameter_values(
-    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: object
+    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries
 ) -> None:
-    assert isinstance(entries, dict)
     pure: set[int] = set()
     for i, node in enumerate(nodes):
         entry = entries.get(node)
@@ -164,20 +165,20 @@ def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table
     return item
 
 
-def _give_roles(classes: Classes, entries: dict[fx.Node, object]) -> None:
+def _give_roles(classes: Classes, entries: Entries) -> None:
     placeholders = [(entries[item.node], item) for item in classes.items if item.rule is None]
-    size = batch_size([(entry, item.types[0]) for entry, item in placeholders if item.types])  # type: ignore[misc]
+    size = batch_size([(entry, item.types[0]) for entry, item in placeholders if item.types])
     for entry, item in placeholders:
         is_batch = bool(item.types and item.types[0].shape and item.types[0].shape[0] == size)
         if item.types:
-            item.role = Role(entry, item.types[0], (), is_batch=is_batch)  # type: ignore[arg-type]
+            item.role = Role(entry, item.types[0], (), is_batch=is_batch)
 
 
 def search_axis(
     classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]], sizes: dict[str, int]
 ) -> bool:
     """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions."""
-    options = _options(classes, axis, size, intent, pins)
+    options = _options(classes, axis, size, intent, pins, sizes)
     strict = True
     chosen = solve(_problem(classes, options, size, intent, sizes, strict=True))
     if chosen is None:
@@ -199,7 +200,7 @@ Options = list[list[tuple[Strategy, float]]]
 
 
 def _options(
-    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]]
+    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]], sizes: dict[str, int]
 ) -> Options:
     candidates = _candidates(classes, intent)
     options: Options = []
@@ -209,7 +210,8 @@ def _options(
             continue
         flops = item.rule.flops * BYTES_PER_FLOP * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
-        options.append([(strategy, flops * strategy.work) for strategy in found])
+        sums = sum(_bytes(*result, sizes) for result in zip(item.types, item.states, strict=True)) * item.count
+        options.append([(one, flops * one.work + BYTES_PER_SUM * sums * one.is_linear) for one in found])
     for i, item in enumerate(classes.items):
         if item.rule is None:
             options[i] = _placeholder_options(classes, i, options, axis, intent, pins)

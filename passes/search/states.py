@@ -31,6 +31,11 @@ class Strategy:
     choice: Choice | None = None
     work: float = 1.0
 
+    @property
+    def is_linear(self) -> bool:
+        """True if partial sums go through the call."""
+        return self.choice is None and any(state is not None for state in self.operands)
+
     def __str__(self) -> str:
         return f"{self.operands} -> {self.results}"
 
@@ -91,7 +96,7 @@ def strategies(
             choice = (name, outer)
             if not may_split(rule, choice, size, taken):
                 continue
-            operands = tuple(place(dims, choice, sizes) for dims in rule.operands)
+            operands: tuple[State, ...] = tuple(place(dims, choice, sizes) for dims in rule.operands)
             contracted = any(state is not None for state in operands)
             results = tuple(place(dims, choice, sizes) or (rule.partial if contracted else None) for dims in rule.results)
             found.append(Strategy(operands, results, choice, 1.0 / size))
