@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,7 +40,7 @@ class Agreement:
         for version, ranks in versions.items():
             if version == common:
                 continue
-            pairs = [(a, b) for a, b in _aligned(version, common) if a != b][:3]
+            pairs = _aligned(version, common)[:3]
             shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
             faults.append(f"  rank {', '.join(map(str, ranks))} has {shown}")
         raise RankError(f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}.")
@@ -56,9 +58,9 @@ class Agreement:
         said = [] if failure is None else [f"{type(failure).__name__}: {failure}"]
         if not self._equal(what, said):
             everyone = self._everyone(what, said)
-            failed = [f"  rank {rank} failed: {found[0]}" for rank, found in enumerate(everyone) if found]
+            failed = [f"  rank {rank}: {found[0]}" for rank, found in enumerate(everyone) if found]
             if failure is None:
-                raise RankError(f"ranks disagree on the {what}:\n" + "\n".join(failed) + "\nThe other ranks did not.")
+                raise RankError(f"the {what} failed on some ranks, not on this one:\n" + "\n".join(failed))
         if failure is not None:
             raise failure
         return made
@@ -109,6 +111,9 @@ def lost_peers(doing: str) -> Iterator[None]:
 
 
 def _aligned(a: tuple[str, ...], b: tuple[str, ...]) -> list[tuple[str, str]]:
-    length = max(len(a), len(b))
-    pad = ("nothing",)
-    return list(zip(a + pad * (length - len(a)), b + pad * (length - len(b)), strict=True))
+    """The lines that differ, side by side; 'nothing' beside what only one has."""
+    found: list[tuple[str, str]] = []
+    for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if kind != "equal":
+            found += itertools.zip_longest(a[i:i_end], b[j:j_end], fillvalue="nothing")
+    return found

@@ -31,11 +31,22 @@ def signature_lines(model: nn.Module, train: bool, leaves: Sequence[Any], spec: 
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return [
         "forward_backward" if train else "forward",
-        f"structure {spec}",
+        f"arguments {_structure(spec)}",
         *describe(leaves),
         f"in eval mode: {', '.join(evaluated) or 'nothing'}",
         f"frozen: {', '.join(frozen) or 'nothing'}",
     ]
+
+
+class _Leaf:
+    def __repr__(self) -> str:
+        return "*"
+
+
+def _structure(spec: TreeSpec) -> str:
+    """`(*, {'x': *}, mask=*)`: a call with a star for each leaf."""
+    args, kwargs = tree_unflatten([_Leaf()] * spec.num_leaves, spec)
+    return f"({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
 def at_global_size(batch: Any, mesh: Mesh) -> Any:

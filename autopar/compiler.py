@@ -12,6 +12,7 @@ from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.constraints import check_batch, parse_shard
+from autopar.errors import CaptureError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.plan import Plan
@@ -39,10 +40,18 @@ def compile(
 
     Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled.
     """
+    check_model(model)
     parsed = parse_mesh(mesh)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs)
     return lower(captured, parsed, shard)
+
+
+def check_model(model: object) -> None:
+    """Raise CaptureError for what is no module."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
 
 
 def lower(captured: Captured, mesh: Mesh, shard: Shard | None, settings: Settings | None = None) -> Compiled:

@@ -109,7 +109,9 @@ def check_batch(program: Program, mesh: Mesh) -> None:
     for axis, ranks in mesh.axes:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
             if size is None:
-                raise BatchError(f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor with a dim.")
+                raise BatchError(
+                    f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor with a dim to split."
+                )
             if size % ranks:
                 shapes = ", ".join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == "batch")
                 raise BatchError(

@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
         self._agreement = Agreement(self._device)
         self._distributor = Distributor(self._mesh, device_mesh)
         self._running: dict[Any, Running] = {}
+        self._signatures: dict[Any, list[str]] = {}
         self._layouts: dict[str, Layout] = {}
         self._groups: dict[str, Any] = {}
         self._device_mesh = device_mesh
@@ -249,7 +250,9 @@ class ParallelModule(nn.Module):
         flags = tuple(module.training for module in self.original.modules())
         wanted = tuple(parameter.requires_grad for parameter in self.original.parameters())
         key = (train, str(spec), repr(shapes), flags, wanted)
-        self._agreement.check("batch and modes", signature_lines(self.original, train, leaves, spec))
+        if key not in self._signatures:
+            self._signatures[key] = signature_lines(self.original, train, leaves, spec)
+        self._agreement.check("batch and modes", self._signatures[key])
         if key not in self._running:
             if self._running and any(train == known[0] for known in self._running):
                 _log.warning("new input signature (%s): compiling again", ", ".join(describe(leaves)))

@@ -15,7 +15,7 @@ from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, loss_of, state_of
 from autopar.capture.raising import Raise
 from autopar.compiled import Compiled
-from autopar.compiler import Shard, batch_arguments, lower
+from autopar.compiler import Shard, batch_arguments, check_model, lower
 from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
@@ -116,11 +116,13 @@ def verify(
     model is copied and not changed; `optimizer` makes one
     from parameters (AdamW by default). On a difference the report names the first node that differs.
     """
+    check_model(model)
+    parsed = parse_mesh(mesh)  # what is cheap to find is found first
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs, lift=dtype)
-    compiled = lower(captured, parse_mesh(mesh), shard)
+    compiled = lower(captured, parsed, shard)
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
     )
@@ -216,7 +218,8 @@ class _Virtual:
 
     def _update(self, found: Values) -> None:
         for name, parameter in self.model.named_parameters():
-            parameter.grad = found.get(("gradient", name))
+            gradient = found.get(("gradient", name))
+            parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
         self.optimizer.step()
         for name, parameter in self.model.named_parameters():
             found["weight", name] = parameter.detach().clone()

@@ -15,23 +15,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import os
+import pickle
 import platform
 import re
-import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,12 +88,12 @@ def ours(mesh: str, device: str) -> Step:
     return step
 
 
-def plain(model: nn.Module, x: Tensor, y: Tensor, context: Callable[[], contextlib.AbstractContextManager] | None = None) -> Step:
+def plain(model: nn.Module, x: Tensor, y: Tensor, context: Callable[[], Any] = contextlib.nullcontext) -> Step:
     """A training step as people write it."""
     optimizer = optimizer_of(model)
 
     def step() -> Tensor:
-        with context() if context else contextlib.nullcontext():
+        with context():
             loss = loss_fn(model, x, y)
             loss.backward()
         optimizer.step()
@@ -112,12 +116,7 @@ def data_parallel(device: str) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
     x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(device))
-    step = plain(DistributedDataParallel(model_of().to(device), gradient_as_bucket_view=True), x, y)
-
-    def global_loss() -> Tensor:
-        return step()
-
-    return global_loss
+    return plain(DistributedDataParallel(model_of().to(device), gradient_as_bucket_view=True), x, y)
 
 
 def tensor_parallel(device: str, loss_parallel: bool) -> Step:
@@ -142,18 +141,21 @@ def tensor_parallel(device: str, loss_parallel: bool) -> Step:
     model.head.weight = model.tokens.weight
     for block in model.blocks:
         block.attn.heads //= mesh.size()
-    return plain(model, *batch_of(device), sharded_loss if loss_parallel else None)
+    return plain(model, *batch_of(device), sharded_loss if loss_parallel else contextlib.nullcontext)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Ours and a peer on one mesh."""
+    """Ours and its peers on one mesh."""
 
-    name: str
     mesh: str
     ranks: int
-    peer: str
+    peers: tuple[str, ...]
     device: str = "cpu"
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return ("ours", *self.peers)
 
     def maker(self, side: str) -> Maker:
         if side == "ours":
@@ -168,105 +170,135 @@ class Case:
 
 
 CPU_CASES = (
-    Case("dp=2", "dp=2", 2, "DDP"),
-    Case("tp=2", "tp=2", 2, "DTensor"),
-    Case("tp=2", "tp=2", 2, "DTensor loss_parallel"),
-    Case("dp=1", "dp=1", 1, "eager"),
+    Case("dp=2", 2, ("DDP",)),
+    Case("tp=2", 2, ("DTensor", "DTensor loss_parallel")),
+    Case("dp=1", 1, ("eager",)),
 )
-GPU_CASES = (Case("dp=1", "dp=1", 1, "eager", "cuda"), Case("dp=1", "dp=1", 1, "torch.compile", "cuda"))
+GPU_CASES = (Case("dp=1", 1, ("eager", "torch.compile"), "cuda"),)
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Times:
+    """Of every step of one side: wall seconds, CPU seconds of this process with all its threads, and the loss."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+
+
 def worker(rank: int, case: Case, side: str | None, steps: int, folder: str) -> None:
-    """One rank. With a `side`: its memory; with None: the time of both."""
+    """One rank. With a `side`: its memory; with None: the times of both."""
     torch.set_num_threads(1)
     backend = "nccl" if case.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks)
     result = times(case, steps) if side is None else memory(case.maker(side), case.device)
-    torch.save(result, f"{folder}/{rank}.pt")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def times(case: Case, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step, and the losses, of both sides in turns."""
-    sides = {"ours": case.maker("ours")(), case.peer: case.maker(case.peer)()}
-    found: dict[str, list[float]] = {name: [] for side in sides for name in (side, f"loss {side}")}
+def times(case: Case, steps: int) -> dict[str, Times]:
+    """All sides in turns, after some steps that nobody counts. Whose turn is first goes round."""
+    sides = {side: case.maker(side)() for side in case.sides}
+    found = {side: Times() for side in sides}
     for i in range(WARMUP + steps):
-        order = list(sides) if i % 2 else list(sides)[::-1]
-        for side in order:
-            gc.collect()
+        if i == WARMUP:
+            found = {side: Times() for side in sides}
+        for k in range(len(sides)):
+            side = case.sides[(i + k) % len(sides)]
             dist.barrier()
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             loss = sides[side]()
             if case.device == "cuda":
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            if case.peer == "DDP" and side == "DDP":
-                dist.all_reduce(loss, op=dist.ReduceOp.AVG if case.device == "cuda" else dist.ReduceOp.SUM)
-                loss = loss / case.ranks
-            found[f"loss {side}"].append(loss.item())
-            if i >= WARMUP:
-                found[side].append(seconds)
+            found[side].wall.append(time.perf_counter() - wall)
+            found[side].cpu.append(time.process_time() - cpu)
+            if side == "DDP":  # of this rank's half of the batch
+                dist.all_reduce(loss)
+                loss /= case.ranks
+            found[side].loss.append(loss.item())
     return found
 
 
-def memory(make: Maker, device: str) -> dict[str, float]:
-    """MiB at the peak of some steps, whole, and above what was there before the model."""
-    if device == "cuda":
-        step = make()
-        for _ in range(WARMUP):
-            step()
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        return {"peak": peak, "above": peak}
+def memory(make: Maker, device: str) -> tuple[float, float]:
+    """MiB at the peak of some steps: of the process, and above what it had before there was a model."""
     before = resident("VmRSS")
     step = make()
-    for _ in range(WARMUP + 2):
+    for _ in range(WARMUP):
         step()
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+        return peak, peak
     peak = resident("VmHWM")
-    return {"peak": peak, "above": peak - before}
+    return peak, peak - before
 
 
 def resident(what: str) -> float:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    found = re.search(rf"{what}:\s+(\d+) kB", status.read_text())
+    """MiB of this process, from Linux."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) / 1024
 
 
-def launch(case: Case, side: str | None, steps: int) -> list[dict]:
+def launch(case: Case, side: str | None, steps: int = 0) -> list[Any]:
     """The results of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(worker, args=(case, side, steps, folder), nprocs=case.ranks, start_method="spawn")
-        return [torch.load(f"{folder}/{rank}.pt") for rank in range(case.ranks)]
+        return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(case.ranks)]
+
+
+def ratio(ours: list[float], peer: list[float]) -> str:
+    """The median of the pairs' ratios."""
+    return f"{statistics.median(a / b for a, b in zip(ours, peer, strict=True)):.3f}"
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.0f}"
+
+
+def measure(case: Case, steps: int) -> Iterator[tuple[str, ...]]:
+    """One row for each peer."""
+    ranks = launch(case, None, steps)
+    # A step takes as long as its slowest rank; the CPU works for all.
+    wall = {side: [max(step) for step in zip(*(rank[side].wall for rank in ranks), strict=True)] for side in case.sides}
+    cpu = {side: [sum(step) for step in zip(*(rank[side].cpu for rank in ranks), strict=True)] for side in case.sides}
+    loss = {side: f"{ranks[0][side].loss[-1]:.6f}" for side in case.sides}
+    peak = {side: max(launch(case, side)) for side in case.sides}
+    size = {side: f"{whole:.0f} (+{above:.0f})" for side, (whole, above) in peak.items()}
+    for peer in case.peers:
+        yield (
+            case.mesh, peer, milliseconds(wall["ours"]), milliseconds(wall[peer]), ratio(wall["ours"], wall[peer]),
+            ratio(cpu["ours"], cpu[peer]), size["ours"], size[peer], f"{peak['ours'][0] / peak[peer][0]:.3f}",
+            loss["ours"], loss[peer],
+        )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--steps", type=int, default=15, help="pairs of steps of each case")
+    parser.add_argument("--only", default="", help="part of a mesh or a peer's name")
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    for case in GPU_CASES if cuda else CPU_CASES:
-        if args.only and args.only not in f"{case.name} {case.peer}":
-            continue
-        ranks = launch(case, None, args.steps)
-        found = ranks[0]
-        # a step takes as long as its slowest rank
-        seconds = {side: [max(r[side][i] for r in ranks) for i in range(args.steps)] for side in ("ours", case.peer)}
-        ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds[case.peer], strict=True))
-        line = f"{case.name:6} {case.peer:22} {statistics.median(seconds['ours'])*1e3:7.1f} {statistics.median(seconds[case.peer])*1e3:7.1f} {ratio:6.3f}"
-        line += f"  loss {found['loss ours'][-1]:.6f} {found['loss ' + case.peer][-1]:.6f}"
-        print(line, flush=True)
-        if not args.no_memory:
-            m = {side: [max(r[k] for r in launch(case, side, 0)) for k in ("peak",)] for side in ("ours", case.peer)}
-            print("   mem", m, flush=True)
-    print(torch.__version__, platform.platform(), date.today())
+    cases = [
+        case
+        for case in (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
+        if args.only in f"{case.mesh} {' '.join(case.peers)}"
+    ]
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
+    print(f"{date.today()}  torch {torch.__version__}, {platform.machine()}, {where}, load {os.getloadavg()[0]:.1f}")
+    print(f"python -m benchmarks.compare {' '.join(sys.argv[1:])}", flush=True)
+    started = time.perf_counter()
+    table = Table(
+        "mesh", "peer", "ours ms", "peer ms", "time", "CPU time", "ours MiB", "peer MiB", "memory", "ours loss", "peer loss",
+        box=box.MARKDOWN,
+    )  # fmt: skip
+    for case in cases:
+        for row in measure(case, args.steps):
+            table.add_row(*row)
+    Console(width=140).print(table)
+    print(f"{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str) -> None:
         verify(program, level)
         if level == Level.SHARDED:
             check_rules(program)
-        stages.done(f"  verify")
+        stages.done("  verify")
     compiled = Compiled(plan, tuple(history))
     with tempfile.TemporaryDirectory() as folder:
         compiled.save(folder)

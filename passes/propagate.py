@@ -34,7 +34,9 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     notes: list[str] = []
     for axis, size in mesh.axes:
         if axis not in INTENTS:
-            raise MeshError(f"mesh '{mesh}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}.")
+            raise MeshError(
+                f"mesh '{mesh}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}."
+            )
         if size == 1:
             continue
         strict = search_axis(classes, axis, size, INTENTS[axis], states, dict(mesh.axes))
@@ -56,7 +58,9 @@ def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
     if parameters and len(left) == len(parameters):
         lines = [_sizes_line(item, size) for item in parameters[:8]]
         raise LayoutError(f"axis '{axis}' (size {size}) can split no weight of the model:\n" + "\n".join(lines))
-    return [f"'{item.role.entry.name}' {list(item.types[0].shape)} stays whole on '{axis}'" for item in left if item.role]
+    return [
+        f"'{item.role.entry.name}' {list(item.types[0].shape)} stays whole on '{axis}'" for item in left if item.role
+    ]
 
 
 def _sizes_line(item: Item, size: int) -> str:
@@ -110,9 +114,7 @@ def _layouts(classes: Classes, mesh: Mesh) -> tuple[Composed, Composed]:
     return results, operands
 
 
-def _sharded(
-    program: Program, node: fx.Node, classes: Classes, results: Composed, operands: Composed
-) -> Record:
+def _sharded(program: Program, node: fx.Node, classes: Classes, results: Composed, operands: Composed) -> Record:
     old = record(node)
     if node.op == "output":
         return old.with_(operands=tuple(_result_layouts(program, classes, results)))
@@ -138,5 +140,3 @@ def _result_layouts(program: Program, classes: Classes, results: Composed) -> li
         ndim = len(record(node).type.shape)
         found.append(by_name[out.name] if out.kind == "gradient" else whole(ndim))
     return found
-
-

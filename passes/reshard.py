@@ -45,25 +45,20 @@ class _Reshard:
         self.program = program
         self.build = Builder(MADE_BY)
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
+        self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
 
     def run(self) -> Program:
+        for user in self.program.graph.nodes:
+            for node, wanted in zip(operand_nodes(user), record(user).operands, strict=False):
+                self.wants.setdefault(node, []).append((user, wanted))
         for node in self.program.graph.nodes:
             self._copy(node)
             layouts = record(node).layouts
             if node.op != "placeholder" and record(node).is_tensor and layouts and layouts[0] is not None:
                 # whole ones first: what is split is sliced from them
-                for user, wanted in sorted(self._wants(node), key=lambda pair: len(pair[1].axes)):
+                for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
                     self._move(node, wanted, user)
         return self.program.with_(graph=self.build.graph, level=Level.EXPLICIT)
-
-    def _wants(self, node: fx.Node) -> list[tuple[fx.Node, Layout]]:
-        """The users of a value with the layouts they want of it."""
-        return [
-            (user, wanted)
-            for user in node.users
-            for operand, wanted in zip(operand_nodes(user), record(user).operands, strict=False)
-            if operand is node
-        ]
 
     def _copy(self, node: fx.Node) -> None:
         operands = operand_nodes(node)
@@ -76,9 +71,7 @@ class _Reshard:
         made = self.build.copy(node)
         replaced = iter(moved)
         old = {self.build.value[operand] for operand in operands}
-        args, kwargs = fx.node.map_arg(
-            (made.args, made.kwargs), lambda arg: next(replaced) if arg in old else arg
-        )
+        args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda arg: next(replaced) if arg in old else arg)
         made.args, made.kwargs = args, kwargs
 
     def _move(self, node: fx.Node, wanted: Layout, user: fx.Node) -> fx.Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -49,10 +48,13 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Outcome]:
-        """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError."""
+    def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 60, fatal: bool = False) -> list[Outcome]:
+        """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError.
+
+        `fatal`: an error ends its process, as one that nobody catches does.
+        """
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((work, args)))
+            pipe.send_bytes(pickle.dumps((work, args, fatal)))
         found: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
         while len(found) < self.size:
@@ -103,8 +105,8 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=45)
     )
-    for _ in itertools.count():
-        work, args = pickle.loads(pipe.recv_bytes())
+    while True:
+        work, args, fatal = pickle.loads(pipe.recv_bytes())
         start = time.monotonic()
         try:
             torch.manual_seed(0)
@@ -113,3 +115,5 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
             text = f"{type(error).__name__}: {error}"
             outcome = Outcome(error=text, seconds=time.monotonic() - start)
         pipe.send_bytes(pickle.dumps(outcome))
+        if outcome.error and fatal:
+            os._exit(1)

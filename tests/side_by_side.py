@@ -65,9 +65,7 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
-def assert_same_state(
-    model: autopar.ParallelModule, plain: nn.Module, what: str, tolerance: float = TOLERANCE
-) -> None:
+def assert_same_state(model: autopar.ParallelModule, plain: nn.Module, what: str, tolerance: float = TOLERANCE) -> None:
     """Weights and buffers. Every rank calls it; rank 0 compares."""
     whole = model.full_state_dict()
     if is_first():

@@ -160,7 +160,8 @@ def test_names_ties_and_frozen_parameters(name: str) -> None:
     model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss_fn)
     for duplicates in (True, False):
         got, want = (dict(m.named_parameters(remove_duplicate=duplicates)) for m in (model, plain))
-        assert list(got) == list(want) and all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in got.values())
+        assert list(got) == list(want)
+        assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in got.values())
         assert [p.requires_grad for p in got.values()] == [p.requires_grad for p in want.values()]
     assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -172,10 +173,10 @@ def test_names_ties_and_frozen_parameters(name: str) -> None:
     assert bool(without) == (name in ("frozen", "unused"))
     adamw(model.parameters()).step()
     if name in ("gpt", "nanogpt"):
-        first, second = (model.tokens, model.head) if name == "gpt" else (model.wte, model.lm_head)
-        assert first.weight is second.weight
+        first, second = ("tokens", "head") if name == "gpt" else ("wte", "lm_head")
+        assert getattr(model, first).weight is getattr(model, second).weight
         whole = model.full_state_dict()
-        assert torch.equal(*(whole[n] for n in (("tokens.weight", "head.weight") if name == "gpt" else ("wte.weight", "lm_head.weight"))))
+        assert torch.equal(whole[f"{first}.weight"], whole[f"{second}.weight"])
 
 
 class Named(nn.Module):
@@ -221,8 +222,8 @@ def test_attributes_of_the_root() -> None:
     with pytest.raises(AutoparError) as refused:
         model.head = nn.Linear(8, 2)
     assert str(refused.value) == (
-        "cannot set 'head' of a parallel model to a Linear: its modules and tensors are distributed already. Change the "
-        "plain module before autopar.parallelize."
+        "cannot set 'head' of a parallel model to a Linear: its modules and tensors are distributed already. Change "
+        "the plain module before autopar.parallelize."
     )
 
 

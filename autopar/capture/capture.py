@@ -275,13 +275,16 @@ def _without_seed(program: Program) -> Program:
     return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))
 
 
-_DATA_DEPENDENT = ("DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor")
+_DATA_DEPENDENT = (
+    "DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor", "DynamicOutputShape",
+    ".numpy() is not supported",
+)  # fmt: skip
 
 
 def _explain(error: Exception) -> CaptureError:
     """The user's line and what to do, instead of torch's internals."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
-    where = "the model"
+    where = "the call itself:\n"
     if frames:
         line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
         where = f"{frames[-1].filename}:{frames[-1].lineno}\n    {line}\n"

@@ -111,15 +111,17 @@ def pieces(dim: tuple[Factor, ...], mesh: Mesh) -> int:
 
 def fits(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """True if every dim is divisible by its factors."""
-    return len(shape) == len(layout.dims) and all(
-        size % math.prod(factor_sizes(dim, mesh)) == 0 for size, dim in zip(shape, layout.dims, strict=True)
+    if len(shape) != len(layout.dims):
+        return False
+    return not any(
+        dim and size % math.prod(factor_sizes(dim, mesh)) for size, dim in zip(shape, layout.dims, strict=True)
     )
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """The shape of one rank's part of a value of global `shape`."""
     assert fits(shape, layout, mesh), (shape, str(layout), str(mesh))
-    return tuple(size // pieces(dim, mesh) for size, dim in zip(shape, layout.dims, strict=True))
+    return tuple(size // pieces(dim, mesh) if dim else size for size, dim in zip(shape, layout.dims, strict=True))
 
 
 def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[str, int]) -> torch.Tensor:

@@ -120,7 +120,9 @@ def _fill(axes: list[tuple[str, int]], mesh: object, world_size: int | None) -> 
         raise MeshError(f"mesh '{mesh}': only one axis may be -1, not {', '.join(open_axes)}.")
     if open_axes:
         if world_size is None:
-            raise MeshError(f"mesh '{mesh}': '{open_axes[0]}=-1' needs the number of ranks, which is not known here: write a size.")
+            raise MeshError(
+                f"mesh '{mesh}': '{open_axes[0]}=-1' needs the number of ranks, which is not known here: write a size."
+            )
         if known < 1 or world_size % known:
             raise MeshError(
                 f"mesh '{mesh}': the other axes need a multiple of {known} ranks, but there are {world_size}. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,21 +106,20 @@ def has_record(node: fx.Node) -> bool:
 def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor-valued arguments in the order of args, then kwargs, lists flattened, duplicates kept."""
     found: list[fx.Node] = []
+    _find_tensors(node.args, found)
+    _find_tensors(node.kwargs.values(), found)
+    return tuple(found)
 
-    def visit(arg: Any) -> None:
+
+def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
+    for arg in args:
         if isinstance(arg, fx.Node):
             if record(arg).is_tensor:
                 found.append(arg)
         elif isinstance(arg, (tuple, list)):
-            for item in arg:
-                visit(item)
+            _find_tensors(arg, found)
         elif isinstance(arg, dict):
-            for item in arg.values():
-                visit(item)
-
-    visit(node.args)
-    visit(node.kwargs)
-    return tuple(found)
+            _find_tensors(arg.values(), found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,15 +56,15 @@ class Intent:
             return [((0, 1), 0.0)]
         if role.entry.kind != "parameter" or not self.weights_split:
             return [(None, 0.0)]
+        rows: list[State] = [state for state in role.splits if state == (0, 1)]
         if role.multiplied and role.table:
-            rows = [state for state in role.splits if state == (0, 1)]
             return [(state, 0.0) for state in rows or role.splits or (None,)]
         if role.multiplied:
             return [(state, 0.0) for state in role.splits or (None,)]
         if role.table:
             # By rows (the vocabulary): the lookup is partial, like a row-parallel product.
-            rows = [state for state in role.splits if state == (0, 1)] or list(role.splits)
-            return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in rows)]
+            places = rows or list(role.splits)
+            return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in places)]
         return [(None, 0.0), *((state, 0.0) for state in role.splits)]
 
     def seeds(self, role: Role) -> list[Split]:

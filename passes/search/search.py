@@ -175,7 +175,12 @@ def _give_roles(classes: Classes, entries: Entries) -> None:
 
 
 def search_axis(
-    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]], sizes: dict[str, int]
+    classes: Classes,
+    axis: str,
+    size: int,
+    intent: Intent,
+    pins: Mapping[str, Mapping[str, State]],
+    sizes: dict[str, int],
 ) -> bool:
     """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions."""
     options = _options(classes, axis, size, intent, pins, sizes)
@@ -200,7 +205,12 @@ Options = list[list[tuple[Strategy, float]]]
 
 
 def _options(
-    classes: Classes, axis: str, size: int, intent: Intent, pins: Mapping[str, Mapping[str, State]], sizes: dict[str, int]
+    classes: Classes,
+    axis: str,
+    size: int,
+    intent: Intent,
+    pins: Mapping[str, Mapping[str, State]],
+    sizes: dict[str, int],
 ) -> Options:
     candidates = _candidates(classes, intent)
     options: Options = []
@@ -281,9 +291,9 @@ def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
             known = values.setdefault(value, set())
             for name, outers in found[i].items():
                 for outer in outers:
-                    split = place(dims, (name, outer), sizes)
-                    if split is not None and split not in known:
-                        known.add(split)
+                    placed = place(dims, (name, outer), sizes)
+                    if placed is not None and placed not in known:
+                        known.add(placed)
                         touched = [value[0], *users.get(value, ())]
                         pending.update(dict.fromkeys(t for t in touched if classes.items[t].rule is not None))
     return found

@@ -12,8 +12,9 @@ these programmes is a relaxation of the full one, so that a whole solution is it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -44,7 +45,7 @@ class Edge:
     source_states: tuple[Hashable, ...]
     user: int
     user_states: tuple[Hashable, ...]
-    move: dict[tuple[Hashable, Hashable], float]
+    move: Mapping[Any, float]
 
 
 def solve(problem: Problem) -> list[int] | None:

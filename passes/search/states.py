@@ -98,7 +98,9 @@ def strategies(
                 continue
             operands: tuple[State, ...] = tuple(place(dims, choice, sizes) for dims in rule.operands)
             contracted = any(state is not None for state in operands)
-            results = tuple(place(dims, choice, sizes) or (rule.partial if contracted else None) for dims in rule.results)
+            results = tuple(
+                place(dims, choice, sizes) or (rule.partial if contracted else None) for dims in rule.results
+            )
             found.append(Strategy(operands, results, choice, 1.0 / size))
     for group in rule.linear:
         operands = tuple("sum" if i in group else None for i in range(len(rule.operands)))

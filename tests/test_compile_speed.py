@@ -1,0 +1,63 @@
+"""Compiling stays cheap: the search does not grow with the depth of a model, nor anything with the number of ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from models import Llama, token_loss
+
+from autopar.capture import Captured, capture
+from autopar.compiler import lower
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.program import Program
+from autopar.passes.rules import TABLE
+from autopar.passes.search.intents import INTENTS
+from autopar.passes.search.search import Classes, build_classes, search_axis
+
+MESH = parse_mesh("dp=2,tp=2")
+ROWS, TIME, VOCABULARY = 512, 8, 64  # rows for the widest mesh
+
+
+def captured(layers: int) -> Captured:
+    """A Llama on the meta device, without rotary embeddings: a third fewer nodes make the test that much faster."""
+    with torch.device("meta"):
+        model = Llama(layers, 64, 8, 8, 64, VOCABULARY, TIME)
+        for block in model.blocks:
+            block.rotate = lambda x, cos, sin: x  # type: ignore[assignment]
+        x, y = (torch.empty(ROWS, TIME, dtype=torch.long) for _ in range(2))
+    return capture(model, token_loss, (x, y), {})
+
+
+def searched(program: Program) -> tuple[Classes, float]:
+    """The classes of a program, and the CPU seconds of the search over them."""
+    classes = build_classes(program, TABLE, {})
+    start = time.process_time()
+    for axis, size in MESH.axes:
+        search_axis(classes, axis, size, INTENTS[axis], {}, dict(MESH.axes))
+    return classes, time.process_time() - start
+
+
+def test_the_search_does_not_grow_with_depth():
+    shallow, deep = captured(8).program, captured(80).program
+    assert len(deep.nodes) > 8 * len(shallow.nodes)
+    few, many = ([searched(program) for _ in range(3)] for program in (shallow, deep))
+    plans = [[item.states for item in runs[0][0].items] for runs in (few, many)]
+    assert plans[0] == plans[1], "the same classes, decided alike"
+    short, long = (min(seconds for _, seconds in runs) for runs in (few, many))
+    assert long < 2 * short, f"the search takes {short:.3f} s for 8 layers, {long:.3f} s for 80"
+
+
+def test_compiling_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
+    program = captured(2)
+
+    def seconds(mesh: str) -> float:
+        start = time.process_time()
+        compiled = lower(program, parse_mesh(mesh), None)
+        compiled.save(tmp_path / mesh)
+        assert compiled.ranks[-1].programs["step"] is compiled.program
+        return time.process_time() - start
+
+    few, many = (min(seconds(mesh) for _ in range(3)) for mesh in ("dp=2,tp=8", "dp=512,tp=8"))
+    assert many < 1.5 * few, f"16 ranks take {few:.2f} s, 4096 ranks {many:.2f} s"
