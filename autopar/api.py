@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -20,10 +20,20 @@ from autopar.module import ParallelModule
 Factory = Callable[..., nn.Module]
 
 
+class Options(TypedDict, total=False):
+    """What `parallelize` takes by keyword."""
+
+    loss_fn: LossFn | None
+    shard: Shard | None
+    batch: str
+    seed: int
+    device: str | torch.device | None
+
+
 @overload
-def parallelize(model: nn.Module, mesh: MeshLike, **options: Any) -> ParallelModule: ...
+def parallelize(model: nn.Module, mesh: MeshLike, **options: Unpack[Options]) -> ParallelModule: ...
 @overload
-def parallelize(model: MeshLike, **options: Any) -> Callable[[Factory], Callable[..., ParallelModule]]: ...
+def parallelize(model: MeshLike, **options: Unpack[Options]) -> Callable[[Factory], Callable[..., ParallelModule]]: ...
 
 
 def parallelize(
@@ -52,7 +62,7 @@ def parallelize(
     Raises MeshError, RankError (ranks given different models) and, at the first step, LayoutError, BatchError or
     CaptureError.
     """
-    options = {"loss_fn": loss_fn, "shard": shard, "batch": batch, "seed": seed, "device": device}
+    options: dict[str, Any] = {"loss_fn": loss_fn, "shard": shard, "batch": batch, "seed": seed, "device": device}
     if isinstance(model, nn.Module):
         if mesh is None:
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')

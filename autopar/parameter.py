@@ -49,12 +49,19 @@ class ParameterTensor(DTensor):
             specs, parts = pairs
             out = func(*parts, **kwargs)
             return out and [with_spec(ParameterTensor, part, spec) for part, spec in zip(out, specs, strict=True)]
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        # DTensor works on an alias; what was written in place is still this object to its holder.
+        out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        # That was an alias; what was written in place is still this object to its holder.
         return args[0] if isinstance(out, DTensor) and func._schema.name.endswith("_") else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _plain(arg: Any) -> Any:
+    """An argument as DTensor itself takes it: the same memory."""
+    if type(arg) is ParameterTensor:
+        return with_spec(DTensor, local_of(arg), spec_of(arg))
+    return [_plain(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def _pairwise(args: Any) -> tuple[list[Any], list[Any]] | None:
@@ -74,6 +81,11 @@ def _pairwise(args: Any) -> tuple[list[Any], list[Any]] | None:
             return None
         parts.append(arg)
     return specs, parts
+
+
+def _is_number(scalar: Any, spec: Any) -> bool:
+    """True for the placement of one number that every rank has, as a gradient's clipping factor is."""
+    return scalar.mesh is spec.mesh and scalar.is_replicated()
 
 
 def _has_dims(item: Any) -> bool:
@@ -103,6 +115,8 @@ def _quick(name: str) -> Callable[..., Any]:
                 parts.append(local_of(arg))
             elif type(arg) is float or type(arg) is int:
                 parts.append(arg)
+            elif type(arg) is DTensor and arg.ndim == 0 and _is_number(spec_of(arg), spec):
+                parts.append(local_of(arg))
             else:
                 return method(self, *args, **kwargs)
         if torch.is_grad_enabled() or not kwargs.keys() <= _NUMBERS:

@@ -28,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
 # all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
 # enlarges the rounding, so weights get more.
-ZERO = {"gradient": 1e-5, "weight": 1e-3, "node": 1e-6}
+ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "node": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class Table:
         return Table(TOLERANCE.get(dtype, 1e-2))
 
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
-        floors = {kind: ZERO[kind] * _norm(expected, kind) for kind in ("gradient", "weight")}
+        floors = {kind: ZERO[kind] * _norm(expected, kind) for kind in ("gradient", "weight", "buffer")}
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
             error = float("inf") if wrong else _error(given[key], expected[key], floors.get(key[0], 0.0))
@@ -350,8 +350,9 @@ class Table:
 
 
 def _norm(values: Values, kind: str) -> float:
-    """The norm of all tensors of a kind, as of one."""
-    squares = [value.double().norm().item() ** 2 for (found, _), value in values.items() if found == kind]
+    """The norm of all floating-point tensors of a kind, as of one."""
+    found = [value for (other, _), value in values.items() if other == kind and value.is_floating_point()]
+    squares = [value.double().norm().item() ** 2 for value in found]
     return float(sum(squares) ** 0.5)
 
 

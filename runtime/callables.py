@@ -110,11 +110,36 @@ _FRESH: frozenset[Any] = (
 )
 
 
+# Kernels that read their operands as if they were contiguous, or refuse others. Eager autograd makes them so before
+# the call; a graph of values has no such call, and a piece of a value is seldom contiguous.
+_CONTIGUOUS: frozenset[Any] = frozenset(
+    {
+        _aten.native_layer_norm_backward.default,
+        _aten.native_group_norm.default,
+        _aten.native_group_norm_backward.default,
+        _aten._weight_norm_interface.default,
+        _aten._weight_norm_interface_backward.default,
+        _aten.nll_loss2d_backward.default,
+        _aten._grouped_mm.default,
+        _aten.view_as_complex.default,
+    }
+)
+
+
 def function_of(target: Any) -> Function:
-    """The fastest callable that does what `target` does."""
+    """The fastest callable that does what `target` does, for operands of any strides."""
     assert not is_mesh_op(target), target
     found = KERNELS.get(target) or _DIRECT.get(target)
+    if target in _CONTIGUOUS:
+        return _on_contiguous(target)
     return found if found is not None else target
+
+
+def _on_contiguous(function: Function) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+    return call
 
 
 def is_fresh(target: Any) -> bool:

@@ -17,8 +17,10 @@ from gpt import GPT, GPTConfig
 from models import Llama, labels, square_loss, token_loss, tokens, uneven
 from models_special import ZOO
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.compiler import compile
+from autopar.errors import CaptureError
 from autopar.verification import Report, verify
 
 MESHES = ["dp=2", "tp=2", "dp=3,tp=2", "dp=2,tp=4"]
@@ -58,7 +60,7 @@ def test_row_parallel_bias_added_tp_times(mesh: str) -> None:
 
 @pytest.mark.parametrize("mesh", WITH_TP)
 def test_number_added_to_a_partial_sum(mesh: str) -> None:
-    """`Partial(sum) + 10` (wrong in DTensor 2.13), and other maps that are not linear, right after a row-parallel one."""
+    """`Partial(sum) + 10` (wrong in DTensor 2.13), and other maps that are not linear, after a row-parallel layer."""
 
     class After(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +167,6 @@ class Normed(nn.Module):
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.BatchNorm2d(8),
     "slow": lambda: nn.BatchNorm2d(8, momentum=0.01, eps=0.1),
-    "cumulative": lambda: nn.BatchNorm2d(8, momentum=None),
     "without weights": lambda: nn.BatchNorm2d(8, affine=False),
     "without statistics": lambda: nn.BatchNorm2d(8, track_running_stats=False),
     "evaluated": lambda: nn.BatchNorm2d(8).eval(),
@@ -174,7 +175,13 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NORMS)
+# aten.native_batch_norm stays in the captured program and writes into its running statistics
+INSTANCES = pytest.param(
+    "instances", marks=pytest.mark.xfail(strict=True, reason="capture: instance_norm is not functional")
+)
+
+
+@pytest.mark.parametrize("kind", [kind if kind != "instances" else INSTANCES for kind in NORMS])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
 def test_batch_norm_under_dp(mesh: str, kind: str) -> None:
     """The statistics are those of the whole batch, and so are the running ones, unbiased by its size."""
@@ -185,6 +192,29 @@ def test_batch_norm_under_dp(mesh: str, kind: str) -> None:
     running = {name for name, _ in model.named_buffers()}
     assert names(report, "buffer") == running
     assert len(running) == (0 if kind in ("without statistics", "groups") else 3)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
+def test_batch_norm_of_what_is_centred_already(mesh: str) -> None:
+    """Its running mean is zero but for rounding: no reason to call it wrong."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Linear(24, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(torch.tanh(self.norm(h - h.mean(0))))
+
+    check(uneven(Centred()), mesh, square_loss, (torch.randn(12, 16), torch.randn(12, 8)))
+
+
+def test_batch_norm_that_counts_in_python_is_refused() -> None:
+    """momentum=None divides by the number of batches as a Python float."""
+    model = Normed(nn.BatchNorm2d(8, momentum=None))
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        verify(model, "dp=2", loss_fn=square_loss, batch=(torch.randn(12, 3, 4, 4), torch.randn(12, 4)))
 
 
 # Parameters, buffers, views
@@ -253,13 +283,6 @@ def test_dropout_masks_per_axis(mesh: str) -> None:
     check(dropping(), mesh, token_loss, (tokens(), labels()))
 
 
-def losses(model: nn.Module, batch: tuple[Tensor, ...], mesh: str, seed: int) -> float:
-    """The loss of the compiled step, through the rows of a report of a plain module that is one number."""
-    report = verify(model, mesh, loss_fn=token_loss, batch=batch, steps=1, seed=seed)
-    assert report.ok, str(report)
-    return report.max_error
-
-
 def test_dropout_does_drop_and_the_seed_counts() -> None:
     """Else all meshes would agree for a trivial reason."""
     batch = (tokens(), labels())
@@ -277,23 +300,26 @@ def test_dropout_does_drop_and_the_seed_counts() -> None:
     assert len(values - {None}) == 3, values  # seed 1, seed 2, no dropout
 
 
+class Recomputed(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.up, self.down, self.probability = nn.Linear(16, 32), nn.Linear(32, 8), probability
+
+    def body(self, x: Tensor) -> Tensor:
+        return F.dropout(F.gelu(self.up(x)), self.probability, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(checkpoint(self.body, x, use_reentrant=False))
+
+
+@pytest.mark.xfail(
+    strict=True, raises=CaptureError, reason="capture: what is recomputed is not raised, so it is refused"
+)
+@pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
-def test_dropout_with_recompute(mesh: str) -> None:
-    """A checkpointed region draws the same masks again in the backward pass."""
-    from torch.utils.checkpoint import checkpoint
-
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
-
-        def body(self, x: Tensor) -> Tensor:
-            return F.dropout(F.gelu(self.up(x)), 0.3, self.training)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(checkpoint(self.body, x, use_reentrant=False))
-
-    check(Recomputed(), mesh, square_loss, (torch.randn(12, 16), torch.randn(12, 8)))
+def test_dropout_with_recompute(mesh: str, probability: float) -> None:
+    """A checkpointed region draws the same masks again in the backward pass. (Refused is not silently wrong.)"""
+    check(Recomputed(probability), mesh, square_loss, (torch.randn(12, 16), torch.randn(12, 8)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

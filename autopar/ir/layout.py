@@ -205,5 +205,5 @@ def replica_error(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> floa
         if first is not part and part.numel():
             same = (part == first) | (part.isnan() & first.isnan())
             difference = torch.where(same, 0.0, (part.double() - first.double()).abs())
-            worst = max(worst, difference.nan_to_num(math.inf).max().item())
+            worst = max(worst, difference.nan_to_num(math.inf, math.inf).max().item())
     return worst
