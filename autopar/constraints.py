@@ -102,9 +102,7 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
 
 def check_batch(program: Program, mesh: Mesh) -> None:
     """Raise BatchError if the batch cannot be split over the axes that split it."""
-    entries = [
-        (entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)
-    ]
+    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
     size = batch_size(entries)
     for axis, ranks in mesh.axes:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:

@@ -12,8 +12,9 @@ from autopar.ir.program import Program, is_getitem, record
 
 # Ops whose result lies in the memory of their operand.
 _VIEWS = frozenset(
-    "reshape view transpose permute t expand squeeze unsqueeze select slice split split_with_sizes unbind alias wait".split()
-)
+    ("reshape", "view", "transpose", "permute", "t", "expand", "squeeze", "unsqueeze", "select", "slice", "split",
+     "split_with_sizes", "unbind", "alias", "wait")
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

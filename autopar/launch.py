@@ -57,7 +57,9 @@ def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
     text = _said(failure)
     if failure.message == "<NONE>":
         text = ""
-    return f"{name} failed: {text}" if text else f"{name} failed with exit code {failure.exitcode}; see its output above."
+    if not text:
+        return f"{name} failed with exit code {failure.exitcode}; see its output above."
+    return f"{name} failed: {text}"
 
 
 def _said(failure: ProcessFailure) -> str:

@@ -41,7 +41,7 @@ class ParameterTensor(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _LIKE and not any(kwargs.get(name) for name in ("dtype", "layout", "device")):
             return with_spec(ParameterTensor, func(local_of(args[0]), **kwargs), spec_of(args[0]))
@@ -65,7 +65,7 @@ def _plain(arg: Any) -> Any:
 
 
 def _pairwise(args: Any) -> tuple[list[Any], list[Any]] | None:
-    """The placements of the lists in `args` and the arguments' local parts; None if the lists are placed differently."""
+    """The placements of the lists in `args`, and the arguments' local parts; None if the lists are not alike."""
     specs: list[Any] = []
     parts = []
     for arg in args:
@@ -109,7 +109,8 @@ def _quick(name: str) -> Callable[..., Any]:
     method, in_place = getattr(torch.Tensor, name), name.endswith("_") and not name.endswith("__")
 
     def quick(self: ParameterTensor, *args: Any, **kwargs: Any) -> Any:
-        spec, parts = spec_of(self), []
+        spec = spec_of(self)
+        parts: list[Any] = []
         for arg in args:
             if type(arg) is ParameterTensor and spec_of(arg) is spec:
                 parts.append(local_of(arg))

@@ -62,7 +62,8 @@ def _module(place: str, target: str) -> ModuleType:
     except AutoparError:
         raise
     except Exception as error:
-        raise TargetError(f"TARGET '{target}' cannot be imported {_where(error)}: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise TargetError(f"TARGET '{target}' cannot be imported {_where(error)}: {what}") from error
 
 
 def _where(error: Exception) -> str:

@@ -7,8 +7,8 @@
 - `torch.distributed.tensor.placement_types._StridedShard`: the placement of a fused weight whose every block is
   split (`[3:tp,-]`); DTensor has no public one.
 - `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
-  200 us each; a step needs one of each for every parameter. From 2.13 on DTensor says how subclasses delegate to it, and
-  honours their `__torch_dispatch__`; before, it took their ops itself.
+  200 us each; a step needs one of each for every parameter. From 2.13 on a subclass of DTensor may have its own
+  `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """

@@ -68,7 +68,8 @@ def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
     """A function that shows a step: a bar on a terminal, a line now and then elsewhere."""
     columns = (
         TextColumn(mesh), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} {task.fields[unit]}/s  {task.fields[ms]:.0f} ms/step"),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} {task.fields[unit]}/s"),
+        TextColumn("{task.fields[ms]:.0f} ms/step"),
         TimeElapsedColumn(),
     )  # fmt: skip
     every = max(1, steps // 10)
@@ -78,6 +79,7 @@ def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
         def show(step: int, loss: float, seconds: float, rate: float, unit: str) -> None:
             progress.update(bar, advance=1, loss=loss, rate=rate, unit=unit, ms=1e3 * seconds)
             if not console.is_terminal and (step % every == 0 or step == steps - 1):
-                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {rate:,.0f} {unit}/s  {1e3 * seconds:.0f} ms/step")
+                pace = f"{rate:,.0f} {unit}/s  {1e3 * seconds:.0f} ms/step"
+                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {pace}")
 
         yield show

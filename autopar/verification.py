@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from autopar.runtime.executor import compile_graph
 from autopar.runtime.virtual import VirtualMesh
 from autopar.torch_compat import tree_flatten, tree_map
 
-OptimizerFactory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
 # all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
@@ -255,10 +256,8 @@ class _Virtual:
             if isinstance(value, torch.Tensor) and record(node).origin in expected:
                 parts.setdefault(node, [None] * mesh.size)[_rank] = value  # type: ignore[list-item]
 
-        try:
+        with suppress(RuntimeError):  # the values up to there say enough
             VirtualMesh(mesh).run(compile_graph(final.graph), _scatter(final, whole, mesh), collect)
-        except RuntimeError:
-            pass  # the values up to there say enough
         leaving = zip(captured.results, captured.outputs, strict=True)
         gradients = _norm({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:
@@ -278,9 +277,7 @@ class _Virtual:
                         "captured program itself differs from the plain module")  # fmt: skip
 
 
-def _node_error(
-    parts: list[torch.Tensor], found: Record, mesh: Mesh, value: torch.Tensor, floor: float
-) -> float:
+def _node_error(parts: list[torch.Tensor], found: Record, mesh: Mesh, value: torch.Tensor, floor: float) -> float:
     whole = combine(parts, found.layout, mesh)
     if whole.shape != value.shape:
         return float("inf")
@@ -341,9 +338,7 @@ class Table:
     def rows(self) -> tuple[Row, ...]:
         order = ("loss", "gradient", "weight", "buffer")
         keys = sorted(self.errors, key=lambda key: order.index(key[0]))
-        return tuple(
-            Row(*key, self.errors[key], self.replicas[key], self._is_right(key)) for key in keys
-        )
+        return tuple(Row(*key, self.errors[key], self.replicas[key], self._is_right(key)) for key in keys)
 
     def _is_right(self, key: tuple[str, str]) -> bool:
         return self.errors[key] <= self.tolerance and self.replicas[key] <= self.tolerance

@@ -2,13 +2,15 @@
 
     timeout 300 .venv/bin/python -m benchmarks.compare [--steps 20] [--only tp=2]
 
-A GPT (4 layers, width 256, 128 tokens, batch 16, vocabulary 8192, one thread a rank), AdamW; a step is forward, backward,
-optimizer.step and zero_grad. On 2 Gloo ranks dp=2 beside DistributedDataParallel, and tp=2 beside DTensor's
-parallelize_module, without and with its loss_parallel; on one rank ours beside eager. Both sides live in the same
-processes and take turns, in an order that swaps from pair to pair, so that what else the machine does meets both alike;
-the ratio is the median of the pairs' ratios. Memory is measured in fresh processes, one side each, that then train as above:
-the peak of the resident set, whole and above what was there before the model. With a GPU: one rank over NCCL
+A GPT (4 layers, width 256, 128 tokens, batch 16, vocabulary 8192, one thread a rank) and AdamW; a step is forward,
+backward, optimizer.step and zero_grad. On 2 Gloo ranks dp=2 beside DistributedDataParallel, and tp=2 beside DTensor's
+parallelize_module, without and with its loss_parallel; on one rank ours beside eager. With a GPU: one rank over NCCL
 beside eager and torch.compile.
+
+All sides live in the same processes and take turns, and whose turn is first goes round, so that what else the machine
+does meets all alike. A ratio is the median of the ratios of simultaneous steps: of the slowest rank's wall time, and of
+the CPU time of all ranks. Memory is measured in fresh processes, one side each: the peak of the resident set of the
+largest rank, and in brackets how much of it came after the imports.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -33,9 +35,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +43,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT, GPTConfig  # noqa: E402
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH, VOCABULARY = 4, 4, 256, 128, 16, 8192
-WARMUP = 3
+WARMUP, LEAST_STEPS, BUDGET_S = 2, 4, 25
 Step = Callable[[], Tensor]
 Maker = Callable[[], Step]
 
@@ -204,9 +203,12 @@ def times(case: Case, steps: int) -> dict[str, Times]:
     """All sides in turns, after some steps that nobody counts. Whose turn is first goes round."""
     sides = {side: case.maker(side)() for side in case.sides}
     found = {side: Times() for side in sides}
+    started = time.perf_counter()
     for i in range(WARMUP + steps):
         if i == WARMUP:
             found = {side: Times() for side in sides}
+        if i >= WARMUP + LEAST_STEPS and late(started, case.device):
+            break
         for k in range(len(sides)):
             side = case.sides[(i + k) % len(sides)]
             dist.barrier()
@@ -221,6 +223,13 @@ def times(case: Case, steps: int) -> dict[str, Times]:
                 loss /= case.ranks
             found[side].loss.append(loss.item())
     return found
+
+
+def late(started: float, device: str) -> bool:
+    """Has a busy machine used up this case's time? The same answer on every rank."""
+    answer = torch.tensor(time.perf_counter() - started > BUDGET_S, dtype=torch.int, device=device)
+    dist.broadcast(answer, src=0)
+    return bool(answer)
 
 
 def memory(make: Maker, device: str) -> tuple[float, float]:
@@ -272,13 +281,24 @@ def measure(case: Case, steps: int) -> Iterator[tuple[str, ...]]:
         yield (
             case.mesh, peer, milliseconds(wall["ours"]), milliseconds(wall[peer]), ratio(wall["ours"], wall[peer]),
             ratio(cpu["ours"], cpu[peer]), size["ours"], size[peer], f"{peak['ours'][0] / peak[peer][0]:.3f}",
-            loss["ours"], loss[peer],
+            loss["ours"], loss[peer], str(len(wall[peer])),
         )  # fmt: skip
+
+
+HEAD = (
+    "mesh", "peer", "ours ms", "peer ms", "time", "CPU time", "ours MiB", "peer MiB", "memory", "ours loss", "peer loss",
+    "steps",
+)  # fmt: skip
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="pairs of steps of each case")
+    parser.add_argument("--steps", type=int, default=12, help="of each side; fewer on a busy machine")
     parser.add_argument("--only", default="", help="part of a mesh or a peer's name")
     args = parser.parse_args()
     cases = [
@@ -290,14 +310,10 @@ def main() -> None:
     print(f"{date.today()}  torch {torch.__version__}, {platform.machine()}, {where}, load {os.getloadavg()[0]:.1f}")
     print(f"python -m benchmarks.compare {' '.join(sys.argv[1:])}", flush=True)
     started = time.perf_counter()
-    table = Table(
-        "mesh", "peer", "ours ms", "peer ms", "time", "CPU time", "ours MiB", "peer MiB", "memory", "ours loss", "peer loss",
-        box=box.MARKDOWN,
-    )  # fmt: skip
+    print(line(HEAD) + "\n" + line(["---"] * len(HEAD)), flush=True)
     for case in cases:
         for row in measure(case, args.steps):
-            table.add_row(*row)
-    Console(width=140).print(table)
+            print(line(row), flush=True)
     print(f"{time.perf_counter() - started:.0f} s")
 
 

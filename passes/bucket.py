@@ -105,7 +105,7 @@ class _Bucket:
             parts = [self.build.call(aten.cat.default, parts, like=like.with_(
                 operands=tuple(record(part).layout for part in parts)), name="flat")]  # fmt: skip
         axis, kind = nodes[0].args[1:]
-        reduced = Layout(like.layouts[0].dims, tuple(p for p in record(parts[0]).layout.partial if p != (axis, kind)))
+        reduced = Layout(like.layout.dims, tuple(p for p in record(parts[0]).layout.partial if p != (axis, kind)))
         like = like.with_(layouts=(reduced,), operands=(record(parts[0]).layout,))
         start = self.build.call(op("all_reduce_start"), parts[0], axis, kind, like=like, name="all_reduce_start")
         self.started.append((nodes, start))
@@ -119,9 +119,7 @@ class _Bucket:
 
     def _finish(self, nodes: list[fx.Node], start: fx.Node) -> None:
         like = record(start)
-        wait = self.build.call(
-            op("wait"), start, like=like.with_(operands=(like.layout,), reason=""), name="wait"
-        )
+        wait = self.build.call(op("wait"), start, like=like.with_(operands=(like.layout,), reason=""), name="wait")
         if len(nodes) == 1:
             self.build.value[nodes[0]] = wait
             return
@@ -152,4 +150,3 @@ class _Bucket:
             if result is not None:
                 by_node.setdefault(result, out.name)
         return [f"'{by_node[node]}'" for node in nodes]
-

@@ -51,9 +51,7 @@ def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results
         return False
     contracted = any(_has(dims, name) for dims in rule.operands)
     return all(_is_cut(dims, name, s, rule) for dims, s in zip(rule.operands, operands, strict=True)) and all(
-        _is_cut(dims, name, state, rule)
-        if _has(dims, name)
-        else state == (rule.partial if contracted else None)
+        _is_cut(dims, name, state, rule) if _has(dims, name) else state == (rule.partial if contracted else None)
         for dims, state in zip(rule.results, results, strict=True)
     )
 

@@ -67,10 +67,16 @@ class _Localize:
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
         offset = self._times(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
-        readings = {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
+        readings = (
+            {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
+        )
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings)
         made = self.build.graph.create_node(
-            "call_function", node.target, self._new(args), self._new(dict(kwargs)), name=node.name  # type: ignore[arg-type]
+            "call_function",
+            node.target,  # type: ignore[arg-type]
+            self._new(args),
+            self._new(dict(kwargs)),
+            name=node.name,
         )
         made.meta.update(node.meta)
         self.build.value[node] = made
@@ -123,5 +129,3 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
                 known.append(cut)
                 known.sort()
     return cuts
-
-

@@ -75,8 +75,7 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
 # Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.
 _FRESH: frozenset[Any] = (
     frozenset(_INPLACE)
-    | frozenset(KERNELS)
-    - {op("checked_index")}
+    | frozenset(KERNELS) - {op("checked_index")}
     | {
         _aten.mm.default,
         _aten.bmm.default,

@@ -82,9 +82,7 @@ def contraction_plan(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> C
     if swap:
         plan_a, plan_b = _flip(plan_a), _flip(plan_b)
     permute = tuple(order.index(n) for n in result)
-    return ContractionPlan(
-        swap, bool(batch), plan_a, plan_b, tuple(sizes[n] for n in order), _unless_identity(permute)
-    )
+    return ContractionPlan(swap, bool(batch), plan_a, plan_b, tuple(sizes[n] for n in order), _unless_identity(permute))
 
 
 def _operand(

@@ -92,7 +92,11 @@ def _every_optimizer(rank: int, path: str) -> None:
             found = model.full_state_dict()
             for key, value in plain.state_dict().items() if rank == 0 else ():
                 torch.testing.assert_close(
-                    found[key], value, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name} {options} {mesh} {key}: {text}"  # noqa: B023
+                    found[key],
+                    value,
+                    rtol=1e-9,
+                    atol=1e-12,
+                    msg=lambda text: f"{name} {options} {mesh} {key}: {text}",  # noqa: B023
                 )
     dist.destroy_process_group()
 

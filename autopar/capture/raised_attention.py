@@ -77,12 +77,12 @@ def multi_head_attention(
     if query is key and key is value:
         parts = list(linear(query, in_proj_weight, in_proj_bias).chunk(3, -1))
     else:
-        weights = in_proj_weight.chunk(3)
-        parts = [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+        thirds = in_proj_weight.chunk(3)
+        parts = [linear(x, w, b) for x, w, b in zip((query, key, value), thirds, biases, strict=True)]
     q, k, v = (x.unflatten(-1, (num_heads, embed // num_heads)).permute(1, 2, 0, 3) for x in parts)
     mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, q.dtype)
     rest = (is_causal and mask is None, 1.0 / math.sqrt(embed // num_heads))
-    weights = None
+    weights: Tensor | None = None
     if dropout_p or need_weights or (mask is not None and mask.requires_grad):
         out, weights = _plain_attention(mode, q, k, v, mask, dropout_p, *rest)
     else:
