@@ -1,6 +1,6 @@
 """Training steps of ours beside those of what people write by hand, in one call, interleaved.
 
-    timeout 300 .venv/bin/python -m benchmarks.compare [--steps 20] [--only tp=2]
+    timeout 300 .venv/bin/python -m benchmarks.compare [--steps 20] [--seconds 60] [--only tp=2]
 
 A GPT (4 layers, width 256, 128 tokens, batch 16, vocabulary 8192, one thread a rank) and AdamW; a step is forward,
 backward, optimizer.step and zero_grad. On 2 Gloo ranks dp=2 beside DistributedDataParallel, and tp=2 beside DTensor's
@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT, GPTConfig  # noqa: E402
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH, VOCABULARY = 4, 4, 256, 128, 16, 8192
-WARMUP, LEAST_STEPS, BUDGET_S = 2, 4, 25
+WARMUP, LEAST_STEPS = 2, 4
 Step = Callable[[], Tensor]
 Maker = Callable[[], Step]
 
@@ -188,18 +188,18 @@ class Times:
     loss: list[float] = field(default_factory=list)
 
 
-def worker(rank: int, case: Case, side: str | None, steps: int, folder: str) -> None:
+def worker(rank: int, case: Case, side: str | None, steps: int, seconds: float, folder: str) -> None:
     """One rank. With a `side`: its memory; with None: the times of both."""
     torch.set_num_threads(1)
     backend = "nccl" if case.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks)
-    result = times(case, steps) if side is None else memory(case.maker(side), case.device)
+    result = times(case, steps, seconds) if side is None else memory(case.maker(side), case.device)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def times(case: Case, steps: int) -> dict[str, Times]:
+def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
     """All sides in turns, after some steps that nobody counts. Whose turn is first goes round."""
     sides = {side: case.maker(side)() for side in case.sides}
     found = {side: Times() for side in sides}
@@ -207,7 +207,7 @@ def times(case: Case, steps: int) -> dict[str, Times]:
     for i in range(WARMUP + steps):
         if i == WARMUP:
             found = {side: Times() for side in sides}
-        if i >= WARMUP + LEAST_STEPS and late(started, case.device):
+        if i >= WARMUP + LEAST_STEPS and late(started + seconds, case.device):
             break
         for k in range(len(sides)):
             side = case.sides[(i + k) % len(sides)]
@@ -225,9 +225,9 @@ def times(case: Case, steps: int) -> dict[str, Times]:
     return found
 
 
-def late(started: float, device: str) -> bool:
-    """Has a busy machine used up this case's time? The same answer on every rank."""
-    answer = torch.tensor(time.perf_counter() - started > BUDGET_S, dtype=torch.int, device=device)
+def late(end: float, device: str) -> bool:
+    """Is it past this time? The same answer on every rank."""
+    answer = torch.tensor(time.perf_counter() > end, dtype=torch.int, device=device)
     dist.broadcast(answer, src=0)
     return bool(answer)
 
@@ -252,10 +252,10 @@ def resident(what: str) -> float:
     return int(found.group(1)) / 1024
 
 
-def launch(case: Case, side: str | None, steps: int = 0) -> list[Any]:
+def launch(case: Case, side: str | None, steps: int = 0, seconds: float = 0) -> list[Any]:
     """The results of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(worker, args=(case, side, steps, folder), nprocs=case.ranks, start_method="spawn")
+        mp.start_processes(worker, args=(case, side, steps, seconds, folder), nprocs=case.ranks, start_method="spawn")
         return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(case.ranks)]
 
 
@@ -268,9 +268,9 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.0f}"
 
 
-def measure(case: Case, steps: int) -> Iterator[tuple[str, ...]]:
+def measure(case: Case, steps: int, seconds: float) -> Iterator[tuple[str, ...]]:
     """One row for each peer."""
-    ranks = launch(case, None, steps)
+    ranks = launch(case, None, steps, seconds)
     # A step takes as long as its slowest rank; the CPU works for all.
     wall = {side: [max(step) for step in zip(*(rank[side].wall for rank in ranks), strict=True)] for side in case.sides}
     cpu = {side: [sum(step) for step in zip(*(rank[side].cpu for rank in ranks), strict=True)] for side in case.sides}
@@ -286,8 +286,8 @@ def measure(case: Case, steps: int) -> Iterator[tuple[str, ...]]:
 
 
 HEAD = (
-    "mesh", "peer", "ours ms", "peer ms", "time", "CPU time", "ours MiB", "peer MiB", "memory", "ours loss", "peer loss",
-    "steps",
+    "mesh", "peer", "ours ms", "peer ms", "time", "CPU time", "ours MiB", "peer MiB", "memory", "ours loss",
+    "peer loss", "steps",
 )  # fmt: skip
 
 
@@ -298,7 +298,10 @@ def line(cells: Sequence[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="of each side; fewer on a busy machine")
+    parser.add_argument("--steps", type=int, default=12, help="of each side")
+    parser.add_argument(
+        "--seconds", type=float, default=25, help="of each mesh: on a busy machine there are fewer steps"
+    )
     parser.add_argument("--only", default="", help="part of a mesh or a peer's name")
     args = parser.parse_args()
     cases = [
@@ -312,7 +315,7 @@ def main() -> None:
     started = time.perf_counter()
     print(line(HEAD) + "\n" + line(["---"] * len(HEAD)), flush=True)
     for case in cases:
-        for row in measure(case, args.steps):
+        for row in measure(case, args.steps, args.seconds):
             print(line(row), flush=True)
     print(f"{time.perf_counter() - started:.0f} s")
 

@@ -14,6 +14,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, Record, TensorType, record, set_record
 
 MADE_BY = "bucket"
+# A small model too has gradients on their way while it computes others: so many buckets, if that makes none tiny.
+FEWEST, LEAST_BYTES = 4, 2**20
 aten = torch.ops.aten
 
 
@@ -46,9 +48,12 @@ class _Bucket:
         self.build = Builder(MADE_BY)
         self.open: dict[tuple[str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
+        self.limit = plan.bucket_bytes
 
     def run(self) -> Program:
         gradients = self._gradients()
+        total = sum(self._shape(node, record(node).layout).bytes_ for node in gradients)
+        self.limit = min(self.plan.bucket_bytes, max(total // FEWEST, LEAST_BYTES))
         for node in self.program.graph.nodes:
             if node.op == "output":
                 for bucket_ in self.open.values():
@@ -75,10 +80,14 @@ class _Bucket:
 
     def _add(self, node: fx.Node) -> None:
         axis, dtype = str(node.args[1]), record(node).type.dtype
+        bytes_ = self._shape(node, record(node).layout).bytes_
+        if bytes_ >= self.limit:  # alone it needs no copy
+            self._start(_Open([node]))
+            return
         found = self.open.setdefault((axis, dtype), _Open())
         found.nodes.append(node)
-        found.bytes_ += self._shape(node, record(node).layout).bytes_
-        if found.bytes_ >= self.plan.bucket_bytes:
+        found.bytes_ += bytes_
+        if found.bytes_ >= self.limit:
             self._start(found)
             del self.open[axis, dtype]
 
