@@ -16,7 +16,7 @@ from autopar import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
-JOBS = '''
+JOBS = """
 import os, signal
 import torch
 import autopar
@@ -58,7 +58,7 @@ def no_job():
 
 def fails():
     return {}["nothing"]
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,10 @@ def test_contract_of_empty_and_unit_dims(sizes: tuple[int, ...]) -> None:
 def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: object) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), **kwargs  # type: ignore[arg-type]
+        q,
+        k.repeat_interleave(group, 1),
+        v.repeat_interleave(group, 1),
+        **kwargs,  # type: ignore[arg-type]
     )
 
 
@@ -139,9 +142,7 @@ def test_attention_float64(plain: bool, heads: int, causal: bool, mask_kind: str
     "dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize("heads,mask_kind", [(4, "none"), (2, "bool"), (1, "float"), (2, "none")])
-def test_attention_other_dtypes(
-    plain: bool, dtype: torch.dtype, tolerance: float, heads: int, mask_kind: str
-) -> None:
+def test_attention_other_dtypes(plain: bool, dtype: torch.dtype, tolerance: float, heads: int, mask_kind: str) -> None:
     _check_attention(dtype, heads, mask_kind == "none", mask_kind, 300, 530, 8, tolerance, plain)
 
 
