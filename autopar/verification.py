@@ -273,6 +273,12 @@ class _Virtual:
                 if not error <= tolerance:
                     text = node.format_node() or ""
                     return Mismatch(node.name, found.made_by, found.module, found.source, error, text)
+        wanted = record(final.graph.output_node()).operands
+        for node, out, layout in zip(final.results, final.outputs, wanted, strict=True):
+            if node is not None and record(node).layout != layout:
+                found = record(node)
+                text = f"it is in {found.layout}, but leaves as the {out.kind} '{out.name}' in {layout}: no collective"
+                return Mismatch(node.name, found.made_by, found.module, found.source, float("inf"), text)
         return Mismatch("", "capture", "", "", float("nan"), "every node agrees with the captured program: the "
                         "captured program itself differs from the plain module")  # fmt: skip
 
