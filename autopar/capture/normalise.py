@@ -117,6 +117,12 @@ class _Normaliser:
                 f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
                 f"F.dropout and nn.Dropout are supported as they are."
             )
+        if target is aten.native_batch_norm.default and node.args[5] and node.args[3] is not None:
+            # Its schema does not say that it writes the running statistics, so nothing made that functional.
+            raise CaptureError(
+                f"a normalisation with running statistics at {source or 'an unknown line'} (module '{module}') cannot "
+                f"be captured: use track_running_stats=False, or nn.BatchNorm."
+            )
         target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         dims = squeezed_dims(node)
