@@ -236,7 +236,7 @@ def memory(make: Maker, device: str) -> tuple[float, float]:
     """MiB at the peak of some steps: of the process, and above what it had before there was a model."""
     before = resident("VmRSS")
     step = make()
-    for _ in range(WARMUP):
+    for _ in range(WARMUP + LEAST_STEPS):
         step()
     if device == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**20
