@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
-# A replicated byte of an embedding table weighs as much as so many moved ones. Weights of matrix products are
-# split whenever they can be.
-TABLE_WEIGHT = 10.0
-# Over dp only gradients and scalars move: anything else must pay for itself a thousandfold (batch statistics do,
-# since nothing else gives them).
+# Over dp only gradients and scalars move: a sum of anything else must pay for itself a thousandfold (batch statistics
+# do, since nothing else gives them).
 ACTIVATIONS_OVER_DP = 1000.0
 # Without sequence parallelism activations over tp are summed: never scattered, and gathered only where that moves
 # less than a quarter of the bytes. The plan is the one of the paper for narrow and wide layers alike.
@@ -31,8 +28,8 @@ GATHER_OVER_TP = 4.0
 class Role:
     """What a placeholder is, as far as intents care.
 
-    `multiplied`: operand of a matrix product or convolution; `table`: looked up by indices.
-    `splits`: the states in which every user can take it.
+    `multiplied`: operand of a matrix product or convolution; `table`: looked up by indices; `vocabulary`: by indices
+    that come from the batch. `splits`: the states in which every user can take it.
     """
 
     entry: Input
@@ -40,6 +37,7 @@ class Role:
     splits: tuple[State, ...]
     multiplied: bool = False
     table: bool = False
+    vocabulary: bool = False
     is_batch: bool = False  # its dim 0 is the batch
 
 
@@ -56,15 +54,12 @@ class Intent:
             return [((0, 1), 0.0)]
         if role.entry.kind != "parameter" or not self.weights_split:
             return [(None, 0.0)]
-        rows: list[State] = [state for state in role.splits if state == (0, 1)]
-        if role.multiplied and role.table:
+        if role.vocabulary or (role.table and role.multiplied):
+            # By rows: the lookup is partial, like a row-parallel product (arXiv 1909.08053, section 3).
+            rows = [state for state in role.splits if state == (0, 1)]
             return [(state, 0.0) for state in rows or role.splits or (None,)]
-        if role.multiplied:
+        if role.table or role.multiplied:
             return [(state, 0.0) for state in role.splits or (None,)]
-        if role.table:
-            # By rows (the vocabulary): the lookup is partial, like a row-parallel product.
-            places = rows or list(role.splits)
-            return [(None, TABLE_WEIGHT * role.type.bytes_), *((state, 0.0) for state in places)]
         return [(None, 0.0), *((state, 0.0) for state in role.splits)]
 
     def seeds(self, role: Role) -> list[Split]:
@@ -90,6 +85,11 @@ class Intent:
         if scatters:
             return None
         return GATHER_OVER_TP if gathers else 1.0
+
+    def is_last_resort(self, source: State, target: State) -> bool:
+        """True for a move that must not pay for itself by whatever else it saves: over dp the gather of a split value.
+        A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
+        return self.batch_split and isinstance(source, tuple) and source != target
 
     def gradient_factor(self, source: State, target: State) -> float | None:
         """As `factor`, for a value that is, or adds up to, the gradient of a weight: over tp it is made where the

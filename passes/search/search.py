@@ -52,6 +52,7 @@ class Classes:
     gradients: list[tuple[int, int, int]]  # (source class, result index, parameter class)
     results: list[tuple[int, int]]  # what leaves the program whole: (class, result index)
     of_parameters: set[int]  # the classes computed from parameters alone
+    of_batch: set[int]  # the classes computed from the batch
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
 
 
@@ -92,7 +93,7 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
     members: dict[int, list[int]] = {}
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
-    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set())
+    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set())
     for colour in range(len(members)):
         first = members[colour][0]
         found = tuple((colours[source], result) for source, result in sources[first])
@@ -111,21 +112,25 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
         else:
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
-    _find_parameter_values(classes, nodes, sources, colours, entries)
+    _find_values(classes, nodes, sources, colours, entries)
     _give_roles(classes, entries)
     _find_gradient_values(classes)
     return classes
 
 
-def _find_parameter_values(
+def _find_values(
     classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries
 ) -> None:
     pure: set[int] = set()
+    fed: set[int] = set()
     for i, node in enumerate(nodes):
         entry = entries.get(node)
         if entry.kind == "parameter" if entry else bool(sources[i]) and all(s in pure for s, _ in sources[i]):
             pure.add(i)
-            classes.of_parameters.add(colours[i])
+        if entry.kind == "batch" if entry else any(s in fed for s, _ in sources[i]):
+            fed.add(i)
+    classes.of_parameters.update(colours[i] for i in pure)
+    classes.of_batch.update(colours[i] for i in fed)
 
 
 def _find_gradient_values(classes: Classes) -> None:
@@ -301,14 +306,16 @@ def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
 
 def _used(classes: Classes, i: int, role: Role) -> Role:
     """The role of a placeholder with what its direct users make of it."""
-    multiplied = table = False
+    multiplied = table = vocabulary = False
     for source, _, user, position in classes.edges:
         if source == i:
-            rule = classes.items[user].rule
-            assert rule is not None
-            multiplied = multiplied or rule.flops > 0
-            table = table or any(rule.indexed & set(dim) for dim in rule.operands[position])
-    return replace(role, multiplied=multiplied, table=table)
+            item = classes.items[user]
+            assert item.rule is not None
+            looked_up = any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+            multiplied = multiplied or item.rule.flops > 0
+            table = table or looked_up
+            vocabulary = vocabulary or (looked_up and any(s in classes.of_batch for s, _ in item.sources))
+    return replace(role, multiplied=multiplied, table=table, vocabulary=vocabulary)
 
 
 def _problem(
@@ -319,6 +326,11 @@ def _problem(
     results = [tuple(strategy.results for strategy, _ in option) for option in options]
     operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
 
+    reductions = sum(
+        move_cost("sum", None, _bytes(item.types[result], item.states[result], sizes) * item.count, size)
+        for item, result in ((classes.items[source], result) for source, result, _ in classes.gradients)
+    )
+
     def add(source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False) -> None:
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
@@ -328,7 +340,8 @@ def _problem(
             for t in dict.fromkeys(wanted):
                 factor = _factor(classes, intent, source, s, t, to_gradient) if strict else 1.0
                 if factor is not None:
-                    move[s, t] = move_cost(s, t, bytes_, size) * factor
+                    more = reductions if strict and intent.is_last_resort(s, t) else 0.0
+                    move[s, t] = move_cost(s, t, bytes_, size) * factor + more
         problem.edges.append(Edge((source, result), source, given, user, wanted, move))
 
     for source, result, user, position in classes.edges:
