@@ -9,19 +9,23 @@
 - `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
   200 us each; a step needs one of each for every parameter. From 2.13 on a subclass of DTensor may have its own
   `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself.
+- `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
+  while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
+- `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
@@ -32,6 +36,9 @@ __all__ = [
     "FakeTensorMode",
     "StridedShard",
     "TreeSpec",
+    "backward",
+    "custom_function",
+    "gradients",
     "local_of",
     "spec_of",
     "tree_flatten",
@@ -60,3 +67,26 @@ def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad
 def wrap_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor around `local`, placed as `like` and of its class."""
     return with_spec(type(like), local, spec_of(like))
+
+
+def gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """As `torch.autograd.grad(loss, tensors, allow_unused=True)`, under the torch function modes that are on."""
+    return _run_backward(loss, tuple(tensors)) if tensors else ()
+
+
+def backward(loss: torch.Tensor) -> None:
+    """As `loss.backward()`, under the torch function modes that are on."""
+    _run_backward(loss, None)
+
+
+def _run_backward(loss: torch.Tensor, tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor | None, ...]:
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tensors or (),
+        allow_unreachable=True, accumulate_grad=tensors is None,
+    )  # fmt: skip
+    return found
+
+
+def custom_function(node: Any) -> type[torch.autograd.Function] | None:
+    """The custom autograd function of a node of the autograd graph; None for one of torch's own ops."""
+    return getattr(type(node), "_forward_cls", None)

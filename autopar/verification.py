@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.runtime.executor import compile_graph
 from autopar.runtime.virtual import VirtualMesh
-from autopar.torch_compat import tree_flatten, tree_map
+from autopar.torch_compat import backward, tree_flatten, tree_map
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -181,7 +181,7 @@ class Plain:
                 loss = loss_of(self.model(*args, **kwargs))
             else:
                 loss = self.loss_fn(self.model, *args, **kwargs)
-        loss.backward()
+            backward(loss)
         found: Values = {("loss", "loss"): loss.detach()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:

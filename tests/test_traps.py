@@ -19,6 +19,7 @@ from models_special import ZOO
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.api import parallelize
 from autopar.compiler import compile
 from autopar.errors import CaptureError
 from autopar.verification import Report, verify
@@ -175,13 +176,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# aten.native_batch_norm stays in the captured program and writes into its running statistics
-INSTANCES = pytest.param(
-    "instances", marks=pytest.mark.xfail(strict=True, reason="capture: instance_norm is not functional")
-)
-
-
-@pytest.mark.parametrize("kind", [kind if kind != "instances" else INSTANCES for kind in NORMS])
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
 def test_batch_norm_under_dp(mesh: str, kind: str) -> None:
     """The statistics are those of the whole batch, and so are the running ones, unbiased by its size."""
@@ -301,25 +296,65 @@ def test_dropout_does_drop_and_the_seed_counts() -> None:
 
 
 class Recomputed(nn.Module):
-    def __init__(self, probability: float) -> None:
+    """Two checkpointed regions with dropout, and dropout between them. Reentrant ones need an input with a gradient."""
+
+    def __init__(self, probability: float, **options: Any) -> None:
         super().__init__()
-        self.up, self.down, self.probability = nn.Linear(16, 32), nn.Linear(32, 8), probability
+        self.first, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 8)
+        self.middle = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(probability), nn.Tanh())
+        self.probability, self.options = probability, options
 
     def body(self, x: Tensor) -> Tensor:
         return F.dropout(F.gelu(self.up(x)), self.probability, self.training)
 
+    def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return checkpoint(function, x, **self.options) if self.options else function(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(checkpoint(self.body, x, use_reentrant=False))
+        h = F.dropout(self.recomputed(self.body, self.first(x)), self.probability)
+        return self.down(self.recomputed(self.middle, h))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=CaptureError, reason="capture: what is recomputed is not raised, so it is refused"
-)
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
-def test_dropout_with_recompute(mesh: str, probability: float) -> None:
-    """A checkpointed region draws the same masks again in the backward pass. (Refused is not silently wrong.)"""
-    check(Recomputed(probability), mesh, square_loss, (torch.randn(12, 16), torch.randn(12, 8)))
+def test_dropout_with_recompute(mesh: str, probability: float, reentrant: bool) -> None:
+    """A checkpointed region draws the same masks again in the backward pass."""
+    torch.manual_seed(5)
+    batch = torch.randn(12, 16), torch.randn(12, 8)
+    report = check(Recomputed(probability, use_reentrant=reentrant), mesh, square_loss, batch)
+    assert len(names(report, "gradient")) == 10
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_changes_no_gradient(reentrant: bool) -> None:
+    """Both sides of `verify` recompute: here one does and the other does not."""
+    torch.manual_seed(5)
+    plain, other = Recomputed(0.3), Recomputed(0.3, use_reentrant=reentrant)
+    other.load_state_dict(plain.state_dict())
+    batch = torch.randn(12, 16), torch.randn(12, 8)
+    found = []
+    for model in (plain, other):
+        parallel = parallelize(model.double(), "dp=1", loss_fn=square_loss, seed=3)
+        parallel.forward_backward(*(part.double() for part in batch))
+        found.append(parallel.full_gradients())
+    assert len(found[0]) == 10 and found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_recompute_with_other_masks_is_refused() -> None:
+    model = Recomputed(0.3, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(CaptureError, match="preserve_rng_state"):
+        verify(model, "dp=2", loss_fn=square_loss, batch=(torch.randn(12, 16), torch.randn(12, 8)))
+
+
+def test_capture_leaves_the_random_state_of_torch_alone() -> None:
+    model, batch = Recomputed(0.3, use_reentrant=False), (torch.randn(12, 16), torch.randn(12, 8))
+    torch.rand(3)
+    before = torch.get_rng_state()
+    check(model, "dp=2", square_loss, batch)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("mesh", MESHES)

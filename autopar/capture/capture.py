@@ -14,12 +14,22 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.capture import functions
 from autopar.capture.location import Locator, is_user_file
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.raising import Raise
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input, Output, Program
-from autopar.torch_compat import FakeTensor, FakeTensorMode, TreeSpec, tree_flatten, tree_unflatten
+from autopar.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TreeSpec,
+    backward,
+    custom_function,
+    gradients,
+    tree_flatten,
+    tree_unflatten,
+)
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -108,7 +118,7 @@ class _Capture:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = _device(model)
         self.outputs: list[Output] = []
-        self.random_ops = 0
+        self.has_random_ops = False
         self.result: tuple[TreeSpec | None, tuple[Any, ...]] = (None, ())
 
     def run(self) -> Captured:
@@ -132,7 +142,7 @@ class _Capture:
         except Exception as error:
             raise _explain(error) from error
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs))
-        if not self.random_ops:
+        if not self.has_random_ops:
             program = _without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
         return Captured(program, {**kept, **constants}, *self.result)
@@ -167,7 +177,7 @@ class _Capture:
         step = _Step(self.model, body)
         with mode, _attributes(step, constants), nullcontext() if self.train else torch.no_grad():
             result = functional_call(step, swapped, args, kwargs, tie_weights=False)
-        self.random_ops = mode.random_ops
+        self.has_random_ops = bool(mode.random_ops)
         return tuple(result)
 
     def _train_body(self, trainable: list[tuple[str, torch.Tensor]]) -> Callable[..., Any]:
@@ -180,7 +190,11 @@ class _Capture:
             buffers = self._buffers()
             self.locator.phase = "backward"
             tensors = [tensor for _, tensor in trainable]
-            grads = torch.autograd.grad(loss, tensors, allow_unused=True) if tensors else ()
+            if _has_own_backward(loss):
+                backward(loss)
+                grads = tuple(tensor.grad for tensor in tensors)
+            else:
+                grads = gradients(loss, tensors)
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
@@ -243,6 +257,24 @@ def _check_loss(loss: Any, loss_fn: LossFn | None, has_trainable: bool) -> None:
             f"the loss of {origin} does not depend on any parameter that requires a gradient. "
             f"Look for .detach(), torch.no_grad() or .item() on its way."
         )
+
+
+def _has_own_backward(loss: torch.Tensor) -> bool:
+    """True if a custom autograd function that is not ours stands behind `loss`.
+
+    It may run a backward pass of its own, as reentrant checkpoints do, and leave gradients that no path leads to.
+    """
+    known, pending = set(), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in known:
+            continue
+        custom = custom_function(node)
+        if custom is not None and custom.__module__ != functions.__name__:
+            return True
+        known.add(node)
+        pending += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _device(model: nn.Module) -> torch.device:

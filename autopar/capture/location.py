@@ -48,6 +48,7 @@ class Locator:
         self.stack: list[str] = [""]
         self.phase = "forward"
         self._known: set[Any] = set()
+        self._backward = ("", "")
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
@@ -71,7 +72,12 @@ class Locator:
                 handle.remove()
 
     def mark(self) -> tuple[str, str]:
-        """Charge the nodes made from now on to the current module and the user's current line."""
+        """Charge the nodes made from now on to the current module and the user's current line.
+
+        In the backward pass only what a module computes again has a place of its own.
+        """
+        if self.phase == "backward" and len(self.stack) == 1:
+            return self._backward
         place = (self.stack[-1], user_line(sys._getframe(1)))
         fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
         return place
@@ -91,6 +97,7 @@ class Locator:
                 pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
     def _enter_backward(self, place: tuple[str, str]) -> None:
+        self._backward = place
         fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
 
 

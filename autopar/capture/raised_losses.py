@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,10 +75,35 @@ def batch_norm(
     y, mean, variance = BatchNorm.apply(input, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         count = input.numel() // input.shape[1]
-        with torch.no_grad():
-            running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
-            running_var.copy_(running_var * (1 - momentum) + variance * (momentum * count / (count - 1)))
+        _move(running_mean, mean, momentum)
+        _move(running_var, variance * (count / (count - 1)), momentum)
     return y
+
+
+def instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is None or running_var is None:
+        return NotImplemented
+    inner = list(range(2, input.ndim))
+    count = math.prod(input.shape[2:])
+    mean = input.sum(inner, keepdim=True) / count
+    variance = (input - mean).square().sum(inner, keepdim=True) / count
+    # torch keeps the mean over the batch of what each instance would keep
+    _move(running_mean, mean.flatten(1).sum(0) / len(input), momentum)
+    _move(running_var, variance.flatten(1).sum(0) * (count / (count - 1) / len(input)), momentum)
+    shape = [input.shape[1], *(1 for _ in inner)]
+    y = (input - mean) * (variance + eps).rsqrt()
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+def _move(running: Tensor, value: Tensor, momentum: float) -> None:
+    with torch.no_grad():
+        running.copy_(running * (1 - momentum) + value.detach() * momentum)
 
 
 def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator
 from autopar.capture.raised_attention import attention, multi_head_attention
-from autopar.capture.raised_losses import ELEMENTWISE, batch_norm, cross_entropy, embedding, nll_loss, with_reduction
+from autopar.capture.raised_losses import (
+    ELEMENTWISE,
+    batch_norm,
+    cross_entropy,
+    embedding,
+    instance_norm,
+    nll_loss,
+    with_reduction,
+)
 from autopar.capture.raised_products import addmm, einsum, linear, matmul, rmatmul
 from autopar.errors import CaptureError
 
@@ -26,8 +34,9 @@ Tensor = torch.Tensor
 class Raise(TorchFunctionMode):
     """Raises functions, and tells the locator of every call; without one, only random ops are raised.
 
-    `seed` feeds the random ops. `lift` is a dtype that all floating-point casts in the model go to instead of
-    their own (see `verify`).
+    `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
+    generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
+    all floating-point casts in the model go to instead of their own (see `verify`).
     """
 
     def __init__(
@@ -37,7 +46,18 @@ class Raise(TorchFunctionMode):
         self.locator = locator
         self.seed = seed
         self.lift = lift
-        self.random_ops = 0
+        self.random_ops: set[int] = set()
+        self._fork = torch.random.fork_rng(devices=[])
+
+    def __enter__(self) -> Raise:
+        self._fork.__enter__()
+        torch.default_generator.manual_seed(0)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,11 +84,16 @@ class Raise(TorchFunctionMode):
         """Dropout of the counter-based generator."""
         if not training or p == 0.0:
             return x
-        if self.locator and self.locator.phase == "backward":
-            raise CaptureError("dropout inside torch.utils.checkpoint cannot be captured yet: set its p to 0.")
         assert self.seed is not None
-        self.random_ops += 1
-        result = Dropout.apply(x, self.seed, self.random_ops, float(p))
+        number = torch.default_generator.initial_seed() + 1
+        if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
+            raise CaptureError(
+                "dropout inside torch.utils.checkpoint(preserve_rng_state=False) would draw another mask when it is "
+                "computed again, and the gradients would be wrong: leave preserve_rng_state at True."
+            )
+        self.random_ops.add(number)
+        torch.default_generator.manual_seed(number)
+        result = Dropout.apply(x, self.seed, number, float(p))
         return x.copy_(result) if inplace else result
 
 
@@ -129,5 +154,6 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.nll_loss: nll_loss,
     F.embedding: embedding,
     F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
     **{loss: with_reduction(loss) for loss in ELEMENTWISE},
 }
