@@ -45,7 +45,7 @@ class ParameterTensor(DTensor):
         kwargs = kwargs or {}
         if func in _LIKE and not any(kwargs.get(name) for name in ("dtype", "layout", "device")):
             return with_spec(ParameterTensor, func(local_of(args[0]), **kwargs), spec_of(args[0]))
-        if func._schema.name in _PAIRWISE and (pairs := _pairwise(args)) is not None:
+        if func._schema.name in _PAIRWISE and (pairs := _pairwise(args, kwargs)) is not None:
             specs, parts = pairs
             out = func(*parts, **kwargs)
             return out and [with_spec(ParameterTensor, part, spec) for part, spec in zip(out, specs, strict=True)]
@@ -64,13 +64,15 @@ def _plain(arg: Any) -> Any:
     return [_plain(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
-def _pairwise(args: Any) -> tuple[list[Any], list[Any]] | None:
+def _pairwise(args: Any, kwargs: Any) -> tuple[list[Any], list[Any]] | None:
     """The placements of the lists in `args`, and the arguments' local parts; None if the lists are not alike."""
     specs: list[Any] = []
     parts = []
+    if any(isinstance(value, DTensor) for value in kwargs.values()):
+        return None
     for arg in args:
         if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], DTensor):
-            if not all(type(item) is ParameterTensor for item in arg):
+            if not all(type(item) is ParameterTensor and item.is_floating_point() for item in arg):
                 return None
             own = [spec_of(item) for item in arg]
             specs = specs or own
@@ -106,7 +108,8 @@ def parameter_tensor(tensor: DTensor) -> DTensor:
 def _quick(name: str) -> Callable[..., Any]:
     """A method of Tensor that runs on the local parts if it may: no autograd, and no other operands than numbers and
     tensors of ours of the very same placement."""
-    method, in_place = getattr(torch.Tensor, name), name.endswith("_") and not name.endswith("__")
+    method = getattr(torch.Tensor, name)
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
     def quick(self: ParameterTensor, *args: Any, **kwargs: Any) -> Any:
         spec = spec_of(self)
