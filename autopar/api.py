@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.compiler import Shard
-from autopar.distribute import MeshLike
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
+from autopar.meshes import MeshLike
 from autopar.module import ParallelModule
 
 Factory = Callable[..., nn.Module]

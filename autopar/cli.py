@@ -18,9 +18,9 @@ from autopar.compiled import STEP, Compiled, load
 from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
 from autopar.inspection import collectives_text, human, memory_text
-from autopar.ir.mesh import parse_mesh
 from autopar.ir.text import diff_programs, print_program
 from autopar.launch import launch, report
+from autopar.meshes import mesh_of
 from autopar.settings import Settings
 from autopar.target import load_job
 from autopar.training import train
@@ -133,7 +133,7 @@ def _finish(found: object) -> None:
 
 
 def _compile(target: str, mesh: str, seed: int) -> Compiled:
-    parsed = parse_mesh(mesh)
+    parsed = mesh_of(mesh)
     job = load_job(target, seed)
     args, kwargs = batch_arguments(job.batch)
     return lower(capture(job.model, job.loss_fn, args, kwargs), parsed, None)
@@ -176,7 +176,7 @@ def _on_ranks(mesh: str, options: list[str], work: Callable[[], None]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         return
-    parsed = parse_mesh(mesh, _world(mesh))
+    parsed = mesh_of(mesh, _world(mesh))
     if parsed.size == 1:
         work()
         return
@@ -196,7 +196,7 @@ def _world(mesh: str) -> int | None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return count
-    return parse_mesh(mesh, None).size  # says what is missing
+    return mesh_of(mesh, None).size  # says what is missing
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective
@@ -123,6 +124,8 @@ def load(directory: str | Path) -> Compiled:
 
     artifact = load_programs(Path(directory))
     (_, programs), *_ = artifact.programs
+    if STEP not in programs:
+        raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")
     return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
 
 

@@ -14,9 +14,10 @@ from autopar.compiled import Compiled
 from autopar.constraints import check_batch, parse_shard
 from autopar.errors import CaptureError
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import print_program
+from autopar.meshes import MeshLike, mesh_of
 from autopar.passes import run_passes
 from autopar.settings import Settings
 
@@ -25,7 +26,7 @@ Shard = Mapping[str, "str | Layout"]
 
 def compile(
     model: nn.Module,
-    mesh: str | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     *,
     loss_fn: LossFn | None = None,
     batch: Any,
@@ -41,7 +42,7 @@ def compile(
     Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled.
     """
     check_model(model)
-    parsed = parse_mesh(mesh)
+    parsed = mesh_of(mesh)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs)
     return lower(captured, parsed, shard)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,15 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.agreement import Agreement
-from autopar.errors import MeshError
 from autopar.ir.layout import Layout, combine, local_part, whole
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import Mesh
+from autopar.meshes import MeshLike, mesh_of
 from autopar.parameter import parameter_tensor
 from autopar.passes.search.states import states_of
 from autopar.settings import Settings
 from autopar.torch_compat import StridedShard, local_of
-
-MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 
 
 def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, DeviceMesh, torch.device]:
@@ -31,7 +27,7 @@ def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, Devic
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
     place = _device(device, settings)
     if world == 1:
-        _parse(mesh, world)  # before a group is made for it
+        mesh_of(mesh, world)  # before a group is made for it
     if not dist.is_initialized():
         if place.type == "cuda":
             torch.cuda.set_device(place)
@@ -41,25 +37,11 @@ def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, Devic
         else:
             dist.init_process_group(backend)
     agreement = Agreement(place)
-    parsed = agreement.together("mesh", lambda: _parse(mesh, world))
+    parsed = agreement.together("mesh", lambda: mesh_of(mesh, world))
     agreement.check("mesh", [str(parsed)])
     if isinstance(mesh, DeviceMesh):
         return parsed, mesh, place
     return parsed, init_device_mesh(place.type, parsed.shape, mesh_dim_names=parsed.names), place
-
-
-def _parse(mesh: MeshLike, world: int) -> Mesh:
-    return _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
-
-
-def _from_device_mesh(mesh: DeviceMesh, world: int) -> Mesh:
-    if not mesh.mesh_dim_names:
-        raise MeshError("the DeviceMesh has no axis names: make it with mesh_dim_names=('dp', 'tp').")
-    if mesh.size() != world or mesh.mesh.flatten().tolist() != list(range(world)):
-        raise MeshError(
-            f"the DeviceMesh holds ranks {mesh.mesh.tolist()}, but autopar needs all {world} ranks, in order."
-        )
-    return Mesh(tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))
 
 
 def _device(device: str | torch.device | None, settings: Settings) -> torch.device:

@@ -19,11 +19,12 @@ from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.compiled import Compiled
 from autopar.compiler import Shard, lower
-from autopar.distribute import Distributor, MeshLike, join
+from autopar.distribute import Distributor, join
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
+from autopar.meshes import MeshLike
 from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
 from autopar.runtime.executor import Executable, compile_graph
 from autopar.state_dicts import split_loaded, without_strides

@@ -18,8 +18,9 @@ from autopar.capture.raising import Raise
 from autopar.compiled import Compiled
 from autopar.compiler import Shard, batch_arguments, check_model, lower
 from autopar.ir.layout import combine, local_part, replica_error
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
+from autopar.meshes import MeshLike, mesh_of
 from autopar.runtime.executor import compile_graph
 from autopar.runtime.virtual import VirtualMesh
 from autopar.torch_compat import backward, tree_flatten, tree_map
@@ -99,7 +100,7 @@ class Report:
 
 def verify(
     model: nn.Module,
-    mesh: str | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     *,
     loss_fn: LossFn | None = None,
     batch: Any,
@@ -118,7 +119,7 @@ def verify(
     from parameters (AdamW by default). On a difference the report names the first node that differs.
     """
     check_model(model)
-    parsed = parse_mesh(mesh)  # what is cheap to find is found first
+    parsed = mesh_of(mesh)  # what is cheap to find is found first
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.compiler import batch_arguments
-from autopar.ir.mesh import parse_mesh
 from autopar.job import Job
+from autopar.meshes import mesh_of
 from autopar.module import ParallelModule
 from autopar.torch_compat import tree_map
 from autopar.verification import Plain, Report, Table, Values, cast
@@ -44,4 +44,4 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
             table.compare(expected, found, {})
     if dist.get_rank() != 0:
         return None
-    return Report(f"{parse_mesh(mesh, dist.get_world_size())} over gloo", dtype, steps, table.tolerance, table.rows())
+    return Report(f"{mesh_of(mesh, dist.get_world_size())} over gloo", dtype, steps, table.tolerance, table.rows())

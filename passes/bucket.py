@@ -27,7 +27,7 @@ def bucket(program: Program, plan: Plan) -> Program:
     becomes
         %flat = aten.cat.default([%reshape, %reshape_1]); %start = autopar.all_reduce_start.default(%flat, 'dp', 'sum')
         ... the rest of the backward pass ...
-        %wait = autopar.wait.default(%start); %all_reduce, %all_reduce_1 = the pieces of %wait
+        %wait = autopar.wait.default(%start); %gradient, %gradient_1 = the pieces of %wait
 
     PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
@@ -150,7 +150,7 @@ class _Bucket:
         set_record(item, flat)
         shape = list(self._shape(node, old.layout).shape)
         return self.build.call(
-            aten.reshape.default, item, shape, like=old.with_(operands=(like.layouts[i],), reason=""), name=node.name
+            aten.reshape.default, item, shape, like=old.with_(operands=(like.layouts[i],), reason=""), name="gradient"
         )
 
     def _names(self, nodes: list[fx.Node]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.errors import LayoutError, MeshError, divisors, one_of
+from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.layout import Layout, whole
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -24,8 +24,7 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
         %mm: f32[8,6] = aten.mm.default(%x, %w)
         %mm: f32[8,6] [dp,tp] = aten.mm.default(%x, %w)     with %x wanted [dp,-] and %w wanted [-,tp]
 
-    The user's layouts (`plan.layouts`) are kept. Raises MeshError for an axis of no
-    known meaning and LayoutError if the tensor-parallel axis can split no weight.
+    The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no weight.
     Method: einsum-like names (GSPMD, arXiv 2105.04663) and an integer programme (Alpa, arXiv 2201.12023).
     """
     mesh = plan.mesh
@@ -33,10 +32,6 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     classes = build_classes(program, table, states)
     notes: list[str] = []
     for axis, size in mesh.axes:
-        if axis not in INTENTS:
-            raise MeshError(
-                f"mesh '{mesh}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}."
-            )
         if size == 1:
             continue
         strict = search_axis(classes, axis, size, INTENTS[axis], states, dict(mesh.axes))

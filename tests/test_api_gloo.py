@@ -90,6 +90,7 @@ def _ways(rank: int) -> list[float]:
     """However the mesh is written, and though the ranks' initial values differ: the loss is one."""
     plain, loss_fn, args, _ = case("mlp")
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert str(autopar.compile(copy.deepcopy(plain), named, loss_fn=loss_fn, batch=args).mesh) == MESH
     losses = []
     for mesh in (MESH, "dp=-1,tp=2", {"dp": 2, "tp": -1}, autopar.Mesh((("dp", 2), ("tp", 2))), named):
         mine = copy.deepcopy(plain)

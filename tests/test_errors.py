@@ -81,6 +81,17 @@ def test_axes_without_a_meaning(mesh: str) -> None:
         compiled(mesh)
 
 
+def test_a_mesh_is_refused_before_the_model_runs() -> None:
+    """A capture takes seconds for a large model."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        raise AssertionError("the model was captured")
+
+    for mesh in ("ep=2", "dp=0", "dp=2,dp=2"):
+        with pytest.raises(MeshError):
+            compile(nn.Linear(4, 4), mesh, loss_fn=loss_fn, batch=(torch.randn(4, 4),))
+
+
 @pytest.mark.parametrize(
     ("mesh", "world", "message"),
     [

@@ -184,7 +184,7 @@ def reduce_dim(grid: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
     """Reduce one dim by a partial kind."""
     match kind:
         case "sum":
-            return grid.sum(dim)
+            return grid.sum(dim, dtype=grid.dtype)
         case "max":
             return grid.amax(dim)
         case "min":

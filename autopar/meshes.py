@@ -1,0 +1,39 @@
+"""The mesh as users give it: a string, a dict, a named DeviceMesh or a `Mesh`, with axes whose meaning is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.passes.search.intents import INTENTS
+
+MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
+
+
+def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
+    """The mesh, checked against the number of ranks if that is known.
+
+    Raises MeshError for what does not parse or fit, and for an axis of no known meaning.
+    """
+    found = _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
+    for axis in found.names:
+        if axis not in INTENTS:
+            raise MeshError(
+                f"mesh '{found}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}."
+            )
+    return found
+
+
+def _from_device_mesh(mesh: DeviceMesh, world: int | None) -> Mesh:
+    if not mesh.mesh_dim_names:
+        raise MeshError("the DeviceMesh has no axis names: make it with mesh_dim_names=('dp', 'tp').")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(world or len(ranks))):
+        raise MeshError(
+            f"the DeviceMesh holds ranks {mesh.mesh.tolist()}, but autopar needs all {world or len(ranks)} ranks, "
+            f"in order."
+        )
+    return Mesh(tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))
