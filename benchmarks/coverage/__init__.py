@@ -1,0 +1,1 @@
+"""How many real models autopar carries, and how well: `python -m benchmarks.coverage`."""

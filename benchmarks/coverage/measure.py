@@ -1,0 +1,125 @@
+"""One model of the table: captured, searched, verified, and what of it is really split."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+
+MESHES = ("dp=2,tp=2", "dp=3")
+
+
+@dataclass
+class Row:
+    """errors: the largest of loss, gradients and weights by mesh. shares, in per cent: of the matrix operations that tp
+    and dp divide, and of the parameter bytes that tp splits."""
+
+    name: str
+    capture_s: float = math.nan
+    search_s: float = math.nan
+    errors: dict[str, float] = field(default_factory=dict)
+    tp_flops: float = math.nan
+    dp_flops: float = math.nan
+    tp_bytes: float = math.nan
+    without_rule: tuple[str, ...] = ()
+    collectives: int = 0
+    memory_mib: int = 0
+    fault: str = ""
+
+    def ok(self, is_transformer: bool) -> bool:
+        right = not self.fault and all(error <= 1e-10 for error in self.errors.values()) and len(self.errors) == 2
+        return right and self.dp_flops >= 95 and (self.tp_flops >= 95 if is_transformer else self.tp_flops > 0)
+
+
+def measure(name: str) -> Row:
+    """The row of one model; what goes wrong stands in `fault`."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    row = Row(name)
+    try:
+        _fill(row)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        row.fault = f"{type(error).__name__}: {text[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+    row.memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return row
+
+
+def _fill(row: Row) -> None:
+    from autopar.capture import capture
+    from autopar.compiler import batch_arguments, lower
+    from autopar.ir.mesh import parse_mesh
+    from autopar.torch_compat import tree_map
+    from autopar.verification import cast, verify_compiled
+    from benchmarks.coverage import architectures, plain
+
+    torch.manual_seed(0)
+    if row.name in plain.MODELS:
+        model, loss_fn, batch = plain.MODELS[row.name]()
+    else:
+        model, batch = architectures.build(*architectures.names()[row.name])
+        loss_fn = architectures.loss_fn
+    dtype = torch.float64
+    model = model.to(dtype)
+    batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
+    args, kwargs = batch_arguments(batch)
+    start = time.process_time()
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype)
+    row.capture_s = time.process_time() - start
+    for mesh in MESHES:
+        start = time.process_time()
+        compiled = lower(captured, parse_mesh(mesh), None)
+        if mesh == MESHES[0]:
+            row.search_s = time.process_time() - start
+            _shares(row, compiled)
+        else:
+            row.dp_flops = min(row.dp_flops, _flops_split(compiled, "dp"))
+        report = verify_compiled(model, captured, compiled, loss_fn=loss_fn, batch=batch)
+        row.errors[mesh] = report.max_error
+        if report.mismatch is not None:
+            row.fault = row.fault or " ".join(str(report.mismatch).split())[:300]
+
+
+def _shares(row: Row, compiled: object) -> None:
+    from autopar.compiled import Compiled
+    from autopar.ir.program import record
+
+    assert isinstance(compiled, Compiled)
+    row.tp_flops, row.dp_flops = _flops_split(compiled, "tp"), _flops_split(compiled, "dp")
+    sharded = dict(compiled.history)["propagate"]
+    total = split = 0
+    for node, entry in zip(sharded.placeholders, sharded.inputs, strict=True):
+        if entry.kind == "parameter":
+            bytes_ = record(node).type.bytes_
+            total += bytes_
+            split += bytes_ if "tp" in record(node).layout.axes else 0
+    row.tp_bytes = 100 * split / max(total, 1)
+    row.collectives = len(compiled.collectives)
+    marker = "no rule"
+    row.without_rule = tuple(note for note in compiled.notes if marker in note)
+
+
+def _flops_split(compiled: object, axis: str) -> float:
+    """Per cent of the matrix operations that an axis divides."""
+    from autopar.compiled import Compiled
+    from autopar.ir.program import record
+    from autopar.passes.rules import call_of, rule_of
+
+    assert isinstance(compiled, Compiled)
+    total = split = 0
+    for node in dict(compiled.history)["propagate"].calls():
+        found = rule_of(call_of(node))
+        if found is None or not found[0].flops:
+            continue
+        layouts = [layout for layout in (*record(node).operands, *record(node).layouts) if layout is not None]
+        total += found[0].flops
+        split += found[0].flops if any(axis in layout.axes for layout in layouts) else 0
+    return 100 * split / max(total, 1)
