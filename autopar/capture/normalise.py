@@ -13,7 +13,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import place_of
-from autopar.capture.spelling import filled, squeezed_dims, table_gradient
+from autopar.capture.spelling import filled, joined, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, set_record
@@ -124,6 +124,7 @@ class _Normaliser:
                 f"be captured: use track_running_stats=False, or nn.BatchNorm."
             )
         target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
+        args = (joined(node) or args[0], *args[1:]) if args else args
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         dims = squeezed_dims(node)
         if dims is not None:
@@ -183,6 +184,9 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     source: Any = node.args[0] if node.args else None
     if node.target in _IDLE or squeezed_dims(node) == []:
         return source
+    held = joined(node)
+    if held is not None and len(held) == 1:
+        return held[0]
     if node.target is aten.copy.default:
         source = node.args[1]
     elif node.target not in (aten._to_copy.default, aten.to.dtype):

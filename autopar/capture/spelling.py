@@ -73,6 +73,16 @@ def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, width) else None
 
 
+def joined(node: fx.Node) -> list[fx.Node] | None:
+    """The operands of a `cat` that hold anything (a cache begins as an empty tensor); None if all do."""
+    operands: Any = node.args[0] if node.args else ()
+    if node.target is not aten.cat.default or not isinstance(operands, (list, tuple)):
+        return None
+    held = [operand for operand in operands if _value(operand).numel() > 0]
+    same = all(_value(operand).dtype == _value(node).dtype for operand in held)
+    return held if held and same and len(held) < len(operands) else None
+
+
 def _value(node: Any) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)

@@ -211,6 +211,8 @@ def build(task: str, kind: str) -> Case:
     auto, batch, _ = TASKS[task]
     torch.manual_seed(0)
     config = config_of(kind)
+    if hasattr(config, "num_experts") or hasattr(config, "num_local_experts"):
+        config._experts_implementation = "batched_mm"
     model = getattr(transformers, auto).from_config(config)
     return model.train(), batch()
 
