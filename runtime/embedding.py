@@ -27,11 +27,16 @@ def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> 
 def embedding_backward(
     grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
 ) -> torch.Tensor:
-    """grad [..., d], index [...] -> [rows, d]; indices equal to `padding` (if >= 0, before the offset) give none."""
-    width = grad.shape[-1]
-    flat, grad = index.reshape(-1), grad.reshape(-1, width)
-    if rows == 0 or flat.numel() == 0:
-        return grad.new_zeros((rows, width))
+    """grad [*index, *rest], index [*index] -> [rows, *rest]; indices equal to `padding` (if >= 0, before the offset)
+    give none."""
+    rest = grad.shape[index.ndim :]
+    flat = index.reshape(-1)
+    if rows == 0 or grad.numel() == 0:
+        return grad.new_zeros((rows, *rest))
+    return _sums(grad.reshape(flat.numel(), -1), flat, rows, padding, offset).view(rows, *rest)
+
+
+def _sums(grad: torch.Tensor, flat: torch.Tensor, rows: int, padding: int, offset: int) -> torch.Tensor:
     row = flat - offset if offset else flat
     ignored = padding - offset if padding >= 0 else -1
     if not _all_inside(row, rows):

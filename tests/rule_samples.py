@@ -225,7 +225,8 @@ def index_samples() -> Samples:
     return {
         "autopar.embedding.default": [sample(weight, positions), sample(weight, n(12, 4)), sample(weight, n(12))],
         "autopar.embedding_backward.default": [
-            sample(r(4, 6, 12), n(12, 4, 6), 12, padding) for padding in (-1, 0, 7)
+            *(sample(r(4, 6, 12), n(12, 4, 6), 12, padding) for padding in (-1, 0, 7)),
+            sample(r(6, 4, 12), n(12, 6), 12, -1), sample(r(4, 6), n(12, 4, 6), 12, -1),
         ],
         "autopar.checked_index.default": [sample(n(6, 12, 4), 6, None), sample(n(2, 12) * -100, 1, -100)],
         "autopar.pick.default": [sample(x, n(12, 4, 6)), sample(r(6), n(6))],

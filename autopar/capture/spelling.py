@@ -67,10 +67,10 @@ def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     if zeros is None or zeros[1][1] != 0 or not (isinstance(index, fx.Node) and isinstance(values, fx.Node)):
         return None
     shape, places, given = _value(table).shape, _value(index), _value(values)
-    if len(shape) != 2 or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
+    if not shape or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
         return None
-    rows, width = shape
-    return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, width) else None
+    rows, *rest = shape
+    return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, *rest) else None
 
 
 def joined(node: fx.Node) -> list[fx.Node] | None:

@@ -31,7 +31,7 @@ SEMANTIC = (
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, *, SymInt offset=0) -> Tensor",
     # weight[index - offset], 0 where that is outside of weight
     "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
-    # the gradient of embedding for a table of `rows`; indices equal to padding (if >= 0) give none
+    # the gradient of table[index] for a table of `rows`, whose rows have any dims; indices equal to padding (if >= 0) give none
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
     # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
     # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
@@ -161,7 +161,7 @@ def _(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Te
 
 @_meta("embedding_backward")
 def _(grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0) -> torch.Tensor:
-    return grad.new_empty((rows, grad.shape[-1]))
+    return grad.new_empty((rows, *grad.shape[index.ndim :]))
 
 
 @_meta("dropout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,13 @@ def _embedding(call: Call) -> Rule:
 
 
 def _embedding_backward(call: Call) -> Rule:
-    return instantiate("... h, ... -> v h", call, indexed={"v"}, linear=({0},))
+    """grad [*index, *rest], index [*index] -> [rows, *rest]"""
+    grad, index = call.operands
+    dims = named(grad.shape)
+    rest = dims[len(index.shape) :]
+    rows = named(call.results[0].shape[:1], "v")
+    rule = build(call, [dims, dims[: len(index.shape)]], [(*rows, *rest)], linear=FIRST)
+    return replace(rule, indexed=frozenset(names_of(rows)))
 
 
 def _aten_embedding(call: Call) -> Rule:
@@ -186,7 +193,7 @@ def _index_into(linear: Linear) -> Row:
 
 ROWS: Mapping[str, Row] = {
     "autopar.embedding.default": Row(_embedding),
-    "autopar.embedding_backward.default": Row(_embedding_backward, size_arg=(2, "v")),
+    "autopar.embedding_backward.default": Row(_embedding_backward, size_arg=(2, "v0")),
     "autopar.checked_index.default": Row(_checked_index),
     "autopar.pick.default": Row(_pick),
     "autopar.cross_entropy_backward.default": Row(_cross_entropy_backward),
