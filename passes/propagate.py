@@ -12,7 +12,8 @@ from autopar.ir.program import Level, Program, Record, operand_nodes, record, se
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.intents import INTENTS
-from autopar.passes.search.search import Classes, Item, build_classes, search_axis, source_of
+from autopar.passes.search.items import Classes, Item, build_classes, source_of
+from autopar.passes.search.search import search_axis
 from autopar.passes.search.states import compose, states_of
 
 MADE_BY = "propagate"

@@ -14,7 +14,8 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import Program
 from autopar.passes.rules import TABLE
 from autopar.passes.search.intents import INTENTS
-from autopar.passes.search.search import Classes, build_classes, search_axis
+from autopar.passes.search.items import Classes, build_classes
+from autopar.passes.search.search import search_axis
 
 MESH = parse_mesh("dp=2,tp=2")
 ROWS, TIME, VOCABULARY = 512, 8, 64  # rows for the widest mesh

@@ -234,6 +234,5 @@ def loss_fn(model: nn.Module, **batch: Any) -> Tensor:
 
 # Networks without attention: tp divides what it can of them.
 NOT_TRANSFORMERS = frozenset(
-    """resnet regnet convnext convnextv2 mobilenet_v1 mobilenet_v2 poolformer bit focalnet swiftformer mamba mamba2
-    falcon_mamba rwkv recurrent_gemma bamba jamba""".split()
+    ["resnet", "regnet", "convnext", "convnextv2", "mobilenet_v1", "mobilenet_v2", "poolformer", "bit", "focalnet", "swiftformer", "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "bamba", "jamba"]
 )

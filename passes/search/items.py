@@ -1,0 +1,223 @@
+"""A program as classes of identical calls, with what the search must know of each: its rule, its role, its users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_nodes, record
+from autopar.passes.rules import Call, Rule, call_of, replicated, rule_of
+from autopar.passes.rules.rule import Table
+from autopar.passes.search.classes import classify
+from autopar.passes.search.intents import Role, batch_size
+from autopar.passes.search.states import Choice, State
+
+Entries = Mapping[fx.Node, Input]  # what the placeholders hold
+
+
+@dataclass(slots=True)
+class Item:
+    """A class of identical nodes, seen through its first member."""
+
+    node: fx.Node
+    count: int
+    rule: Rule | None  # None for a placeholder
+    types: tuple[TensorType, ...]  # of the tensor results
+    sources: tuple[tuple[int, int], ...]  # the classes of the operands, with the index of the result
+    has_row: bool = True
+    role: Role | None = None
+    taken: list[tuple[Choice, int]] = field(default_factory=list)  # choices on earlier axes
+    states: list[dict[str, State]] = field(default_factory=list)  # of each result, by axis
+    wanted: list[dict[str, State]] = field(default_factory=list)  # of each operand, by axis
+
+    @property
+    def is_product(self) -> bool:
+        """True for matrix products, convolutions and their weights."""
+        return bool(self.rule.flops) if self.rule else self.role is not None and self.role.multiplied
+
+
+@dataclass(slots=True)
+class Classes:
+    """A program as classes of identical nodes, with the edges between them."""
+
+    items: list[Item]
+    of: dict[fx.Node, int]
+    edges: list[tuple[int, int, int, int]]  # (source class, result index, user class, operand position)
+    gradients: list[tuple[int, int, int]]  # (source class, result index, parameter class)
+    results: list[tuple[int, int]]  # what leaves the program whole: (class, result index)
+    of_parameters: set[int]  # the classes computed from parameters alone
+    of_batch: set[int]  # the classes computed from the batch
+    of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
+    _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def users(self, i: int) -> list[tuple[int, int]]:
+        """The classes that use a class, with the position of the operand."""
+        if not self._users:
+            for source, _, user, position in self.edges:
+                self._users.setdefault(source, []).append((user, position))
+        return self._users.get(i, [])
+
+
+def operand_types(node: fx.Node) -> list[TensorType]:
+    """The types of a call's tensor operands."""
+    return [record(operand).type for operand in operand_nodes(node)]
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a tensor, and which of its tensor results it is."""
+    if not is_getitem(node):
+        return node, 0
+    producer, index = node.args
+    assert isinstance(producer, fx.Node) and isinstance(index, int)
+    return producer, sum(type_ is not None for type_ in record(producer).types[:index])
+
+
+def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str, State]]) -> Classes:
+    """Group the nodes; `pins` are the user's layouts of parameters, as states by axis."""
+    nodes = [node for node in program.graph.nodes if node.op != "output" and not is_getitem(node)]
+    number = {node: i for i, node in enumerate(nodes)}
+    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    by_name = {entry.name: node for node, entry in entries.items()}
+    sources: list[list[tuple[int, int]]] = []
+    for node in nodes:
+        operands = operand_nodes(node) if node.op == "call_function" else ()
+        sources.append([(number[source], result) for source, result in map(source_of, operands)])
+    pairs = [(node, out) for node, out in zip(program.results, program.outputs, strict=True) if node is not None]
+    linked = [list(found) for found in sources]
+    for node, out in pairs:
+        if out.kind == "gradient":  # a parameter's class depends on its gradient's
+            source, result = source_of(node)
+            linked[number[by_name[out.name]]].append((number[source], result))
+
+    def key(i: int) -> object:
+        entry = entries.get(nodes[i])
+        if entry is not None:
+            pin = pins.get(entry.name)
+            return entry.kind, record(nodes[i]).types, tuple(sorted(pin.items(), key=str)) if pin else None
+        return _call_key(nodes[i])
+
+    colours = classify(len(nodes), key, linked)
+    members: dict[int, list[int]] = {}
+    for i, colour in enumerate(colours):
+        members.setdefault(colour, []).append(i)
+    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set())
+    for colour in range(len(members)):
+        first = members[colour][0]
+        found = tuple((colours[source], result) for source, result in sources[first])
+        classes.items.append(_item(nodes[first], len(members[colour]), found, table))
+    edges = {
+        (colours[source], result, colours[i], position): None
+        for i, operands in enumerate(sources)
+        for position, (source, result) in enumerate(operands)
+    }
+    classes.edges = list(edges)
+    for node, out in pairs:
+        source, result = source_of(node)
+        place_ = (colours[number[source]], result)
+        if out.kind == "gradient":
+            classes.gradients.append((*place_, colours[number[by_name[out.name]]]))
+        else:
+            classes.results.append(place_)
+    classes.gradients = list(dict.fromkeys(classes.gradients))
+    _find_values(classes, nodes, sources, colours, entries)
+    _give_roles(classes, entries)
+    _find_gradient_values(classes)
+    return classes
+
+
+def _find_values(
+    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries
+) -> None:
+    pure: set[int] = set()
+    fed: set[int] = set()
+    for i, node in enumerate(nodes):
+        entry = entries.get(node)
+        if entry.kind == "parameter" if entry else bool(sources[i]) and all(s in pure for s, _ in sources[i]):
+            pure.add(i)
+        if entry.kind == "batch" if entry else any(s in fed for s, _ in sources[i]):
+            fed.add(i)
+    classes.of_parameters.update(colours[i] for i in pure)
+    classes.of_batch.update(colours[i] for i in fed)
+
+
+def _find_gradient_values(classes: Classes) -> None:
+    """From the gradients of weights back through sums and views, to the products that make them."""
+    pending = []
+    for source, _, parameter in classes.gradients:
+        role = classes.items[parameter].role
+        assert role is not None
+        used = used_role(classes, parameter, role)
+        if used.multiplied or used.table:
+            pending.append(source)
+    while pending:
+        i = pending.pop()
+        rule = classes.items[i].rule
+        if i in classes.of_gradients or rule is None:
+            continue
+        classes.of_gradients.add(i)
+        if frozenset(range(len(rule.operands))) in rule.linear:
+            pending += [source for source, _ in classes.items[i].sources]
+
+
+def _call_key(node: fx.Node) -> tuple[object, ...]:
+    args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: "%")
+    return str(node.target), repr(args), record(node).types
+
+
+def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table: Table) -> Item:
+    types = tuple(type_ for type_ in record(node).types if type_ is not None)
+    rule, has_row = None, True
+    if node.op == "call_function":
+        call: Call = call_of(node)
+        found = rule_of(call, table)
+        rule, has_row = (found[0], True) if found else (replicated(call), False)
+    item = Item(node, count, rule, types, sources, has_row)
+    item.states = [{} for _ in types]
+    item.wanted = [{} for _ in sources]
+    return item
+
+
+def _give_roles(classes: Classes, entries: Entries) -> None:
+    placeholders = [(entries[item.node], item) for item in classes.items if item.rule is None]
+    size = batch_size([(entry, item.types[0]) for entry, item in placeholders if item.types])
+    for entry, item in placeholders:
+        is_batch = bool(item.types and item.types[0].shape and item.types[0].shape[0] == size)
+        if item.types:
+            item.role = Role(entry, item.types[0], (), is_batch=is_batch)
+
+
+def used_role(classes: Classes, i: int, role: Role) -> Role:
+    """The role of a placeholder with what is made of it."""
+    users = classes.users(i)
+    lookups = [user for user, position in users if _looks_up(classes.items[user], position)]
+    vocabulary = any(s in classes.of_batch for user in lookups for s, _ in classes.items[user].sources)
+    return replace(role, multiplied=_is_multiplied(classes, i), table=bool(lookups), vocabulary=vocabulary)
+
+
+def _looks_up(item: Item, position: int) -> bool:
+    assert item.rule is not None
+    return any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+
+
+def _is_multiplied(classes: Classes, i: int) -> bool:
+    """True if a value is an operand of a matrix product, as it is or after a view, or (as experts are) picked by an
+    index."""
+    known, pending = {i}, [i]
+    while pending:
+        for user, position in classes.users(pending.pop()):
+            item = classes.items[user]
+            assert item.rule is not None
+            if item.rule.flops:
+                return True
+            picks = position == 0 and all(not type_.dtype.is_floating_point for type_ in operand_types(item.node)[1:])
+            if picks and frozenset({0}) in item.rule.linear and user not in known:
+                known.add(user)
+                pending.append(user)
+    return False
+
+
+def operations(items: Sequence[Item]) -> int:
+    """All matrix operations of the program."""
+    return sum(item.rule.flops * item.count for item in items if item.rule)
