@@ -149,6 +149,7 @@ def reduction_samples() -> Samples:
     found |= {f"aten.{name}.default": same for name in along}
     found |= {f"aten.{name}.default": [*one, sample(x)] for name in ("argmax", "argmin")}
     found |= {f"aten.{name}.default": [sample(x, d, False) for d in (1, -1)] for name in ("_softmax", "_log_softmax")}
+    found["aten._safe_softmax.default"] = [sample(x, d) for d in (1, -1)]
     found |= {
         f"aten.{name}_backward_data.default": [sample(x, r(4, 6, 12), d, F64) for d in (1, -1)]
         for name in ("_softmax", "_log_softmax")
@@ -277,4 +278,6 @@ def creation_samples() -> Samples:
         "aten.linspace.default": [sample(0, 1, 12)],
         "aten.eye.default": [sample(6)],
         "aten.eye.m": [sample(4, 6)],
+        "aten.triu_indices.default": [sample(4, 6, 1)],
+        "aten.tril_indices.default": [sample(4, 6)],
     }

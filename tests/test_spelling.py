@@ -99,3 +99,30 @@ def test_other_ways_to_index_stay_as_they_are():
     calls = [str(node.target) for node in capture(Pairs(), loss, (index,), {}).program.calls()]
     assert any("index_put" in call for call in calls)
     assert verify(Pairs(), "dp=2", loss_fn=loss, batch=(index,)).ok
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_of_one_size_are_split_by_dp_and_tp(mode: str, weighted: bool):
+    if weighted and mode == "mean":
+        pytest.skip("torch takes weights for sums only")
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.table, self.linear = nn.EmbeddingBag(10, 8, mode=mode), nn.Linear(8, 8)
+
+        def forward(self, index: Tensor, weights: Tensor) -> Tensor:
+            return self.linear(self.table(index, per_sample_weights=weights if weighted else None))
+
+    def bag_loss(model: nn.Module, index: Tensor, weights: Tensor) -> Tensor:
+        return model(index, weights).square().mean()
+
+    from autopar.compiler import compile
+
+    model, batch = Bags(), (torch.arange(60).view(12, 5) % 10, torch.rand(12, 5))
+    assert verify(model, "dp=3,tp=2", loss_fn=bag_loss, batch=batch).ok
+    compiled = compile(model, "dp=3,tp=2", loss_fn=bag_loss, batch=batch)
+    assert str(compiled.layouts["table.weight"]) == "[tp,-]" and not compiled.notes
+    assert {row.op for row in compiled.collectives} == {"all_reduce"}

@@ -25,6 +25,7 @@ from autopar.capture.raised_losses import (
     nll_loss,
     with_reduction,
 )
+from autopar.capture.raised_lookups import embedding_bag
 from autopar.capture.raised_products import addmm, einsum, linear, matmul, rmatmul
 from autopar.errors import CaptureError
 
@@ -153,6 +154,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     **{loss: with_reduction(loss) for loss in ELEMENTWISE},

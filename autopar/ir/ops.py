@@ -31,7 +31,7 @@ SEMANTIC = (
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, *, SymInt offset=0) -> Tensor",
     # weight[index - offset], 0 where that is outside of weight
     "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
-    # the gradient of table[index] for a table of `rows`, whose rows have any dims; indices equal to padding (if >= 0) give none
+    # the gradient of table[index] for a table of `rows` of any dims; indices equal to padding (if >= 0) give none
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
     # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
     # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.

@@ -40,8 +40,8 @@ TWO_STAGES = {"depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 16}
 WINDOWS = {"depths": [1, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4, "patch_size": 4}
 # Layer drop branches on a random number and SpecAugment draws in numpy: neither is a program.
 WAVES = {"conv_dim": [16, 16, 16], "conv_stride": [5, 4, 2], "conv_kernel": [10, 4, 2], "num_feat_extract_layers": 3,
-         "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False, "layerdrop": 0.0,
-         "classifier_proj_size": 16}  # fmt: skip
+         "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False,
+         "layerdrop": 0.0, "classifier_proj_size": 16}  # fmt: skip
 TEXT_AND_IMAGE = {
     "text_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
                     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "eos_token_id": 2, "projection_size": 32},
@@ -175,10 +175,10 @@ def classes() -> Batch:
 # By task: the auto class of transformers, the batch, and the model types.
 TASKS: dict[str, tuple[str, Callable[[], Batch], str]] = {
     "causal": ("AutoModelForCausalLM", causal_lm, """
-        llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neo gpt_neox gptj
-        gpt_bigcode opt bloom mpt falcon codegen stablelm starcoder2 olmo olmo2 olmo3 olmoe cohere cohere2 granite granitemoe
-        glm glm4 persimmon nemotron smollm3 xglm biogpt openai-gpt ctrl exaone4 helium ernie4_5 arcee seed_oss
-        mamba mamba2 falcon_mamba jamba bamba rwkv recurrent_gemma gpt_oss deepseek_v2 deepseek_v3 diffllama apertus
+        llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neo gpt_neox
+        gptj gpt_bigcode opt bloom mpt falcon codegen stablelm starcoder2 olmo olmo2 olmo3 olmoe cohere cohere2 granite
+        granitemoe glm glm4 persimmon nemotron smollm3 xglm biogpt openai-gpt ctrl exaone4 helium ernie4_5 arcee
+        seed_oss mamba mamba2 falcon_mamba jamba bamba rwkv recurrent_gemma gpt_oss deepseek_v2 deepseek_v3 diffllama apertus
         hunyuan_v1_dense minicpm3 lfm2 nanochat modernbert-decoder vaultgemma phimoe dots1 ernie4_5_moe flex_olmo
         ministral gpt_neox_japanese jetmoe bitnet doge cwm trocr xlnet granitemoeshared falcon_h1 megatron-bert
         roc_bert bert-generation qwen3_next glm4_moe minimax"""),
@@ -234,5 +234,8 @@ def loss_fn(model: nn.Module, **batch: Any) -> Tensor:
 
 # Networks without attention: tp divides what it can of them.
 NOT_TRANSFORMERS = frozenset(
-    ["resnet", "regnet", "convnext", "convnextv2", "mobilenet_v1", "mobilenet_v2", "poolformer", "bit", "focalnet", "swiftformer", "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "bamba", "jamba"]
-)
+    (
+        "resnet", "regnet", "convnext", "convnextv2", "mobilenet_v1", "mobilenet_v2", "poolformer", "bit", "focalnet",
+        "swiftformer", "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "bamba", "jamba",
+    )
+)  # fmt: skip

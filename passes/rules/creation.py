@@ -45,4 +45,6 @@ ROWS: Mapping[str, Row] = {
     "aten.linspace.default": Row(replicated),
     "aten.eye.default": Row(replicated),
     "aten.eye.m": Row(replicated),
+    "aten.triu_indices.default": Row(replicated),
+    "aten.tril_indices.default": Row(replicated),
 }

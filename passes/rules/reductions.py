@@ -147,6 +147,7 @@ ROWS: Mapping[str, Row] = {
     "aten.topk.default": _resized(2, default=-1),
     "aten.kthvalue.default": Row(_kthvalue),
     "aten._softmax.default": _along(1),
+    "aten._safe_softmax.default": _along(1),
     "aten._log_softmax.default": _along(1),
     "aten._softmax_backward_data.default": _along(2, FIRST),
     "aten._log_softmax_backward_data.default": _along(2, FIRST),

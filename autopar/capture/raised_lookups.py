@@ -1,0 +1,28 @@
+"""Lookups of several rows at a time, raised to the lookup of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.capture.raised_losses import embedding
+
+Tensor = torch.Tensor
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
+    """Bags of one size, [bags, size], summed or averaged. Bags given by offsets are left to torch."""
+    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None:
+        return NotImplemented
+    rows = embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if rows is NotImplemented:
+        return rows
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    total = rows.sum(1)
+    return total if mode == "sum" else total / input.shape[1]
