@@ -101,6 +101,22 @@ def test_other_ways_to_index_stay_as_they_are():
     assert verify(Pairs(), "dp=2", loss_fn=loss, batch=(index,)).ok
 
 
+def test_rows_added_up_by_index_are_a_partial_sum():
+    """Messages of a graph network: split over the edges, summed over the ranks."""
+
+    class Messages(Around):
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return self.linear(torch.zeros(12, 8, dtype=x.dtype).index_add(0, index, torch.tanh(self.linear(x))))
+
+    def both(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
+        return model(x, index).square().mean()
+
+    model, batch = Messages(torch.relu), (torch.randn(12, 8), torch.arange(12) * 5 % 7)
+    calls = [str(node.target) for node in capture(model, both, batch, {}).program.calls()]
+    assert "aten.index_add.default" not in calls
+    assert verify(model, "dp=3,tp=2", loss_fn=both, batch=batch).ok
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bags_of_one_size_are_split_by_dp_and_tp(mode: str, weighted: bool):

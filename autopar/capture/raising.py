@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator
 from autopar.capture.raised_attention import attention, multi_head_attention
+from autopar.capture.raised_lookups import embedding_bag
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
     batch_norm,
@@ -25,7 +26,6 @@ from autopar.capture.raised_losses import (
     nll_loss,
     with_reduction,
 )
-from autopar.capture.raised_lookups import embedding_bag
 from autopar.capture.raised_products import addmm, einsum, linear, matmul, rmatmul
 from autopar.errors import CaptureError
 

@@ -54,23 +54,30 @@ def filled(node: fx.Node) -> Call | None:
 
 
 def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """(values, index, rows) of the gradient of `table[index]`: `index_put(zeros, [index], values, accumulate=True)`.
-
-    It is that of an embedding, but for negative indices, which count from the end here.
-    """
-    if node.target not in _INDEX_PUTS or len(node.args) < 4 or node.args[3] is not True:
+    """(values, index, rows) of what adds rows up by index in a table of zeros, as the gradient of an embedding does:
+    `index_put(zeros, [index], values, accumulate=True)`, where negative indices count from the end, and
+    `index_add(zeros, 0, index, values)`."""
+    if node.target in _INDEX_PUTS and len(node.args) >= 4 and node.args[3] is True:
+        table, indices, values, _ = node.args
+        index = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
+    elif node.target is aten.index_add.default and node.args[1] == 0 and not node.kwargs:
+        table, _, index, values = node.args
+    else:
         return None
-    table, indices, values, _ = node.args
-    if not (isinstance(table, fx.Node) and isinstance(indices, (list, tuple)) and len(indices) == 1):
-        return None
-    zeros, index = filled(table), indices[0]
-    if zeros is None or zeros[1][1] != 0 or not (isinstance(index, fx.Node) and isinstance(values, fx.Node)):
+    if not (isinstance(index, fx.Node) and isinstance(values, fx.Node) and _is_zeros(table)):
         return None
     shape, places, given = _value(table).shape, _value(index), _value(values)
     if not shape or places.dtype not in _INDEX_DTYPES or given.dtype != _value(node).dtype:
         return None
     rows, *rest = shape
     return (values, index, rows) if rows and tuple(given.shape) == (*places.shape, *rest) else None
+
+
+def _is_zeros(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.target is aten.zeros.default:
+        return isinstance(node, fx.Node)
+    constant = (aten.full.default, node.args) if node.target is aten.full.default else filled(node)
+    return constant is not None and constant[1][1] == 0
 
 
 def joined(node: fx.Node) -> list[fx.Node] | None:

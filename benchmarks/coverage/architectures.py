@@ -178,7 +178,8 @@ TASKS: dict[str, tuple[str, Callable[[], Batch], str]] = {
         llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neo gpt_neox
         gptj gpt_bigcode opt bloom mpt falcon codegen stablelm starcoder2 olmo olmo2 olmo3 olmoe cohere cohere2 granite
         granitemoe glm glm4 persimmon nemotron smollm3 xglm biogpt openai-gpt ctrl exaone4 helium ernie4_5 arcee
-        seed_oss mamba mamba2 falcon_mamba jamba bamba rwkv recurrent_gemma gpt_oss deepseek_v2 deepseek_v3 diffllama apertus
+        seed_oss mamba mamba2 falcon_mamba jamba bamba rwkv recurrent_gemma gpt_oss deepseek_v2 deepseek_v3
+        diffllama apertus
         hunyuan_v1_dense minicpm3 lfm2 nanochat modernbert-decoder vaultgemma phimoe dots1 ernie4_5_moe flex_olmo
         ministral gpt_neox_japanese jetmoe bitnet doge cwm trocr xlnet granitemoeshared falcon_h1 megatron-bert
         roc_bert bert-generation qwen3_next glm4_moe minimax"""),

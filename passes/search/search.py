@@ -61,6 +61,8 @@ def _options(
             continue
         flops = item.rule.flops * BYTES_PER_FLOP * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
+        if intent.batch_split and item.is_product:  # data parallel: no rank does the work of another
+            found = [one for one in found if one.work < 1] or found
         sums = sum(_bytes(*result, sizes) for result in zip(item.types, item.states, strict=True)) * item.count
         options.append([(one, flops * one.work + BYTES_PER_SUM * sums * one.is_linear) for one in found])
     for i, item in enumerate(classes.items):
