@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
-from autopar.compiler import Shard
+from autopar.compiler import Choices, SequenceParallel, Shard
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.meshes import MeshLike
@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
 
     loss_fn: LossFn | None
     shard: Shard | None
+    sequence_parallel: SequenceParallel
     batch: str
     seed: int
     device: str | torch.device | None
@@ -42,6 +43,7 @@ def parallelize(
     *,
     loss_fn: LossFn | None = None,
     shard: Shard | None = None,
+    sequence_parallel: SequenceParallel = False,
     batch: str = "global",
     seed: int = 0,
     device: str | torch.device | None = None,
@@ -55,6 +57,8 @@ def parallelize(
     loss_fn: `loss_fn(model, *batch)` gives the scalar loss; None if the module returns it (a scalar, a tuple that
       begins with it, an object or dict with `.loss`).
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
+    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence (arXiv 2205.05198); "auto"
+      does so where the model allows it.
     batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
@@ -62,7 +66,8 @@ def parallelize(
     Raises MeshError, RankError (ranks given different models) and, at the first step, LayoutError, BatchError or
     CaptureError.
     """
-    options: dict[str, Any] = {"loss_fn": loss_fn, "shard": shard, "batch": batch, "seed": seed, "device": device}
+    choices = Choices(dict(shard or {}), sequence_parallel)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device}
     if isinstance(model, nn.Module):
         if mesh is None:
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')

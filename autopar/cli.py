@@ -15,7 +15,7 @@ from rich.console import Console
 
 from autopar.capture.capture import capture
 from autopar.compiled import STEP, Compiled, load
-from autopar.compiler import batch_arguments, lower
+from autopar.compiler import Choices, batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
 from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.text import diff_programs, print_program
@@ -118,7 +118,14 @@ def verify(
     job = load_job(target, seed)
     _finish(
         verify_job(
-            job.model, mesh, loss_fn=job.loss_fn, batch=job.batch, steps=steps, optimizer=job.optimizer, seed=seed
+            job.model,
+            mesh,
+            loss_fn=job.loss_fn,
+            batch=job.batch,
+            steps=steps,
+            optimizer=job.optimizer,
+            seed=seed,
+            sequence_parallel=job.sequence_parallel,
         )
     )
 
@@ -136,7 +143,9 @@ def _compile(target: str, mesh: str, seed: int) -> Compiled:
     parsed = mesh_of(mesh)
     job = load_job(target, seed)
     args, kwargs = batch_arguments(job.batch)
-    return lower(capture(job.model, job.loss_fn, args, kwargs), parsed, None)
+    return lower(
+        capture(job.model, job.loss_fn, args, kwargs), parsed, Choices(sequence_parallel=job.sequence_parallel)
+    )
 
 
 def _show_pass(compiled: Compiled, pass_: str | None, diff: str | None) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.constraints import check_batch, parse_shard
-from autopar.errors import CaptureError
+from autopar.constraints import check_batch, is_sequence_parallel, no_sequence, parse_shard
+from autopar.errors import CaptureError, LayoutError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -22,6 +23,15 @@ from autopar.passes import run_passes
 from autopar.settings import Settings
 
 Shard = Mapping[str, "str | Layout"]
+SequenceParallel = bool | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user decides beside the mesh: layouts by parameter pattern, and sequence parallelism."""
+
+    shard: Shard | None = None
+    sequence_parallel: SequenceParallel = False
 
 
 def compile(
@@ -31,6 +41,7 @@ def compile(
     loss_fn: LossFn | None = None,
     batch: Any,
     shard: Shard | None = None,
+    sequence_parallel: SequenceParallel = False,
 ) -> Compiled:
     """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
 
@@ -38,6 +49,8 @@ def compile(
     batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`.
+    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
+      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it.
 
     Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled.
     """
@@ -45,7 +58,7 @@ def compile(
     parsed = mesh_of(mesh)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs)
-    return lower(captured, parsed, shard)
+    return lower(captured, parsed, Choices(shard, sequence_parallel))
 
 
 def check_model(model: object) -> None:
@@ -55,11 +68,17 @@ def check_model(model: object) -> None:
         raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
 
 
-def lower(captured: Captured, mesh: Mesh, shard: Shard | None, settings: Settings | None = None) -> Compiled:
+def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:
     """Take a captured program through the passes."""
+    choices = choices or Choices()
     check_batch(captured.program, mesh)
-    plan = Plan(mesh, parse_shard(shard, captured.program, mesh))
+    plan = Plan(mesh, parse_shard(choices.shard, captured.program, mesh), bool(choices.sequence_parallel))
     compiled = Compiled(plan, run_passes(captured.program, plan))
+    if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
+        if choices.sequence_parallel != "auto":
+            raise LayoutError(no_sequence(captured.program, mesh))
+        plan = replace(plan, sequence_parallel=False)
+        compiled = Compiled(plan, run_passes(captured.program, plan))
     directory = (settings or Settings.read()).dump
     if directory is not None:
         dump(compiled, directory)

@@ -116,3 +116,27 @@ def check_batch(program: Program, mesh: Mesh) -> None:
                     f"the batch has {size} samples (dim 0 of {shapes}), which axis '{axis}' (size {ranks}) cannot "
                     f"divide. Use a batch size that is a multiple of {ranks}, or a {axis} of {one_of(divisors(size))}."
                 )
+
+
+def is_sequence_parallel(program: Program) -> bool:
+    """True if partial sums are scattered over an axis that splits weights, and not only summed."""
+    axes = {axis for axis, intent in INTENTS.items() if intent.weights_split}
+    return any("reduce_scatter" in str(node.target) and node.args[1] in axes for node in program.calls())
+
+
+def no_sequence(program: Program, mesh: Mesh) -> str:
+    """Why nothing could be split on the sequence."""
+    axes = [(axis, size) for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].weights_split and size > 1]
+    if not axes:
+        return f"sequence_parallel=True: mesh '{mesh}' has no axis 'tp' of more than one rank."
+    axis, size = axes[0]
+    shapes = [
+        f"batch tensor {entry.name} {list(record(node).type.shape)}"
+        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        if entry.kind == "batch"
+    ]
+    return (
+        f"sequence_parallel=True: no activation can be split over '{axis}' (size {size}) on its sequence. The batch is "
+        f"{'; '.join(shapes)}: a dim after the first must be a multiple of {size}. "
+        f'sequence_parallel="auto" goes on without.'
+    )

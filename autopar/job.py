@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
+from autopar.compiler import SequenceParallel
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Job:
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
+    sequence_parallel: True, False or "auto", as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -28,6 +30,8 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     data: Callable[[int], Any] | None = None
     after: Callable[[nn.Module], str | None] | None = None
+
+    sequence_parallel: SequenceParallel = False
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

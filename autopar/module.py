@@ -18,7 +18,7 @@ from autopar.batches import at_global_size, check_data, check_split, describe, s
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.compiled import Compiled
-from autopar.compiler import Shard, lower
+from autopar.compiler import Choices, SequenceParallel, lower
 from autopar.distribute import Distributor, join
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part, whole
@@ -58,14 +58,14 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, shard: Shard | None, batch: str,
+        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, choices: Choices, batch: str,
         seed: int, device: str | torch.device | None, lift: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
-        self._loss_fn, self._shard, self._local_batch = loss_fn, dict(shard or {}), batch == "local"
+        self._loss_fn, self._choices, self._local_batch = loss_fn, choices, batch == "local"
         self._seed, self._steps, self._lift = seed, 0, lift
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)
@@ -215,7 +215,7 @@ class ParallelModule(nn.Module):
 
     def _distribute(self, model: nn.Module) -> None:
         """Parameters become DTensors with rank 0's values, whole until the first compilation."""
-        lines = [f"seed={self._seed}", f'batch="{"local" if self._local_batch else "global"}"', f"shard={self._shard}"]
+        lines = [f"seed={self._seed}", f'batch="{"local" if self._local_batch else "global"}"', str(self._choices)]
         self._agreement.check("options", lines)
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         self._agreement.check("model", [_describe_state(entry, tensor) for entry, tensor in entries])
@@ -268,8 +268,12 @@ class ParallelModule(nn.Module):
             batch = (args, kwargs)
             global_args, global_kwargs = at_global_size(batch, self._mesh) if self._local_batch else batch
             captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
-            shard: Shard = self._shard if first else {name: str(layout) for name, layout in self._layouts.items()}
-            compiled = lower(captured, self._mesh, shard)
+            choices = self._choices
+            if not first:
+                known = {name: str(layout) for name, layout in self._layouts.items()}
+                sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
+                choices = Choices(known, sequence)  # what split a sequence once need not split every other
+            compiled = lower(captured, self._mesh, choices)
             if self._local_batch:
                 check_split(compiled.program, leaves)
             return captured, compiled

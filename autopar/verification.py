@@ -16,7 +16,7 @@ from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, loss_of, state_of
 from autopar.capture.raising import Raise
 from autopar.compiled import Compiled
-from autopar.compiler import Shard, batch_arguments, check_model, lower
+from autopar.compiler import Choices, SequenceParallel, Shard, batch_arguments, check_model, lower
 from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
@@ -108,6 +108,7 @@ def verify(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
     shard: Shard | None = None,
+    sequence_parallel: SequenceParallel = False,
     seed: int = 0,
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
@@ -124,7 +125,7 @@ def verify(
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     captured = capture(model, loss_fn, args, kwargs, lift=dtype)
-    compiled = lower(captured, parsed, shard)
+    compiled = lower(captured, parsed, Choices(shard, sequence_parallel))
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
     )

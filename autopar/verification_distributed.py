@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.distributed as dist
 
-from autopar.compiler import batch_arguments
+from autopar.compiler import Choices, batch_arguments
 from autopar.job import Job
 from autopar.meshes import mesh_of
 from autopar.module import ParallelModule
@@ -22,7 +22,14 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     batch = tree_map(lambda leaf: cast(leaf, dtype), job.batch)
     args, kwargs = batch_arguments(batch)
     parallel = ParallelModule(
-        model, mesh, loss_fn=job.loss_fn, shard=None, batch="global", seed=seed, device="cpu", lift=dtype
+        model,
+        mesh,
+        loss_fn=job.loss_fn,
+        choices=Choices(sequence_parallel=job.sequence_parallel),
+        batch="global",
+        seed=seed,
+        device="cpu",
+        lift=dtype,
     )
     parallel.prepare(*args, **kwargs)
     optimizer = job.make_optimizer(parallel.parameters())

@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, Record, operand_nodes, record, set_record
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Table
-from autopar.passes.search.intents import INTENTS
+from autopar.passes.search.intents import intent_of
 from autopar.passes.search.items import Classes, Item, build_classes, source_of
 from autopar.passes.search.search import search_axis
 from autopar.passes.search.states import compose, states_of
@@ -35,10 +35,11 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     for axis, size in mesh.axes:
         if size == 1:
             continue
-        strict = search_axis(classes, axis, size, INTENTS[axis], states, dict(mesh.axes))
+        intent = intent_of(axis, plan.sequence_parallel)
+        strict = search_axis(classes, axis, size, intent, states, dict(mesh.axes))
         if not strict:
             notes.append(f"axis '{axis}': no plan keeps all weights in place; some are gathered (see the collectives)")
-        if INTENTS[axis].weights_split:
+        if intent.weights_split:
             notes += _whole_weights(classes, axis, size)
     notes += _without_rows(classes)
     return _annotate(program, classes, mesh).with_(

@@ -25,10 +25,11 @@ def reshard(program: Program, plan: Plan) -> Program:
         %add: ... = aten.add.Tensor(%all_reduce, %x)
 
     A value is moved once for all users that want it alike. A computed value is moved where it is made, so that a
-    gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time.
+    gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time. With
+    sequence parallelism what the forward pass gathered is gathered again for the backward pass, so that only pieces
+    are kept in between (arXiv 2205.05198, section 4.2.2).
     """
-    del plan  # the layouts say it all
-    return _Reshard(program).run()
+    return _Reshard(program, plan.sequence_parallel).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,12 @@ class Step:
 
 
 class _Reshard:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, gathers_again: bool) -> None:
         self.program = program
+        self.gathers_again = gathers_again
         self.build = Builder(MADE_BY)
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
+        self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
 
     def run(self) -> Program:
@@ -57,7 +60,8 @@ class _Reshard:
             if node.op != "placeholder" and record(node).is_tensor and layouts and layouts[0] is not None:
                 # whole ones first: what is split is sliced from them
                 for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
-                    self._move(node, wanted, user)
+                    if not self._is_kept(node, user):
+                        self._move(node, wanted, user)
         return self.program.with_(graph=self.build.graph, level=Level.EXPLICIT)
 
     def _copy(self, node: fx.Node) -> None:
@@ -80,9 +84,12 @@ class _Reshard:
         if has == wanted:
             return self.build.value[node]
         moved = self.moved.setdefault(node, {})
+        if self._is_kept(node, user):
+            pieces = {layout: made for layout, made in moved.items() if not _is_gathered(made)}
+            moved = self.gathered.setdefault(node, pieces)
         if wanted in moved:
             return moved[wanted]
-        made, steps = self._shortest(node, wanted)
+        made, steps = self._shortest(node, wanted, moved)
         given = record(node)
         for step in steps:
             like = given.with_(
@@ -90,7 +97,7 @@ class _Reshard:
                 operands=(record(made).layout,),
                 module=given.module or record(user).module,
                 source=given.source or record(user).source,
-                phase=given.phase if node.op != "placeholder" else record(user).phase,
+                phase=record(user).phase if node.op == "placeholder" or self._is_kept(node, user) else given.phase,
                 reason=self._reason(node, has, wanted, user),
             )
             known = moved.get(step.layout)
@@ -98,9 +105,14 @@ class _Reshard:
             moved[step.layout] = made
         return made
 
-    def _shortest(self, node: fx.Node, wanted: Layout) -> tuple[fx.Node, list[Step]]:
+    def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
+        """True for a value of the forward pass that the backward pass gathers again."""
+        phases = record(node).phase, record(user).phase
+        return self.gathers_again and node.op != "placeholder" and phases == ("forward", "backward")
+
+    def _shortest(self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node]) -> tuple[fx.Node, list[Step]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
-        starts = [(record(node).layout, self.build.value[node]), *self.moved[node].items()]
+        starts = [(record(node).layout, self.build.value[node]), *moved.items()]
         ways = [(made, moves(layout, wanted)) for layout, made in starts if _reaches(layout, wanted)]
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
@@ -203,6 +215,10 @@ class _Moves:
                 assert kind == "sum", kind
                 self.partial = [pair for pair in self.wanted.partial if pair in self.partial or pair == (axis, kind)]
                 self._step("keep_first", axis)
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    return node.target is op("all_gather")
 
 
 def _reaches(has: Layout, wanted: Layout) -> bool:

@@ -55,7 +55,7 @@ def test_compiling_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
 
     def seconds(mesh: str) -> float:
         start = time.process_time()
-        compiled = lower(program, parse_mesh(mesh), None)
+        compiled = lower(program, parse_mesh(mesh))
         compiled.save(tmp_path / mesh)
         assert compiled.ranks[-1].programs["step"] is compiled.program
         return time.process_time() - start

@@ -77,7 +77,7 @@ def _is_zeros(node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.target is aten.zeros.default:
         return isinstance(node, fx.Node)
     constant = (aten.full.default, node.args) if node.target is aten.full.default else filled(node)
-    return constant is not None and constant[1][1] == 0
+    return constant is not None and bool(constant[1][1] == 0)
 
 
 def joined(node: fx.Node) -> list[fx.Node] | None:

@@ -28,7 +28,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
     "num_key_value_heads": 2, "d_kv": 8, "head_dim": 8, "vocab_size": VOCABULARY, "embedding_size": 16,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "image_size": IMAGE, "patch_size": 8,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 
 LAYERS = {"num_hidden_layers": 2}
@@ -41,7 +42,7 @@ WINDOWS = {"depths": [1, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size"
 # Layer drop branches on a random number and SpecAugment draws in numpy: neither is a program.
 WAVES = {"conv_dim": [16, 16, 16], "conv_stride": [5, 4, 2], "conv_kernel": [10, 4, 2], "num_feat_extract_layers": 3,
          "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False,
-         "layerdrop": 0.0, "classifier_proj_size": 16}  # fmt: skip
+         "classifier_proj_size": 16}  # fmt: skip
 TEXT_AND_IMAGE = {
     "text_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
                     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "eos_token_id": 2, "projection_size": 32},
@@ -84,7 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     "siglip": TEXT_AND_IMAGE, "clip": {**TEXT_AND_IMAGE, "projection_dim": 32},
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm", "sew", "sew-d", "data2vec-audio",
                      "wav2vec2-conformer"), WAVES),
-    "whisper": {"max_source_positions": 32, "max_target_positions": 32, "encoder_layerdrop": 0.0},
+    "whisper": {"max_source_positions": 32, "max_target_positions": 32},
     "speech_to_text": {"max_source_positions": 64, "max_target_positions": 32},
     "xmod": {"default_language": "en_XX"},
     "t5": STARTS, "mt5": STARTS, "umt5": STARTS, "longt5": STARTS, "switch_transformers": STARTS,
@@ -100,7 +101,7 @@ def config_of(kind: str, **more: Any) -> Any:
     names = set(default.to_dict()) | set(getattr(default, "attribute_map", {}))
     sizes = {
         name: size for name, size in SIZES.items()
-        if name in names and isinstance(getattr(default, name, None), (int, type(None)))
+        if name in names and isinstance(getattr(default, name, None), (int, float, type(None)))
     }  # fmt: skip
     return make(**{**sizes, **OWN.get(kind, {}), **more})
 

@@ -76,7 +76,7 @@ def _fill(row: Row) -> None:
     row.capture_s = time.process_time() - start
     for mesh in MESHES:
         start = time.process_time()
-        compiled = lower(captured, parse_mesh(mesh), None)
+        compiled = lower(captured, parse_mesh(mesh))
         if mesh == MESHES[0]:
             row.search_s = time.process_time() - start
             _shares(row, compiled)

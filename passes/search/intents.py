@@ -2,7 +2,8 @@
 
     dp   the batch is split, parameters are whole; activations are not gathered
     tp   weights are split and never gathered, nor are their gradients reduced; activations are summed
-         (arXiv 1909.08053)
+         (arXiv 1909.08053). With sequence parallelism they are scattered and gathered instead, and lie split on the
+         sequence where no weight needs them whole (arXiv 2205.05198)
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
 is it allowed at its cost.
@@ -11,7 +12,7 @@ is it allowed at its cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
@@ -22,6 +23,8 @@ ACTIVATIONS_OVER_DP = 1000.0
 # Without sequence parallelism activations over tp are summed: never scattered, and gathered only where that moves
 # less than a quarter of the bytes. The plan is the one of the paper for narrow and wide layers alike.
 GATHER_OVER_TP = 4.0
+# For each byte of a result that every rank computes: with sequence parallelism it lies split where that moves no more.
+BYTES_PER_REPLICA = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Intent:
 
     batch_split: bool
     weights_split: bool
+    sequence_split: bool = False
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -68,12 +72,21 @@ class Intent:
             return [(0, 1)]
         if role.entry.kind == "parameter" and self.weights_split and (role.multiplied or role.table):
             return [(dim, 1) for dim in range(len(role.type.shape))]
-        return []
+        return self.sequence_seeds(role)
 
-    def factor(self, source: State, target: State, of_parameters: bool, to_gradient: bool) -> float | None:
+    def sequence_seeds(self, role: Role) -> list[Split]:
+        """The dims of the batch that sequence parallelism may split: all but the first."""
+        if role.entry.kind != "batch" or not self.sequence_split:
+            return []
+        return [(dim, 1) for dim in range(1, len(role.type.shape))]
+
+    def factor(
+        self, source: State, target: State, of_parameters: bool, to_gradient: bool, along_sequence: bool
+    ) -> float | None:
         """By how much a move costs more than its bytes; None forbids it.
 
         of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
+        along_sequence: it is, or will be, split on a sequence.
         """
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
@@ -82,6 +95,10 @@ class Intent:
         if self.batch_split:
             moves = source is not None and source != target
             return ACTIVATIONS_OVER_DP if moves and not to_gradient else 1.0
+        if self.sequence_split and to_gradient:  # of norms and biases: little, whatever the batch
+            return 0.0
+        if along_sequence:
+            return 1.0
         if scatters:
             return None
         return GATHER_OVER_TP if gathers else 1.0
@@ -99,6 +116,12 @@ class Intent:
 
 
 INTENTS = {"dp": Intent(batch_split=True, weights_split=False), "tp": Intent(batch_split=False, weights_split=True)}
+
+
+def intent_of(axis: str, sequence_parallel: bool) -> Intent:
+    """The meaning of an axis in a plan."""
+    found = INTENTS[axis]
+    return replace(found, sequence_split=sequence_parallel and found.weights_split)
 
 
 def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:

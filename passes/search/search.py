@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
-from autopar.passes.search.intents import Intent
+from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, used_role
 from autopar.passes.search.solve import Edge, Problem, solve
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
@@ -63,12 +63,27 @@ def _options(
         found = strategies(item.rule, names, size, tuple(item.taken))
         if intent.batch_split and item.is_product:  # data parallel: no rank does the work of another
             found = [one for one in found if one.work < 1] or found
-        sums = sum(_bytes(*result, sizes) for result in zip(item.types, item.states, strict=True)) * item.count
-        options.append([(one, flops * one.work + BYTES_PER_SUM * sums * one.is_linear) for one in found])
+        sizes_ = [_bytes(*result, sizes) * item.count for result in zip(item.types, item.states, strict=True)]
+        replica = BYTES_PER_REPLICA * intent.sequence_split
+        options.append(
+            [
+                (
+                    one,
+                    flops * one.work + BYTES_PER_SUM * sum(sizes_) * one.is_linear + replica * _held(one, sizes_, size),
+                )
+                for one in found
+            ]
+        )
     for i, item in enumerate(classes.items):
         if item.rule is None:
             options[i] = _placeholder_options(classes, i, options, axis, intent, pins)
     return options
+
+
+def _held(strategy: Strategy, bytes_: list[float], size: int) -> float:
+    """The bytes of its results that a rank holds."""
+    shares = (1 / size if isinstance(state, tuple) else 1.0 for state in strategy.results)
+    return sum(whole * share for whole, share in zip(bytes_, shares, strict=True))
 
 
 def _placeholder_options(
@@ -91,15 +106,29 @@ def _placeholder_options(
     return [(Strategy((), (state,)), cost * item.count) for state, cost in intent.states(item.role)]
 
 
-def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
-    """The splits of each name that are worth a thought: those that spread from what the intent splits.
+Names = list[dict[str, set[int]]]  # of each item: the outers of the names that may be split
+Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
+
+
+def _candidates(classes: Classes, intent: Intent) -> Names:
+    """The splits of each name that are worth a thought: those that spread from what the intent splits."""
+    return _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)))[0]
+
+
+def _sequences(classes: Classes, intent: Intent) -> Values:
+    """The splits of each value that are splits of a sequence."""
+    return _spread(classes, lambda _, role: intent.sequence_seeds(role))[1] if intent.sequence_split else {}
+
+
+def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tuple[Names, Values]:
+    """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
     chunked projection learns of its sub-split from the attention behind it.
     """
-    found: list[dict[str, set[int]]] = [{} for _ in classes.items]
-    values: dict[tuple[int, int], set[Split]] = {}
+    found: Names = [{} for _ in classes.items]
+    values: Values = {}
     users: dict[tuple[int, int], list[int]] = {}
     inputs: dict[int, list[tuple[int, tuple[int, int]]]] = {}
     for source, result, user, position in classes.edges:
@@ -108,7 +137,7 @@ def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
     pending: dict[int, None] = {}
     for i, item in enumerate(classes.items):
         if item.role is not None:
-            values[i, 0] = set(intent.seeds(used_role(classes, i, item.role)))
+            values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
     while pending:
         i = next(iter(pending))
@@ -139,7 +168,7 @@ def _candidates(classes: Classes, intent: Intent) -> list[dict[str, set[int]]]:
                         known.add(placed)
                         touched = [value[0], *users.get(value, ())]
                         pending.update(dict.fromkeys(t for t in touched if classes.items[t].rule is not None))
-    return found
+    return found, values
 
 
 def _problem(
@@ -155,6 +184,8 @@ def _problem(
         for item, result in ((classes.items[source], result) for source, result, _ in classes.gradients)
     )
 
+    sequences = _sequences(classes, intent)
+
     def add(source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False) -> None:
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
@@ -162,7 +193,8 @@ def _problem(
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
-                factor = _factor(classes, intent, source, s, t, to_gradient) if strict else 1.0
+                along = bool({s, t} & sequences.get((source, result), set()))
+                factor = _factor(classes, intent, source, s, t, to_gradient, along) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0
                     move[s, t] = move_cost(s, t, bytes_, size) * factor + more
@@ -180,11 +212,11 @@ def _problem(
 
 
 def _factor(
-    classes: Classes, intent: Intent, source: int, state: State, target: State, to_gradient: bool
+    classes: Classes, intent: Intent, source: int, state: State, target: State, to_gradient: bool, along: bool
 ) -> float | None:
     if source in classes.of_gradients:
         return intent.gradient_factor(state, target)
-    return intent.factor(state, target, source in classes.of_parameters, to_gradient)
+    return intent.factor(state, target, source in classes.of_parameters, to_gradient, along)
 
 
 def _bytes(type_: TensorType, states: Mapping[str, State], sizes: Mapping[str, int]) -> float:
