@@ -19,6 +19,7 @@ from autopar.runtime.dropout import dropout
 from autopar.runtime.embedding import embedding, embedding_backward
 from autopar.runtime.indices import checked_index
 from autopar.runtime.losses import cross_entropy_backward, logsumexp, pick
+from autopar.runtime.random import random
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "contract": contract,
@@ -31,6 +32,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "dropout": dropout,
+    "random": random,
 }
 
 KERNELS: Mapping[Any, Callable[..., Any]] = MappingProxyType({op(name): kernel for name, kernel in _BY_NAME.items()})

@@ -14,7 +14,8 @@ from autopar.ir.ops import equation_shape, op
 from autopar.runtime import callables
 from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
 from autopar.runtime.contraction import contract, contraction_plan
-from autopar.runtime.dropout import _keys, dropout, dropout_inplace
+from autopar.runtime.counter import keys_of
+from autopar.runtime.dropout import dropout, dropout_inplace
 from autopar.runtime.embedding import embedding, embedding_backward
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
@@ -336,7 +337,7 @@ def test_dropout_masks_are_independent() -> None:
 def test_dropout_masks_of_two_keys_are_not_shifts_of_each_other() -> None:
     """The first key only shifts the index; without the second, one mask would be a piece of the other."""
     n, seed = 4096, torch.tensor([1, 2])
-    first = [_keys(seed, key)[0] for key in range(20)]
+    first = [keys_of(seed, key)[0] for key in range(20)]
     shift, a, b = next(
         (d, a, b) for a, b in itertools.permutations(range(20), 2) if 0 < (d := (first[b] - first[a]) % 2**32) < 2**30
     )
@@ -362,6 +363,7 @@ def _examples() -> dict[str, tuple[object, ...]]:
         "embedding": (torch.randn(8, 3), index),
         "embedding_backward": (torch.randn(2, 4, 6, 3), index, 8, -1),
         "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
+        "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }
 
 

@@ -36,6 +36,9 @@ SEMANTIC = (
     # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
     # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
+    # random numbers of a `shape` and dtype, drawn likewise; kind is uniform, normal or exponential
+    "random(Tensor seed, int key, str kind, int[] shape, ScalarType dtype, int[] whole, int[] local, "
+    "SymInt[] offsets) -> Tensor",
 )
 
 COLLECTIVES = (
@@ -169,3 +172,11 @@ def _(
     x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: list[int], local: list[int], offsets: list[int]
 ) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@_meta("random")
+def _(
+    seed: torch.Tensor, key: int, kind: str, shape: list[int], dtype: torch.dtype, whole: list[int], local: list[int],
+    offsets: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return seed.new_empty(shape, dtype=dtype)
