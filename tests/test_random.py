@@ -168,6 +168,31 @@ def test_recomputed_draws_are_the_same() -> None:
         check(model, "dp=2")
 
 
+class LayerDrop(nn.Module):
+    """As transformers writes it: the coin is thrown even where no layer is ever dropped."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 8)])
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training:
+                coin = torch.rand([])
+                if coin < self.probability:
+                    continue
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_layerdrop_of_zero_is_no_branch() -> None:
+    torch.manual_seed(1)
+    check(LayerDrop(0.0).train(), "dp=2")
+    with pytest.raises(CaptureError, match=r"depends on the values in a tensor at .*test_random.py"):
+        check(LayerDrop(0.1).train(), "dp=2")
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "multinomial": (lambda x: x * torch.multinomial(x.detach().abs(), 1), "random op 'aten.multinomial"),
     "poisson": (lambda x: x * torch.poisson(x.detach().abs()), "random op 'aten.poisson"),

@@ -56,7 +56,14 @@ def _draw_floats(mode: Mode, kind: str, shape: Sequence[int], dtype: torch.dtype
     if options.get("out") is not None or dtype not in _FLOATS:
         return NotImplemented
     value = mode.draw(kind, shape, dtype)
+    value.is_autopar_coin = kind == "uniform" and not shape  # type: ignore[attr-defined]
     return value.requires_grad_() if options.get("requires_grad") else value
+
+
+def _below(mode: Mode, input: Any, other: Any) -> Any:
+    """`torch.rand([]) < layerdrop`: with a layerdrop of 0 this is no branch on data, and models ask all the same."""
+    coin = mode.captures and getattr(input, "is_autopar_coin", False)
+    return torch.tensor(False) if coin and isinstance(other, (int, float)) and other <= 0 else NotImplemented
 
 
 def _factory(kind: str, name: str) -> Raised:
@@ -236,4 +243,5 @@ RANDOM: dict[Any, Raised] = {
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
+    **dict.fromkeys((Tensor.__lt__, Tensor.lt, torch.lt), _below),
 }
