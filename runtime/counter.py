@@ -16,10 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 _PIECE = 1 << 17  # elements: with less, PyTorch's cost per call outweighs the nearer cache (measured)
+_GRAIN = 1 << 15  # elements: with fewer, PyTorch computes on one thread
 _M1, _M2, _M3 = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B1
+_U1, _U2, _15, _16 = (np.uint32(value) for value in (_M1, _M2, 15, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,13 @@ class Counters:
 
     def bits(self, keys: tuple[Any, Any], rows: slice, columns: slice) -> torch.Tensor:
         """int32 [rows, columns]: 32 random bits for each element, in memory of their own."""
+        count = (rows.stop - rows.start) * (columns.stop - columns.start)
+        alone = torch.get_num_threads() == 1 or count <= _GRAIN
+        if self.starts.device.type == "cpu" and not self.wide and alone:
+            return self._bits_of_numpy(keys, rows, columns)
+        return self._bits_of_torch(keys, rows, columns)
+
+    def _bits_of_torch(self, keys: tuple[Any, Any], rows: slice, columns: slice) -> torch.Tensor:
         width, device = columns.stop - columns.start, self.starts.device
         m1, m2, m3, sixteen, low16, fifteen, low17 = _constants(device)
         first, second = (_word(key, device) for key in keys)
@@ -74,6 +84,20 @@ class Counters:
         shift_xor(fifteen, low17).mul_(m1)
         return shift_xor(fifteen, low17).mul_(m2)
 
+    def _bits_of_numpy(self, keys: tuple[int, int], rows: slice, columns: slice) -> torch.Tensor:
+        """The same on one thread: numpy shifts unsigned numbers and costs less a call, 1.6 to 4 times in all."""
+        width = columns.stop - columns.start
+        first, second = (np.uint32(key & 0xFFFFFFFF) for key in keys)
+        starts = (self.starts[rows].numpy() + columns.start).astype(np.uint32)
+        state = starts + first + _places_of_numpy(max(width, _PIECE))[:width]
+        scratch = np.empty_like(state)
+        for by, factor, added in ((_16, _U1, None), (_15, _U2, second), (_15, _U1, None), (_15, _U2, None)):
+            np.bitwise_xor(state, np.right_shift(state, by, out=scratch), out=state)
+            np.multiply(state, factor, out=state)
+            if added is not None:
+                np.add(state, added, out=state)
+        return torch.from_numpy(state.view(np.int32))
+
 
 @functools.lru_cache(256)
 def number(value: int, device: torch.device) -> torch.Tensor:
@@ -90,6 +114,11 @@ def _constants(device: torch.device) -> tuple[torch.Tensor, ...]:
 def _places(width: int, wide: bool, device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in the dtype of the index."""
     return torch.arange(width, dtype=torch.int64 if wide else torch.int32, device=device)
+
+
+@functools.lru_cache(2)
+def _places_of_numpy(width: int) -> np.ndarray[Any, Any]:
+    return np.arange(width, dtype=np.uint32)
 
 
 def _word(key: Any, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -40,17 +41,20 @@ def _dropout(
 ) -> torch.Tensor:  # fmt: skip
     counters = Counters.of(whole, local, offsets, source.device)
     keys = keys_of(seed, key)
-    integer = _INTEGER[source.dtype.itemsize]
-    source_runs = source.view(counters.count, counters.width).view(integer)
-    out_runs = out.view(counters.count, counters.width)
-    out_bits = out_runs.view(integer)
-    device = source.device
+    shape, integer, device = (counters.count, counters.width), _INTEGER[source.dtype.itemsize], source.device
+    source_bits, out_bits = source.view(shape).view(integer), out.view(shape).view(integer)
     threshold = number(min(round((1 - p) * 2**31), 2**31 - 1), device)
-    one, low31, last = (number(value, device) for value in (1, 0x7FFFFFFF, 31))
+    one, low31, last = _numbers(device)
     for block in counters.blocks():
         # The top 31 bits as a number below 2^31, less the threshold: the sign says kept, in all bits of the mask.
         state = counters.bits(keys, *block)
         kept = state.bitwise_right_shift_(one).bitwise_and_(low31).sub_(threshold).bitwise_right_shift_(last)
-        torch.bitwise_and(source_runs[block], kept.to(integer), out=out_bits[block])
-        out_runs[block].mul_(1 / (1 - p))
+        part, result = (source_bits, out_bits) if kept.shape == shape else (source_bits[block], out_bits[block])
+        torch.bitwise_and(part, kept if integer == torch.int32 else kept.to(integer), out=result)
+        result.view(out.dtype).mul_(1 / (1 - p))
     return out
+
+
+@functools.cache
+def _numbers(device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(number(value, device) for value in (1, 0x7FFFFFFF, 31))
