@@ -22,6 +22,7 @@ from autopar.capture.raised_losses import (
     cross_entropy,
     embedding,
     instance_norm,
+    log_softmax,
     nll_loss,
     with_reduction,
 )
@@ -146,6 +147,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     torch.einsum: einsum,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
     F.embedding: embedding,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,

@@ -27,8 +27,11 @@ SEMANTIC = (
     "checked_index(Tensor index, int size, int? ignored) -> Tensor",
     # x[..., index - offset], 0 where that is outside of x
     "pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor",
-    # grad * (exp(x - lse) - onehot(index - offset)): the gradient of lse - pick
-    "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, *, SymInt offset=0) -> Tensor",
+    # the gradient of pick for an x of `size` over the last dim
+    "pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor",
+    # grad * exp(x - lse) - picked * onehot(index - offset): the gradient of lse - pick; picked is grad if not given
+    "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, Tensor? picked=None, *, "
+    "SymInt offset=0) -> Tensor",
     # weight[index - offset], 0 where that is outside of weight
     "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
     # the gradient of embedding for a table of `rows`; indices equal to padding (if >= 0) give none
@@ -153,8 +156,16 @@ def _(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
 
 
 @_meta("cross_entropy_backward")
-def _(grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+def _(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape)
+
+
+@_meta("pick_backward")
+def _(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
+    return grad.new_empty((*index.shape, size))
 
 
 @_meta("embedding")
