@@ -12,8 +12,11 @@ from models import square_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.capture import capture
 from autopar.compiler import compile
 from autopar.errors import CaptureError
+from autopar.passes.rules import TABLE
+from autopar.passes.search.search import build_classes
 from autopar.verification import Report, verify
 
 MESHES = ["dp=2", "dp=3,tp=2", "tp=4"]
@@ -148,6 +151,16 @@ def test_draws_differ_between_ops_steps_and_seeds() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     values = torch.stack(first + other).flatten(1)
     assert values.corrcoef().fill_diagonal_(0).abs().max() < 5 / values.shape[1] ** 0.5
+
+
+def test_layers_that_draw_share_their_decisions() -> None:
+    """The key of a draw tells layers apart, but not how they are split: the search does not grow with depth."""
+    counts = []
+    for layers in (8, 16):
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.RReLU(), nn.Dropout(0.1)) for _ in range(layers)]
+        program = capture(nn.Sequential(*blocks), lambda m, x: m(x).sum(), (torch.randn(4, 16),), {}).program
+        counts.append(len(build_classes(program, TABLE, {}).items))
+    assert counts[0] == counts[1]
 
 
 class Recomputed(Drawing):
