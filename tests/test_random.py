@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -215,6 +217,17 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "too many integers": (lambda x: x * torch.randint(2**40, (32,)), r"randint at test_random.py:.*2\^32 numbers"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(lambda x: x * random.random(), "Python's random module"), (lambda x: x * np.random.rand(), "numpy.random")],
+    ids=["python", "numpy"],
+)
+def test_generators_outside_of_torch_are_refused(draw: Callable[[Tensor], Tensor], name: str) -> None:
+    """What they give would be a constant of the program, without a word."""
+    with pytest.raises(CaptureError, match=f"the model draws numbers from {name} while it runs"):
+        check(Drawing(draw), "dp=2")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,10 +7,13 @@ stays a random op of torch's, which the capture refuses.
 from __future__ import annotations
 
 import math
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +32,24 @@ class Mode(Protocol):
     def captures(self) -> bool: ...
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
+@contextmanager
+def no_foreign_draws() -> Iterator[None]:
+    """Refuse a model that draws by Python's or numpy's global generator: each step would see the same numbers."""
+    before = _foreign_state()
+    yield
+    for name, old, new in zip(("Python's random module", "numpy.random"), before, _foreign_state(), strict=True):
+        if old != new:
+            raise CaptureError(
+                f"the model draws numbers from {name} while it runs. A compiled step would keep those of its capture "
+                f"for ever: draw them outside of the model and pass them in, or use torch.rand (see docs/random.md)."
+            )
+
+
+def _foreign_state() -> tuple[Any, Any]:
+    _, words, position, *_ = np.random.get_state()
+    return random.getstate(), (bytes(words), position)
 
 
 Raised = Callable[..., Any]
