@@ -48,8 +48,8 @@ def no_foreign_draws() -> Iterator[None]:
 
 
 def _foreign_state() -> tuple[Any, Any]:
-    _, words, position, *_ = np.random.get_state()
-    return random.getstate(), (bytes(words), position)
+    state: Any = np.random.get_state()
+    return random.getstate(), (bytes(state[1]), state[2])
 
 
 Raised = Callable[..., Any]
