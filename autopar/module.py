@@ -25,6 +25,7 @@ from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
+from autopar.random_state import RandomState
 from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
 from autopar.runtime.executor import Executable, compile_graph
 from autopar.state_dicts import split_loaded, without_strides
@@ -66,7 +67,7 @@ class ParallelModule(nn.Module):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
         self._loss_fn, self._choices, self._local_batch = loss_fn, choices, batch == "local"
-        self._seed, self._steps, self._lift = seed, 0, lift
+        self._random, self._lift = RandomState(seed), lift
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)
         self._distributor = Distributor(self._mesh, device_mesh)
@@ -89,7 +90,7 @@ class ParallelModule(nn.Module):
         """
         running, leaves, _ = self._prepare(args, kwargs, train=True)
         outputs = self._run(running, leaves)
-        self._steps += 1
+        self._random.steps += 1
         loss: torch.Tensor | None = None
         parameters = self._named()
         for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
@@ -148,6 +149,11 @@ class ParallelModule(nn.Module):
     def original(self) -> nn.Module:
         """The user's module, whose parameters are now DTensors."""
         return self._original[0]
+
+    @property
+    def random_state(self) -> RandomState:
+        """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
+        return self._random
 
     @property
     def compiled(self) -> Compiled | None:
@@ -215,11 +221,15 @@ class ParallelModule(nn.Module):
 
     def _distribute(self, model: nn.Module) -> None:
         """Parameters become DTensors with rank 0's values, whole until the first compilation."""
-        lines = [f"seed={self._seed}", f'batch="{"local" if self._local_batch else "global"}"', str(self._choices)]
+        lines = [
+            f"seed={self._random.seed}",
+            f'batch="{"local" if self._local_batch else "global"}"',
+            str(self._choices),
+        ]
         self._agreement.check("options", lines)
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         self._agreement.check("model", [_describe_state(entry, tensor) for entry, tensor in entries])
-        self._agreement.together("model", lambda: materialize(model, self._device, self._seed))
+        self._agreement.together("model", lambda: materialize(model, self._device, self._random.seed))
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         for entry, tensor in entries:
             value = tensor.detach().to(self._device)
@@ -253,7 +263,7 @@ class ParallelModule(nn.Module):
         key = (train, str(spec), repr(shapes), flags, wanted)
         if key not in self._signatures:
             self._signatures[key] = signature_lines(self.original, train, leaves, spec)
-        self._agreement.check("batch and modes", self._signatures[key])
+        self._agreement.check("batch and modes", [*self._signatures[key], f"random_state {self._random.state_dict()}"])
         if key not in self._running:
             if self._running and any(train == known[0] for known in self._running):
                 _log.warning("new input signature (%s): compiling again", ", ".join(describe(leaves)))
@@ -327,7 +337,7 @@ class ParallelModule(nn.Module):
             elif entry.kind == "constant":
                 found.append(running.constants[entry.name])
             elif entry.kind == "seed":
-                found.append(torch.tensor([self._seed, self._steps], device=self._device))
+                found.append(torch.tensor([self._random.seed, self._random.steps], device=self._device))
             else:
                 leaf = leaves[int(entry.name)].detach()
                 if not self._local_batch:

@@ -18,7 +18,8 @@ from autopar.runtime.contraction import contract
 from autopar.runtime.dropout import dropout
 from autopar.runtime.embedding import embedding, embedding_backward
 from autopar.runtime.indices import checked_index
-from autopar.runtime.losses import cross_entropy_backward, logsumexp, pick
+from autopar.runtime.losses import cross_entropy_backward, logsumexp, pick, pick_backward
+from autopar.runtime.random import random
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "contract": contract,
@@ -27,10 +28,12 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "logsumexp": logsumexp,
     "checked_index": checked_index,
     "pick": pick,
+    "pick_backward": pick_backward,
     "cross_entropy_backward": cross_entropy_backward,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "dropout": dropout,
+    "random": random,
 }
 
 KERNELS: Mapping[Any, Callable[..., Any]] = MappingProxyType({op(name): kernel for name, kernel in _BY_NAME.items()})

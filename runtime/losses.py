@@ -41,25 +41,37 @@ def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tens
     return x.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
 
 
+def pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
+    """grad [...] at column index - offset of zeros [..., size]; nowhere if that is outside."""
+    out = grad.new_zeros((*index.shape, size))
+    if size == 0:
+        return out
+    column, outside = _columns(index, size, offset)
+    return out.scatter_(-1, column.unsqueeze(-1), grad.masked_fill(outside, 0).unsqueeze(-1))
+
+
 def cross_entropy_backward(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
-) -> torch.Tensor:
-    """grad [...] * (exp(x - lse) - onehot(index - offset)) [..., v], in x's dtype."""
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """grad [...] * exp(x - lse) - picked [...] * onehot(index - offset) [..., v], in x's dtype."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _cross_entropy_backward(grad, x, lse, index, out, offset)
+    return _cross_entropy_backward(grad, x, lse, index, picked, out, offset)
 
 
 def cross_entropy_backward_inplace(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0
-) -> torch.Tensor:
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """As above, written over x if x is contiguous: each element is read once, then written."""
     out = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _cross_entropy_backward(grad, x, lse, index, out, offset)
+    return _cross_entropy_backward(grad, x, lse, index, picked, out, offset)
 
 
 def _cross_entropy_backward(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, out: torch.Tensor, offset: int
-) -> torch.Tensor:
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None,
+    out: torch.Tensor, offset: int,
+) -> torch.Tensor:  # fmt: skip
     if x.numel() == 0:
         return out
     wide = _wide(x.dtype)
@@ -69,7 +81,8 @@ def _cross_entropy_backward(
     shift = lse.reshape(-1, 1).to(wide)
     shift = torch.where(shift == -torch.inf, 0, shift)
     column, outside = _columns(index.reshape(-1, 1), x.shape[-1], offset)
-    one_hot = (-scale).masked_fill_(outside, 0).expand_as(column)
+    taken = scale if picked is None else picked.reshape(-1, 1).to(wide)
+    one_hot = (-taken).masked_fill_(outside, 0).expand_as(column)
     for start, stop in _pieces(rows):
         if wide == x.dtype:
             piece = torch.sub(rows[start:stop], shift[start:stop], out=result[start:stop])

@@ -233,7 +233,9 @@ def index_samples() -> Samples:
         "autopar.pick.default": [sample(x, n(12, 4, 6)), sample(r(6), n(6))],
         "autopar.cross_entropy_backward.default": [
             sample(r(4, 6), x, x.logsumexp(-1), n(12, 4, 6)), sample(r(4), r(4, 6), r(4), n(6, 4)),
+            sample(r(4, 6), x, x.logsumexp(-1), n(12, 4, 6), r(4, 6)),
         ],
+        "autopar.pick_backward.default": [sample(r(4, 6), n(12, 4, 6), 12), sample(r(), n(6), 6)],
         "aten.embedding.default": [sample(weight, positions), sample(weight, n(12, 4), 3)],
         "aten.embedding_dense_backward.default": [
             sample(r(4, 6, 12), n(12, 4, 6), 12, padding, scale) for padding in (-1, 0, 7) for scale in (False, True)

@@ -144,6 +144,17 @@ def _view_swapped(call: Call) -> Rule:
                 (*p.call.args[:4], *([list(p.shapes[0])] * 2), [0, 0]), {})),
         ),
         (
+            "autopar.random.default",  # likewise
+            sample(torch.tensor([1, 2]), 3, "normal", [4, 6], torch.float64, [4, 6], [4, 6], [0, 0]),
+            Row(lambda c: instantiate("s -> a b", c, whole={"s"}), shape_arg=3, local=lambda p: (
+                (*p.call.args[:5], *([list(p.shapes[0])] * 2), [0, 0]), {})),
+        ),
+        (
+            "autopar.pick_backward.default",  # the offset is not passed
+            sample(r(4), torch.tensor([1, 2, 11, 5]), 12),
+            Row(lambda c: instantiate("..., ... -> ... v", c), size_arg=(2, "v")),
+        ),
+        (
             "aten.native_layer_norm_backward.default",  # the gradient of the weight is a sum over the batch
             sample(r(4, 6), r(4, 6), [6], r(4, 1), r(4, 1), r(6), None, [True, True, False]),
             Row(lambda c: instantiate("n h, n h, n 1, n 1, h -> n h, h", c, whole={"h"}, partial="max")),

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.capture import functions
 from autopar.capture.location import Locator, is_user_file
 from autopar.capture.normalise import decompositions, functional, normalise
+from autopar.capture.raised_random import no_foreign_draws
 from autopar.capture.raising import Raise
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input, Output, Program
@@ -132,6 +133,7 @@ class _Capture:
             fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
         try:
             with ExitStack() as stack:
+                stack.enter_context(no_foreign_draws())
                 stack.enter_context(self.locator.follow(self.model))
                 traced = make_fx(
                     self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake",

@@ -68,6 +68,84 @@ class CrossEntropy(Function):
         return op("cross_entropy_backward")(grad, x, lse, index), None
 
 
+class SmoothedCrossEntropy(Function):
+    """-sum_c q_c log softmax(x)_c over the last dim, where q = near * onehot(index) + share * w (arXiv 1512.00567).
+
+    w is one if None. All that is summed over the classes is partial if they are split, and one value a row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, w: Tensor | None, near: Tensor | float, share: float) -> Tensor:
+        lse = op("logsumexp")(x)
+        total: Any = x.shape[-1] if w is None else w.sum()
+        if w is None:
+            spread = x.sum(-1, dtype=torch.float32 if x.dtype.itemsize == 2 else None) * share
+        else:
+            names = "abcdefgh"[: x.ndim]
+            spread = op("contract")(x, w * share, f"{names},{names[-1]}->{names[:-1]}")
+        both = near + total * share
+        ctx.save_for_backward(x, lse, index, w, *((near, both) if w is not None else ()))
+        ctx.near, ctx.both, ctx.share = (near, both, share) if w is None else (None, None, share)
+        return (lse * both - (op("pick")(x, index) * near + spread)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, lse, index, w, *scales = ctx.saved_tensors
+        near, both = scales or (ctx.near, ctx.both)
+        grad_x = op("cross_entropy_backward")(grad * both, x, lse, index, grad * near)
+        spread = (grad * ctx.share).unsqueeze(-1)
+        return grad_x - (spread if w is None else spread * w), None, None, None, None
+
+
+class Pick(Function):
+    """x[index] over the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = x.shape[-1]
+        return op("pick")(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (index,) = ctx.saved_tensors
+        return op("pick_backward")(grad, index, ctx.size), None
+
+
+class LogSumExp(Function):
+    """Over the last dim, which may be split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        lse: Tensor = op("logsumexp")(x)
+        ctx.save_for_backward(x, lse)
+        return lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, lse = ctx.saved_tensors
+        return (x - lse.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
+
+
+class LogSoftmax(Function):
+    """x - logsumexp(x) over the last dim, which may be split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x - op("logsumexp")(x).unsqueeze(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        (y,) = ctx.saved_tensors
+        return grad - y.exp() * grad.sum(-1, keepdim=True)
+
+
 class Embedding(Function):
     """weight[index]; the gradient of row `padding` is left out if padding >= 0."""
 

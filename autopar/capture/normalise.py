@@ -115,7 +115,7 @@ class _Normaliser:
             raise CaptureError(
                 f"random op '{target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
                 f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "
-                f"F.dropout and nn.Dropout are supported as they are."
+                f"what is supported is listed in docs/random.md."
             )
         if target is aten.native_batch_norm.default and node.args[5] and node.args[3] is not None:
             # Its schema does not say that it writes the running statistics, so nothing made that functional.

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from autopar.capture.functions import Attention, Contract
 from autopar.capture.raised_products import autocast, linear
+from autopar.capture.raised_random import Mode
 
 Tensor = torch.Tensor
-
-
-class Mode(Protocol):
-    """What is needed of the raising mode."""
-
-    @property
-    def captures(self) -> bool: ...
-    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
 
 
 def attention(

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.capture.functions import BatchNorm, CrossEntropy, Embedding
+from autopar.capture.functions import (
+    BatchNorm,
+    Contract,
+    CrossEntropy,
+    Embedding,
+    LogSoftmax,
+    LogSumExp,
+    Pick,
+    SmoothedCrossEntropy,
+)
 from autopar.ir.ops import op
 
 Tensor = torch.Tensor
@@ -19,37 +28,86 @@ def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    legacy = size_average is not None or reduce is not None
-    if legacy or weight is not None or label_smoothing or target.is_floating_point():
-        return NotImplemented
+    how = _reduction(reduction, size_average, reduce)
     x = input.movedim(1, -1) if input.ndim > 2 else input
     if torch.is_autocast_enabled(x.device.type):
         x = x.float()
-    losses = CrossEntropy.apply(x, op("checked_index")(target, x.shape[-1], ignore_index))
-    return _reduce_valid(losses, target != ignore_index, reduction)
+    if target.is_floating_point():
+        return NotImplemented if ignore_index >= 0 else _of_probabilities(x, target, weight, label_smoothing, how)
+    index = op("checked_index")(target, x.shape[-1], ignore_index)
+    valid = target != ignore_index
+    weight, counts = _counts(weight, index, valid, x.dtype)
+    if label_smoothing:
+        near = 1.0 - label_smoothing if weight is None else counts * (1.0 - label_smoothing)
+        losses = SmoothedCrossEntropy.apply(x, index, weight, near, label_smoothing / x.shape[-1])
+    else:
+        losses = CrossEntropy.apply(x, index)
+        losses = losses if weight is None else losses * counts
+    return _reduce_valid(losses, valid, counts, how)
+
+
+def _of_probabilities(x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, reduction: str) -> Any:
+    """-sum_c q_c log softmax(x)_c, where q are the targets, smoothed and weighted."""
+    q = target.movedim(1, -1) if target.ndim > 2 else target
+    q = (q * (1.0 - smoothing) + smoothing / x.shape[-1] if smoothing else q).to(x.dtype)
+    q = q if weight is None else q * weight.detach()
+    names = "abcdefgh"[: x.ndim]
+    losses = LogSumExp.apply(x) * q.sum(-1) - Contract.apply(x, q, f"{names},{names}->{names[:-1]}")
+    if reduction == "none":
+        return losses
+    return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()
 
 
 def nll_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean",
 ) -> Any:  # fmt: skip
-    if size_average is not None or reduce is not None or weight is not None or input.ndim < 2:
-        return NotImplemented
-    x = input.movedim(1, -1)
+    x = input.movedim(1, -1) if input.ndim > 2 else input
+    index = op("checked_index")(target, x.shape[-1], ignore_index)
     valid = target != ignore_index
-    target = op("checked_index")(target, x.shape[-1], ignore_index)
-    safe = torch.where(valid, target, 0)
-    losses = -x.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-    return _reduce_valid(losses, valid, reduction)
+    weight, counts = _counts(weight, index, valid, x.dtype)
+    losses = -Pick.apply(x, index)
+    losses = losses if weight is None else losses * counts
+    return _reduce_valid(losses, valid, counts, _reduction(reduction, size_average, reduce))
 
 
-def _reduce_valid(losses: Tensor, valid: Tensor, reduction: str) -> Any:
+def log_softmax(input: Tensor, dim: int | None = None, *_: Any, dtype: torch.dtype | None = None) -> Any:
+    """Of short floats torch rounds the result alone, which two ops cannot."""
+    autocast = torch.is_autocast_enabled(input.device.type)
+    wide = dtype or (torch.float32 if autocast and input.dtype != torch.float64 else input.dtype)
+    if dim is None or input.ndim == 0 or wide not in (torch.float32, torch.float64):
+        return NotImplemented
+    return LogSoftmax.apply(input.to(wide).movedim(dim, -1)).movedim(-1, dim)
+
+
+def _counts(weight: Tensor | None, index: Tensor, valid: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+    """The class weights, and what each label counts in a mean: the weight of its class, or one; nothing if ignored."""
+    if weight is None:
+        return None, valid
+    weight = weight.detach().to(dtype)
+    place = torch.where(valid, index, 0)
+    found = weight[place if place.ndim else place.reshape(1)].reshape(index.shape)
+    return weight, torch.where(valid, found, 0.0)
+
+
+def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
+    """What the two arguments of old mean, if one is given."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is not None and not reduce:
+        return "none"
+    return "mean" if size_average is None or size_average else "sum"
+
+
+def _reduce_valid(losses: Tensor, valid: Tensor, counts: Tensor, reduction: str) -> Any:
     """The mean is a sum over a count, so that unevenly spread ignored labels weigh the same on any mesh."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
     losses = torch.where(valid, losses, 0.0)
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / valid.sum().to(total.dtype)
+    return total if reduction == "sum" else total / counts.sum().to(total.dtype)
 
 
 def embedding(

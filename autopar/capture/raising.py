@@ -6,7 +6,7 @@ gradients, or `NotImplemented` to leave the call to torch (right all the same, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from autopar.capture.raised_losses import (
     cross_entropy,
     embedding,
     instance_norm,
+    log_softmax,
     nll_loss,
     with_reduction,
 )
 from autopar.capture.raised_products import addmm, einsum, linear, matmul, rmatmul
+from autopar.capture.raised_random import RANDOM
 from autopar.errors import CaptureError
+from autopar.ir.ops import op
 
 Tensor = torch.Tensor
 
@@ -85,17 +88,27 @@ class Raise(TorchFunctionMode):
         """Dropout of the counter-based generator."""
         if not training or p == 0.0:
             return x
+        result = Dropout.apply(x, self.seed, self._number(), float(p))
+        return x.copy_(result) if inplace else result
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Numbers of the counter-based generator: uniform in [0, 1), standard normal, or exponential of rate 1."""
+        sizes = list(shape)
+        value: Tensor = op("random")(self.seed, self._number(), kind, sizes, dtype, sizes, sizes, [0] * len(sizes))
+        return value
+
+    def _number(self) -> int:
+        """The number of a random op, which is its key."""
         assert self.seed is not None
         number = torch.default_generator.initial_seed() + 1
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
             raise CaptureError(
-                "dropout inside torch.utils.checkpoint(preserve_rng_state=False) would draw another mask when it is "
-                "computed again, and the gradients would be wrong: leave preserve_rng_state at True."
+                "a random op inside torch.utils.checkpoint(preserve_rng_state=False) would draw other numbers when it "
+                "is computed again, and the gradients would be wrong: leave preserve_rng_state at True."
             )
         self.random_ops.add(number)
         torch.default_generator.manual_seed(number)
-        result = Dropout.apply(x, self.seed, number, float(p))
-        return x.copy_(result) if inplace else result
+        return number
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -112,29 +125,11 @@ def _lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any,
     return func, args, {k: dtype if isinstance(v, torch.dtype) and v in _FLOATS else v for k, v in kwargs.items()}
 
 
-def _dropout(mode: Raise, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return mode.dropout(x, p, training, inplace)
-
-
-def _torch_dropout(mode: Raise, x: Tensor, p: float, train: bool) -> Any:
-    return mode.dropout(x, p, train)
-
-
-def _feature_dropout(mode: Raise, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout of whole channels: dims 0 and 1 draw, the rest share."""
-    if not training or p == 0.0 or input.ndim < 3:
-        return NotImplemented if training and p else input
-    keep = mode.dropout(torch.ones_like(input[(slice(None), slice(None)) + (slice(0, 1),) * (input.ndim - 2)]), p)
-    return input.mul_(keep) if inplace else input * keep
-
-
 # Functions that draw random numbers, or may: raised also where the plain module is run for comparison.
 _RANDOM: dict[Any, Callable[..., Any]] = {
-    F.dropout: _dropout,
-    torch.dropout: _torch_dropout,
+    **RANDOM,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head_attention,
-    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _feature_dropout),
 }
 
 
@@ -153,6 +148,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     torch.einsum: einsum,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.batch_norm: batch_norm,

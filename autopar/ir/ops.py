@@ -27,8 +27,11 @@ SEMANTIC = (
     "checked_index(Tensor index, int size, int? ignored) -> Tensor",
     # x[..., index - offset], 0 where that is outside of x
     "pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor",
-    # grad * (exp(x - lse) - onehot(index - offset)): the gradient of lse - pick
-    "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, *, SymInt offset=0) -> Tensor",
+    # the gradient of pick for an x of `size` over the last dim
+    "pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor",
+    # grad * exp(x - lse) - picked * onehot(index - offset): the gradient of lse - pick; picked is grad if not given
+    "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, Tensor? picked=None, *, "
+    "SymInt offset=0) -> Tensor",
     # weight[index - offset], 0 where that is outside of weight
     "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
     # the gradient of table[index] for a table of `rows` of any dims; indices equal to padding (if >= 0) give none
@@ -36,6 +39,9 @@ SEMANTIC = (
     # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
     # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
+    # random numbers of a `shape` and dtype, drawn likewise; kind is uniform, normal or exponential
+    "random(Tensor seed, int key, str kind, int[] shape, ScalarType dtype, int[] whole, int[] local, "
+    "SymInt[] offsets) -> Tensor",
 )
 
 COLLECTIVES = (
@@ -150,8 +156,16 @@ def _(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
 
 
 @_meta("cross_entropy_backward")
-def _(grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+def _(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape)
+
+
+@_meta("pick_backward")
+def _(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
+    return grad.new_empty((*index.shape, size))
 
 
 @_meta("embedding")
@@ -169,3 +183,11 @@ def _(
     x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: list[int], local: list[int], offsets: list[int]
 ) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@_meta("random")
+def _(
+    seed: torch.Tensor, key: int, kind: str, shape: list[int], dtype: torch.dtype, whole: list[int], local: list[int],
+    offsets: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return seed.new_empty(shape, dtype=dtype)

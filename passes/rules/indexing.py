@@ -58,7 +58,13 @@ def _pick(call: Call) -> Rule:
 
 
 def _cross_entropy_backward(call: Call) -> Rule:
+    if len(call.operands) == 5:
+        return instantiate("..., ... v, ..., ..., ... -> ... v", call, indexed={"v"}, linear=({0, 4},))
     return instantiate("..., ... v, ..., ... -> ... v", call, indexed={"v"}, linear=({0},))
+
+
+def _pick_backward(call: Call) -> Rule:
+    return instantiate("..., ... -> ... v", call, indexed={"v"}, linear=({0},))
 
 
 def _index_names(call: Call, first: int) -> tuple[list[int | None], list[Dims], tuple[int, ...], list[str]]:
@@ -196,6 +202,7 @@ ROWS: Mapping[str, Row] = {
     "autopar.embedding_backward.default": Row(_embedding_backward, size_arg=(2, "v0")),
     "autopar.checked_index.default": Row(_checked_index),
     "autopar.pick.default": Row(_pick),
+    "autopar.pick_backward.default": Row(_pick_backward, size_arg=(2, "v")),
     "autopar.cross_entropy_backward.default": Row(_cross_entropy_backward),
     "aten.embedding.default": Row(_aten_embedding),
     "aten.embedding_dense_backward.default": Row(_aten_embedding_backward),

@@ -1,11 +1,12 @@
-"""Random ops. Only autopar.dropout may be split: its mask is drawn per element of the whole tensor."""
+"""Random ops of our own: drawn per element of the whole tensor, so that every dim may be split."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from autopar.passes.rules.build import FIRST, argument, build, named, names_of
-from autopar.passes.rules.rule import Arguments, Call, Pieces, Row, Rule
+from autopar.passes.rules.rule import Arguments, Call, Dims, Pieces, Row, Rule
 
 
 def _dropout(call: Call) -> Rule:
@@ -14,19 +15,34 @@ def _dropout(call: Call) -> Rule:
     return build(call, [dims, seed], [dims], whole=names_of(seed), linear=FIRST)
 
 
-def _dropout_local(pieces: Pieces) -> Arguments:
+def _random(call: Call) -> Rule:
+    seed = named(call.operands[0].shape, "s")
+    return build(call, [seed], [named(call.results[0].shape)], whole=names_of(seed))
+
+
+def _cut(pieces: Pieces, dims: Dims, shape: tuple[int, ...]) -> list[list[Any]]:
     """Every dim as its name is cut: (3:tp) of 24 is read as dims of 3 and 8, of which the piece has 3 and 4."""
-    call = pieces.call
     cuts = [
         cut
-        for dim, size in zip(pieces.rule.operands[0], call.operands[0].shape, strict=True)
+        for dim, size in zip(dims, shape, strict=True)
         for cut in (pieces.reading(dim[0]) if dim else ((size, size, 0),))
     ]
-    whole, local, offsets = ([cut[i] for cut in cuts] for i in range(3))
+    return [[cut[i] for cut in cuts] for i in range(3)]
+
+
+def _dropout_local(pieces: Pieces) -> Arguments:
+    call = pieces.call
     head = tuple(argument(call, i, name) for i, name in enumerate(("x", "seed", "key", "p")))
-    return (*head, whole, local, offsets), {}
+    return (*head, *_cut(pieces, pieces.rule.operands[0], call.operands[0].shape)), {}
+
+
+def _random_local(pieces: Pieces) -> Arguments:
+    call = pieces.call
+    head = tuple(argument(call, i, name) for i, name in enumerate(("seed", "key", "kind", "shape", "dtype")))
+    return (*head, *_cut(pieces, pieces.rule.results[0], call.results[0].shape)), {}
 
 
 ROWS: Mapping[str, Row] = {
-    "autopar.dropout.default": Row(_dropout, pointwise=True, local=_dropout_local),
+    "autopar.dropout.default": Row(_dropout, pointwise=True, local=_dropout_local, free_args=(2,)),
+    "autopar.random.default": Row(_random, shape_arg=3, local=_random_local, free_args=(1,)),
 }

@@ -98,6 +98,7 @@ class Row:
     size_arg: (position, name) of an integer argument that is the size of a name, rewritten to the local size.
     pointwise: the op computes each element on its own (it may be fused).
     local: makes the local arguments where `shape_arg` and `size_arg` are not enough.
+    free_args: the positions of arguments that no rule reads: calls which differ in these alone are split alike.
     """
 
     rule: Callable[[Call], Rule]
@@ -105,6 +106,7 @@ class Row:
     size_arg: tuple[int, str] | None = None
     pointwise: bool = False
     local: Callable[[Pieces], Arguments] | None = None
+    free_args: tuple[int, ...] = ()
 
 
 Table = Mapping[str, Row]

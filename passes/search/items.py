@@ -96,7 +96,7 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
         if entry is not None:
             pin = pins.get(entry.name)
             return entry.kind, record(nodes[i]).types, tuple(sorted(pin.items(), key=str)) if pin else None
-        return _call_key(nodes[i])
+        return _call_key(nodes[i], table)
 
     colours = classify(len(nodes), key, linked)
     members: dict[int, list[int]] = {}
@@ -161,8 +161,13 @@ def _find_gradient_values(classes: Classes) -> None:
             pending += [source for source, _ in classes.items[i].sources]
 
 
-def _call_key(node: fx.Node) -> tuple[object, ...]:
-    args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: "%")
+def _call_key(node: fx.Node, table: Table) -> tuple[object, ...]:
+    """What decides about a call, apart from its operands; a random op's key does not."""
+    row = table.get(str(node.target))
+    read = node.args
+    if row is not None and row.free_args:
+        read = tuple(arg for i, arg in enumerate(node.args) if i not in row.free_args)
+    args = fx.node.map_arg((read, dict(node.kwargs)), lambda _: "%")
     return str(node.target), repr(args), record(node).types
 
 

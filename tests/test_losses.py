@@ -1,0 +1,163 @@
+"""Cross entropy with all its options over a vocabulary that tp splits: its values, and that no logits are moved."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.compiler import compile
+from autopar.verification import verify
+
+MESHES = ["tp=2", "tp=4", "dp=3,tp=2"]
+ROWS, TIME, WIDTH, HIDDEN, CLASSES = 6, 4, 16, 32, 480
+OPTIONS = [
+    {"weighted": w, "label_smoothing": eps, "reduction": how, "ignore_index": ignored}
+    for w, eps, how, ignored in itertools.product((False, True), (0.0, 0.2), ("mean", "sum", "none"), (-100, 3))
+]
+
+
+class Classifier(nn.Module):
+    """Hidden states, then logits whose last dim tp splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, CLASSES, bias=False)
+        self.register_buffer("weight", torch.rand(CLASSES) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.up(x)))
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    target = torch.randint(CLASSES, shape)
+    target.view(-1)[::5] = -100  # on every rank another share
+    target.view(-1)[1] = 3
+    return torch.randn(*shape, WIDTH), target
+
+
+def loss_of(
+    reduction: str, weighted: bool = False, function: Callable[..., Tensor] = F.cross_entropy, **options: Any
+) -> Callable[..., Tensor]:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        ignored = options.get("ignore_index", -100)
+        y = y.masked_fill(y == -100, ignored) if ignored != -100 else y
+        logits = model(x).movedim(-1, 1) if x.ndim > 2 else model(x)
+        weight = model.weight if weighted else None
+        losses = function(logits, y, weight=weight, reduction=reduction, **options)
+        return (losses * torch.arange(losses.numel()).view(losses.shape)).sum() if reduction == "none" else losses
+
+    return loss_fn
+
+
+def check(loss_fn: Callable[..., Tensor], mesh: str, batch: tuple[Tensor, ...]) -> None:
+    torch.manual_seed(2)
+    report = verify(
+        Classifier(), mesh, loss_fn=loss_fn, batch=batch, steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    assert report.ok and report.max_error < 1e-10, f"\n{report}"
+    assert_logits_stay(loss_fn, mesh, batch)
+
+
+def assert_logits_stay(loss_fn: Callable[..., Tensor], mesh: str, batch: tuple[Tensor, ...]) -> None:
+    """The head is split over its classes; nothing is gathered over tp, and the loss reduces one value a row at most."""
+    compiled = compile(Classifier(), mesh, loss_fn=loss_fn, batch=batch)
+    assert str(compiled.layouts["head.weight"]) == "[tp,-]"
+    over_tp = [c for c in compiled.collectives if c.axis == "tp"]
+    assert over_tp and all(c.op == "all_reduce" for c in over_tp)
+    rows = batch[0].numel() // WIDTH // (3 if "dp" in mesh else 1)
+    for c in over_tp:
+        assert c.shape[-1:] == (HIDDEN,) or math.prod(c.shape) <= rows, c  # activations apart from the logits, or less
+
+
+def on_meshes(options: dict[str, Any]) -> list[str]:
+    """All options on one mesh, and a few on the others."""
+    return MESHES if options["reduction"] == "mean" and options["ignore_index"] == 3 else MESHES[-1:]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_cross_entropy_with_all_options(options: dict[str, Any]) -> None:
+    for mesh in on_meshes(options):
+        check(loss_of(**options), mesh, data(ROWS * TIME))
+
+
+@pytest.mark.parametrize("shape", [(ROWS * TIME,), (ROWS, 2, TIME)], ids=["[N,C]", "[N,C,H,W]"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_targets_that_are_probabilities(smoothing: float, weighted: bool, shape: tuple[int, ...]) -> None:
+    x, _ = data(*shape)
+    target = torch.rand(*shape, CLASSES).square().movedim(-1, 1)
+    for reduction, mesh in (("mean", "tp=4"), ("mean", MESHES[-1]), ("sum", MESHES[-1]), ("none", MESHES[-1])):
+        check(loss_of(reduction, weighted, label_smoothing=smoothing), mesh, (x, target))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+@pytest.mark.parametrize("shape", [(ROWS, TIME), (ROWS, 2, TIME)], ids=["[N,C,T]", "[N,C,H,W]"])
+@pytest.mark.parametrize("options", [{}, {"weighted": True, "label_smoothing": 0.1}], ids=["plain", "smoothed"])
+def test_classes_in_the_second_dim(options: dict[str, Any], shape: tuple[int, ...], mesh: str) -> None:
+    for reduction in ("mean", "none"):
+        check(loss_of(reduction, **options), mesh, data(*shape))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_of_log_softmax(weighted: bool, mesh: str) -> None:
+    def nll(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        return F.nll_loss(logits.log_softmax(1), *args, **options)
+
+    for reduction, ignored in itertools.product(("mean", "sum", "none"), (-100, 3)):
+        check(loss_of(reduction, weighted, nll, ignore_index=ignored), mesh, data(ROWS * TIME))
+    check(loss_of("mean", weighted, nll), mesh, data(ROWS, 2, TIME))
+
+
+def test_a_single_row() -> None:
+    """[C] and a label without dims."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        smoothed = F.cross_entropy(logits, y, model.weight, label_smoothing=0.2)
+        return smoothed + F.nll_loss(logits.log_softmax(0), y) + F.cross_entropy(logits, logits.detach().softmax(0))
+
+    x, _ = data(2)
+    report = verify(Classifier(), "tp=4", loss_fn=loss_fn, batch=(x[0], torch.tensor(7)), steps=1)
+    assert report.ok, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("legacy", [{"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}])
+def test_arguments_of_old(legacy: dict[str, bool]) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, model.weight, **legacy).sum()  # type: ignore[arg-type]
+
+    check(loss_fn, "tp=2", data(ROWS * TIME))
+
+
+def test_the_module_of_it() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Classifier()
+            self.loss = nn.CrossEntropyLoss(torch.rand(CLASSES), label_smoothing=0.1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.model(x), y)
+
+    torch.manual_seed(2)
+    for mesh in MESHES:
+        report = verify(Loss(), mesh, batch=data(ROWS * TIME), steps=1)
+        assert report.ok and report.max_error < 1e-10, f"\n{report}"
+
+
+def test_all_labels_ignored_is_nan_or_zero_as_in_torch() -> None:
+    x, y = data(ROWS * TIME)
+    for reduction, weighted in itertools.product(("mean", "sum"), (False, True)):
+        loss_fn = loss_of(reduction, weighted, label_smoothing=0.1)
+        report = verify(Classifier(), "tp=2", loss_fn=loss_fn, batch=(x, torch.full_like(y, -100)), steps=1)
+        assert report.ok, str(report)

@@ -1,0 +1,136 @@
+"""A resumed run draws what the uninterrupted one would have drawn, on the same mesh or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from processes import Ranks, ranks_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import autopar
+from autopar.random_state import RandomState
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+class Noisy(nn.Module):
+    """Dropout, a drop path and Gumbel noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(torch.tanh(self.up(F.dropout(x, 0.1, self.training))), 0.3, self.training)
+        h = h * x.new_empty(x.shape[0], 1).bernoulli_(0.7)
+        return F.gumbel_softmax(self.down(h), tau=2.0)
+
+
+def _made(mesh: str, seed: int = 11) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = autopar.parallelize(Noisy().double(), mesh, loss_fn=models.square_loss, seed=seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(12, n, generator=generator, dtype=torch.float64) for n in (16, 8))
+        losses.append(float(model.forward_backward(x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _straight(rank: int, mesh: str) -> list[float]:
+    return _steps(*_made(mesh), 0, 4)
+
+
+def _save(rank: int, mesh: str, folder: str) -> list[float]:
+    """Two steps, then a sharded checkpoint."""
+    model, optimizer = _made(mesh)
+    losses = _steps(model, optimizer, 0, 2)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "random": model.random_state,
+    }
+    dcp.save(state, checkpoint_id=f"{folder}/sharded")
+    return losses
+
+
+def _resume(rank: int, mesh: str, folder: str) -> list[float]:
+    """A new module with another seed, in another process group."""
+    model, optimizer = _made(mesh, seed=5)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "random": model.random_state,
+    }
+    dcp.load(state, checkpoint_id=f"{folder}/sharded")
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert (model.random_state.seed, model.random_state.steps) == (11, 2)
+    return _steps(model, optimizer, 2, 4)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
+def test_two_steps_and_two_more_are_four(four: Ranks, tmp_path: Path, mesh: str) -> None:
+    straight = _straight(0, "dp=1")
+    dist.destroy_process_group()
+    assert len(set(straight)) == 4
+    for losses in four.run(_straight, "dp=2,tp=2"):
+        assert losses == pytest.approx(straight, rel=1e-10)
+    saved = four.run(_save, "dp=2,tp=2", str(tmp_path))
+    for before, after in zip(saved, four.run(_resume, mesh, str(tmp_path)), strict=True):
+        assert [*before, *after] == pytest.approx(straight, rel=1e-10)
+    alone = _resume(0, "dp=1", str(tmp_path))
+    dist.destroy_process_group()
+    assert alone == pytest.approx(straight[2:], rel=1e-10)
+
+
+def _forget(rank: int) -> None:
+    model, optimizer = _made("dp=2,tp=2")
+    if rank != 2:
+        model.random_state.load_state_dict({"seed": 11, "steps": 2})
+    _steps(model, optimizer, 2, 3)
+
+
+def test_a_rank_that_did_not_load_is_named(four: Ranks) -> None:
+    for outcome in four.attempt(_forget):
+        assert outcome.error is not None and "rank 2 has 'random_state {'seed': 11, 'steps': 0}'" in outcome.error
+
+
+def test_the_state_by_hand(tmp_path: Path) -> None:
+    """torch.save instead of torch.distributed.checkpoint; the names of the weights stay the plain module's."""
+    model, optimizer = _made("dp=1")
+    _steps(model, optimizer, 0, 2)
+    torch.save({"model": model.full_state_dict(), "random": model.random_state.state_dict()}, tmp_path / "a.pt")
+    x, y = torch.randn(12, 16).double(), torch.randn(12, 8).double()
+    want = float(model.forward_backward(x, y))
+    dist.destroy_process_group()
+    given = torch.load(tmp_path / "a.pt", weights_only=True)
+    Noisy().load_state_dict(given["model"])
+    again, _ = _made("dp=1", seed=0)
+    again.load_state_dict(given["model"])
+    other = float(again.forward_backward(x, y))
+    again.random_state.load_state_dict(given["random"])
+    assert float(again.forward_backward(x, y)) == pytest.approx(want, rel=1e-12) != other
+    assert again.random_state == RandomState(11, 3)
+    dist.destroy_process_group()
