@@ -35,6 +35,10 @@ class ArtifactError(AutoparError):
     """A directory that is not a saved program, or not an intact one."""
 
 
+class RuleError(AutoparError):
+    """A rule that does not read, does not fit its op, or does not hold."""
+
+
 class TargetError(AutoparError):
     """A command line TARGET that does not name a function returning an `autopar.Job`."""
 
