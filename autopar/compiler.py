@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
+from autopar.own_ops import OWN_OPS
 from autopar.passes import run_passes
 from autopar.settings import Settings
 
@@ -39,7 +40,8 @@ def compile(
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`.
 
-    Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled.
+    Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled; RuleError for an op of your
+    own that is called as none of its registered patterns says.
     """
     check_model(model)
     parsed = mesh_of(mesh)
@@ -59,7 +61,7 @@ def lower(captured: Captured, mesh: Mesh, shard: Shard | None, settings: Setting
     """Take a captured program through the passes."""
     check_batch(captured.program, mesh)
     plan = Plan(mesh, parse_shard(shard, captured.program, mesh))
-    compiled = Compiled(plan, run_passes(captured.program, plan))
+    compiled = Compiled(plan, run_passes(captured.program, plan, OWN_OPS.table()))
     directory = (settings or Settings.read()).dump
     if directory is not None:
         dump(compiled, directory)
