@@ -26,6 +26,7 @@ from autopar.rule_check import (
     check_split,
     cut,
     gradients_of,
+    make_call,
     make_trial,
     pair_up,
     splits_of,
@@ -125,6 +126,13 @@ def _trial(own: OwnRule, op: Op, pattern: Pattern, examples: Examples, number: i
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise RuleError(f"{what} gives other results when it runs again: its pieces cannot be compared.")
     _check_fake(own, op, args, kwargs, first)
+    call, _, results = make_call(signature.op, op, args, kwargs)
+    rule, misfits = own.fit(call)
+    if rule is None:
+        shapes = listed([list(t.shape) for t in results])
+        raise RuleError(
+            f"{what} gives results of shapes {shapes}, which are not those of its pattern:\n  {misfits[-1]}"
+        )
     return make_trial(signature.op, op, args, kwargs, {signature.op: own.row()})
 
 

@@ -79,6 +79,8 @@ def register_rule(
     values, or what is wrong with the pattern. The same rule may be registered again, another one not.
     """
     found, signature = find_op(op)
+    if not isinstance(pattern, (str, list, tuple)):
+        raise RuleError(f'a pattern is a string such as "b s h, h -> b s h", or several of them, not {pattern!r}.')
     own = _own_rule(signature, pattern, linear, whole, partial, flops, size_args or {})
     examples = Examples(dict(sizes or {}), dict(args or {}), device)
     _raise(own.signature, list(examples.faults(own)))

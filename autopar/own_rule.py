@@ -33,6 +33,10 @@ class Pattern:
     operands: tuple[str, ...]
     results: str
 
+    def present(self, signature: Signature) -> list[str]:
+        """The tensor arguments that are not None."""
+        return [name for name, text in zip(signature.tensors, self.operands, strict=True) if text != ABSENT]
+
     def dims(self) -> tuple[Dims, ...]:
         """The parsed dims of the operands that are there, then of the results."""
         spec = parse(_spec(self))
@@ -60,29 +64,40 @@ class OwnRule:
 
     def rule(self, call: Call) -> Rule:
         """The rule of one call, by the first pattern that fits; raises RuleError if none does."""
-        given = self.signature.bound(call.args, call.kwargs)
-        present = [name for name, value in given.items() if name in self.signature.tensors and value is not None]
-        faults = []
-        for pattern in self.patterns:
-            texts = dict(zip(self.signature.tensors, pattern.operands, strict=True))
-            there = [name for name, text in texts.items() if text != ABSENT]
-            if sorted(there) != sorted(present):
-                faults.append(f'  "{pattern.text}" is for calls with {listed(there)}')
-                continue
-            try:
-                return self._instantiated(pattern, present, texts, call, given)
-            except RuleError as error:
-                faults.append(f"  {str(error).removeprefix(f'{call.op}: ')}")
+        found, faults = self.fit(call)
+        if found is not None:
+            return found
         shapes = [list(type_.shape) for type_ in call.operands]
         raise RuleError(
-            f"'{self.signature.name}' is called with {listed(present)} of shapes {listed(shapes)}, "
-            f"which fits no pattern of its rule:\n" + "\n".join(faults) + "\n"
+            f"'{self.signature.name}' is called with {listed(self._present(call))} of shapes {listed(shapes)}, "
+            f"which fits no pattern of its rule:\n  " + "\n  ".join(faults) + "\n"
             "Register the patterns of all calls: register_rule(op, [pattern, pattern])."
         )
 
-    def _instantiated(
-        self, pattern: Pattern, present: list[str], texts: Mapping[str, str], call: Call, given: Mapping[str, Any]
-    ) -> Rule:
+    def fit(self, call: Call) -> tuple[Rule | None, list[str]]:
+        """The rule of one call, by the first pattern that fits, and why those before it do not."""
+        present = self._present(call)
+        faults = []
+        for pattern in self.patterns:
+            there = pattern.present(self.signature)
+            if sorted(there) != sorted(present):
+                faults.append(f"'{pattern.text}' is for calls with {listed(there)}")
+                continue
+            try:
+                return self._instantiated(pattern, call), faults
+            except RuleError as error:
+                faults.append(str(error).removeprefix(f"{call.op}: "))
+        return None, faults
+
+    def _present(self, call: Call) -> list[str]:
+        """The tensor arguments that a call has, in its order."""
+        given = self.signature.bound(call.args, call.kwargs)
+        return [name for name, value in given.items() if name in self.signature.tensors and value is not None]
+
+    def _instantiated(self, pattern: Pattern, call: Call) -> Rule:
+        present = self._present(call)
+        given = self.signature.bound(call.args, call.kwargs)
+        texts = dict(zip(self.signature.tensors, pattern.operands, strict=True))
         spec = f"{', '.join(texts[name] for name in present)} -> {pattern.results}"
         known = set(pattern.names())
         sizes = {name: self._argument(argument, given) for name, argument in self.size_args if name in known}
@@ -148,7 +163,7 @@ def parse_pattern(text: object, signature: Signature, whole: frozenset[str] = fr
         raise RuleError(f'a pattern is a string such as "b s h, h -> b s h", not {text!r}')
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
-        raise RuleError(f"\"{text}\" has {'no' if not arrow else 'more than one'} '->'")
+        raise RuleError(f"\"{text}\": it has {'no' if not arrow else 'more than one'} '->'")
     operands = tuple(part.strip() for part in left.split(",")) if left.strip() else ()
     pattern = Pattern(text, operands, right.strip())
     faults = list(_counts(pattern, signature))

@@ -1,0 +1,93 @@
+"""Ops of a user's own, for the tests of their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def define(name: str, function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    """An op `own_tests::name`; the fake kernel is the function itself if no other is given."""
+    made = torch.library.custom_op(f"own_tests::{name}", function, mutates_args=())
+    made.register_fake(fake or function)
+    return made
+
+
+def scale_(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def project_(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("...i,oi->...o", x, w).contiguous()
+
+
+def project_weight_(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("...o,...i->oi", grad, x).contiguous()
+
+
+def reversed_heads_(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).flip(-1).flatten(-2)
+
+
+def normalised_(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True)
+
+
+def lookup_(table: Tensor, index: Tensor) -> Tensor:
+    return table[index]
+
+
+def biased_(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.clone() if bias is None else x + bias
+
+
+def halves_(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.sum(0), x.amax(0)
+
+
+def averaged_(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def largest_(x: Tensor, k: int) -> Tensor:
+    return x.topk(k).values
+
+
+scale = define("scale", scale_)
+scale.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+project = define("project", project_)
+project_weight = define("project_weight", project_weight_)
+project.register_autograd(
+    lambda ctx, g: (project(g, ctx.saved_tensors[1].t()), project_weight(g, ctx.saved_tensors[0])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+reversed_heads = define("reversed_heads", reversed_heads_)
+reversed_heads.register_autograd(
+    lambda ctx, g: (reversed_heads(g, ctx.heads), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "heads", inputs[1]),
+)
+normalised = define("normalised", normalised_)
+lookup = define("lookup", lookup_)
+biased = define("biased", biased_)
+halves = define("halves", halves_)
+largest = define("largest", largest_)
+averaged = define("averaged", averaged_)  # its gradient is divided by the rows, of which a piece has fewer
+averaged.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1] / len(g), (g * ctx.saved_tensors[0]).sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+LIBRARY = torch.library.Library("own_tests", "FRAGMENT")
+LIBRARY.define("write_(Tensor(a!) x) -> Tensor(a!)")
+LIBRARY.define("stacked(Tensor[] xs) -> Tensor")
+LIBRARY.define("counted(Tensor x) -> int")
+LIBRARY.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.define("faceless(Tensor x) -> Tensor")
+LIBRARY.impl("faceless", torch.sin, "CPU")
+LIBRARY.define("lonely(Tensor x) -> Tensor")
