@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
-from autopar.own_ops import OWN_OPS
+from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import run_passes
 from autopar.settings import Settings
 
@@ -61,7 +61,7 @@ def lower(captured: Captured, mesh: Mesh, shard: Shard | None, settings: Setting
     """Take a captured program through the passes."""
     check_batch(captured.program, mesh)
     plan = Plan(mesh, parse_shard(shard, captured.program, mesh))
-    compiled = Compiled(plan, run_passes(captured.program, plan, OWN_OPS.table()))
+    compiled = Compiled(plan, run_passes(check_calls(captured.program), plan, OWN_OPS.table()))
     directory = (settings or Settings.read()).dump
     if directory is not None:
         dump(compiled, directory)

@@ -36,7 +36,11 @@ class ArtifactError(AutoparError):
 
 
 class RuleError(AutoparError):
-    """A rule that does not read, does not fit its op, or does not hold."""
+    """A rule of an op that does not read, or does not fit the op."""
+
+
+class WrongRule(RuleError):
+    """A rule that was tried and does not hold."""
 
 
 class TargetError(AutoparError):

@@ -6,12 +6,12 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autopar.errors import RuleError
+from autopar.errors import RuleError, WrongRule
 from autopar.own_rule import ABSENT, OwnRule, Pattern
 from autopar.own_signature import listed
 from autopar.passes.rules.notation import BATCH
@@ -20,7 +20,6 @@ from autopar.rule_check import (
     Split,
     Tensors,
     Trial,
-    WrongRule,
     check_gradients,
     check_linear,
     check_split,
@@ -71,7 +70,10 @@ class Examples:
 
 
 def check_rule(own: OwnRule, op: Op, examples: Examples) -> bool:
-    """Check every pattern; True if the gradients were checked too. Raises RuleError with all that does not hold."""
+    """Check every pattern; True if the gradients were checked too.
+
+    Raises WrongRule with all that does not hold, RuleError if the op cannot be run on the examples.
+    """
     faults: dict[str, str] = {}
     gradients = []
     with torch.random.fork_rng(devices=[]):
@@ -84,7 +86,7 @@ def check_rule(own: OwnRule, op: Op, examples: Examples) -> bool:
                 faults = {**found, **faults}
                 gradients.append(with_gradients)
             if faults:
-                raise RuleError(_message(own, pattern, faults))
+                raise WrongRule(_message(own, pattern, faults))
     return all(gradients)
 
 
@@ -126,9 +128,10 @@ def _trial(own: OwnRule, op: Op, pattern: Pattern, examples: Examples, number: i
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise RuleError(f"{what} gives other results when it runs again: its pieces cannot be compared.")
     _check_fake(own, op, args, kwargs, first)
+    own = replace(own, patterns=(pattern,))
     call, _, results = make_call(signature.op, op, args, kwargs)
-    rule, misfits = own.fit(call)
-    if rule is None:
+    found, misfits = own.fit(call)
+    if found is None:
         shapes = listed([list(t.shape) for t in results])
         raise RuleError(
             f"{what} gives results of shapes {shapes}, which are not those of its pattern:\n  {misfits[-1]}"

@@ -8,15 +8,18 @@ the ops that a saved program may name) read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from autopar.errors import RuleError
-from autopar.own_check import Examples, check_rule
+from torch import fx
+
+from autopar.errors import RuleError, WrongRule
+from autopar.ir.program import Program, record
+from autopar.own_check import Examples, Op, check_rule
 from autopar.own_rule import KINDS, OwnRule, Pattern, evaluate, parse_pattern
 from autopar.own_signature import Signature, find_op, listed
-from autopar.passes.rules import TABLE, Table
+from autopar.passes.rules import TABLE, Table, call_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Registered:
     """A rule that was checked and is in use. gradients: False for an op without an autograd formula."""
 
     rule: OwnRule
+    op: Op
+    examples: Examples
     gradients: bool
 
     def __str__(self) -> str:
@@ -37,6 +42,7 @@ class OwnOps:
     """Rules by the name that graphs have for the op, e.g. "mylib.norm.default"."""
 
     rules: dict[str, Registered] = field(default_factory=dict)
+    checked: set[tuple[str, str]] = field(default_factory=set)  # (op, values of arguments) besides the examples
 
     def table(self) -> Table:
         """The rules of autopar and these."""
@@ -75,8 +81,8 @@ def register_rule(
     sizes, args, device: what the check runs on: sizes of names; values of other arguments, and for tensors a dtype
       (else float64) or a function of the shape.
 
-    The op is run on small random operands, whole and in pieces. RuleError says which name is not splittable, with both
-    values, or what is wrong with the pattern. The same rule may be registered again, another one not.
+    The op is run on small random operands, whole and in pieces. WrongRule says which name is not splittable, with both
+    values; RuleError, what is wrong with the pattern. The same rule may be registered again, another one not.
     """
     found, signature = find_op(op)
     if not isinstance(pattern, (str, list, tuple)):
@@ -90,8 +96,48 @@ def register_rule(
             old, new = _said(known.rule), _said(own)
             raise RuleError(f"{op} has another rule already: {old}; now {new}. An op has one rule in a process.")
         return known
-    registry.rules[signature.op] = Registered(own, check_rule(own, found, examples))
+    registry.rules[signature.op] = Registered(own, found, examples, check_rule(own, found, examples))
     return registry.rules[signature.op]
+
+
+def check_calls(program: Program, registry: OwnOps = OWN_OPS) -> Program:
+    """Check the rules of a captured program's own ops for the values that its calls have in integers, flags and words.
+
+    A rule that holds for one `dim` need not hold for another. Raises RuleError with the line of the call. Values with
+    which the op cannot be run on small operands become a note. (Numbers such as an eps are not looked at.)
+    """
+    notes = []
+    for node in program.calls():
+        known = registry.rules.get(str(node.target))
+        values = {} if known is None else _values(known, node)
+        key = (str(node.target), repr(values))
+        if known is None or not values or key in registry.checked:
+            continue
+        found, _ = known.rule.fit(call_of(node))
+        if found is None:
+            continue  # the search says so
+        said = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        examples = replace(known.examples, args={**known.examples.args, **values})
+        try:
+            check_rule(replace(known.rule, patterns=(found[0],)), known.op, examples)
+        except WrongRule as error:
+            raise WrongRule(f"With {said}, as at {record(node).source}: {error}") from None
+        except RuleError as error:
+            notes.append(f"the rule of {known.rule.signature.name} is not checked for {said}: {error}".split("\n")[0])
+        registry.checked.add(key)
+    return program.with_(notes=(*program.notes, *notes))
+
+
+def _values(known: Registered, node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call that may change what the op does, where they are not those of the examples."""
+    signature, found = known.rule.signature, {}
+    sizes = {argument for _, argument in known.rule.size_args}
+    for name, value in signature.bound(node.args, node.kwargs).items():
+        example = known.examples.args.get(name, signature.defaults.get(name))
+        plain = isinstance(value, (bool, int, str, list, tuple)) and not isinstance(example, float)
+        if plain and name in signature.others and name not in sizes and value != example:
+            found[name] = value
+    return found
 
 
 def _said(own: OwnRule) -> str:

@@ -66,7 +66,7 @@ class OwnRule:
         """The rule of one call, by the first pattern that fits; raises RuleError if none does."""
         found, faults = self.fit(call)
         if found is not None:
-            return found
+            return found[1]
         shapes = [list(type_.shape) for type_ in call.operands]
         raise RuleError(
             f"'{self.signature.name}' is called with {listed(self._present(call))} of shapes {listed(shapes)}, "
@@ -74,8 +74,8 @@ class OwnRule:
             "Register the patterns of all calls: register_rule(op, [pattern, pattern])."
         )
 
-    def fit(self, call: Call) -> tuple[Rule | None, list[str]]:
-        """The rule of one call, by the first pattern that fits, and why those before it do not."""
+    def fit(self, call: Call) -> tuple[tuple[Pattern, Rule] | None, list[str]]:
+        """The first pattern that fits a call, with the rule that it makes, and why those before it do not."""
         present = self._present(call)
         faults = []
         for pattern in self.patterns:
@@ -84,7 +84,7 @@ class OwnRule:
                 faults.append(f"'{pattern.text}' is for calls with {listed(there)}")
                 continue
             try:
-                return self._instantiated(pattern, call), faults
+                return (pattern, self._instantiated(pattern, call)), faults
             except RuleError as error:
                 faults.append(str(error).removeprefix(f"{call.op}: "))
         return None, faults

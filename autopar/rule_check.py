@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.errors import RuleError
+from autopar.errors import WrongRule
 from autopar.ir.layout import Factor, Layout, combine, local_part, local_shape, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import TensorType
@@ -23,10 +23,6 @@ from autopar.passes.rules.rule import Arguments, Call, Dims, Reading, Row, Rule,
 Tensors = list[torch.Tensor]
 Split = tuple[str, int, int]  # (name, pieces, outer)
 Cuts = dict[str, list[tuple[str, int, int]]]  # name -> (axis, pieces, outer)
-
-
-class WrongRule(RuleError):
-    """A rule that does not hold for one call; says in which split, with both values."""
 
 
 @dataclass(frozen=True, slots=True)

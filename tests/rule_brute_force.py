@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import autopar.runtime.kernels  # noqa: F401  (registers the kernels of the semantic ops)
+from autopar.errors import WrongRule
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Row
 from autopar.rule_check import (
     Split,
     Tensors,
-    WrongRule,
     check_linear,
     check_split,
     make_trial,

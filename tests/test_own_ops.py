@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_ops import biased, lookup, project, reversed_heads, scale
+from own_ops import biased, define, largest, lookup, project, reversed_heads, scale
+from processes import ranks_of
 from refusals import refused
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import ArtifactError, RuleError
+from autopar.errors import ArtifactError, RuleError, WrongRule
 from autopar.ir.program import record
 from autopar.own_ops import OWN_OPS, OwnOps, register_rule
 
@@ -24,6 +26,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def own(monkeypatch: pytest.MonkeyPatch) -> OwnOps:
     """The registry of the process, empty for the time of a test."""
     monkeypatch.setattr(OWN_OPS, "rules", {})
+    monkeypatch.setattr(OWN_OPS, "checked", set())
     return OWN_OPS
 
 
@@ -83,7 +86,7 @@ def test_wrong_rules_are_refused_for_the_right_name(
     name: str, pattern: Any, options: dict[str, Any], message: str
 ) -> None:
     registry = OwnOps()
-    with pytest.raises(RuleError, match=message) as found:
+    with pytest.raises(WrongRule, match=message) as found:
         register_rule(f"own_tests::{name}", pattern, **options, registry=registry)
     text = str(found.value)
     assert text.startswith(f"the rule of own_tests::{name}, ")
@@ -108,7 +111,7 @@ def test_the_two_values_are_those_of_the_op() -> None:
         f"  'h' is not splittable: 'h' (size 4) in 2 pieces: result 0 at [0, 0]: {values}\n"
         "If the pattern is right, these must stay whole: whole=('h',)."
     )
-    refused(RuleError, expected, lambda: rule("normalised", "b h -> b h", **options))
+    refused(WrongRule, expected, lambda: rule("normalised", "b h -> b h", **options))
 
 
 def rule(name: str, pattern: Any, **options: Any) -> object:
@@ -229,6 +232,103 @@ def test_a_call_that_fits_no_pattern_is_an_error(own: OwnOps) -> None:
         "Register the patterns of all calls: register_rule(op, [pattern, pattern]).\n"
         f"The call is at {Path(__file__).name}:{line}."
     )
+
+
+def shifted_(x: Tensor, dim: int) -> Tensor:
+    return x.roll(1, dim)
+
+
+shifted = define("shifted", shifted_)
+shifted.register_autograd(
+    lambda ctx, g: (shifted(g.flip(ctx.dim), ctx.dim).flip(ctx.dim), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dim", inputs[1]),
+)
+
+
+class Shifting(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(shifted(self.up(x), self.dim))
+
+
+def test_a_rule_is_checked_for_the_arguments_of_each_call(own: OwnOps) -> None:
+    """The rule is for the last dim, whatever the op is told: with another it would be silently wrong."""
+    autopar.register_rule("own_tests::shifted", "b s h -> b s h", whole="h", args={"dim": -1})
+    assert autopar.compile(Shifting(2), "dp=2", loss_fn=loss_fn, batch=batch()).notes == ()
+    assert own.checked == {("own_tests.shifted.default", "{'dim': 2}")}
+    with pytest.raises(
+        RuleError, match=r"^With dim=1, as at test_own_ops.py:\d+: the rule of own_tests::shifted, "
+    ) as found:
+        autopar.compile(Shifting(1), "dp=2", loss_fn=loss_fn, batch=batch())
+    assert "\n  's' is not splittable: 's' (size 6) in 2 pieces: result 0 at [0, 0, 0]: " in str(found.value)
+
+
+def test_arguments_that_cannot_be_checked_are_noted(own: OwnOps) -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x + largest(x.repeat(1, 8).detach(), 20)[:, :4])
+
+    autopar.register_rule("own_tests::largest", *RIGHT["largest"][:1], **RIGHT["largest"][1])
+    data = (torch.randn(4, 4), torch.randn(4, 4))
+    (note,) = autopar.compile(Narrow(), "dp=2", loss_fn=loss_fn, batch=data).notes
+    assert note.startswith(
+        "the rule of own_tests::largest is not checked for k=20: own_tests::largest on operands of shapes"
+    )
+    assert autopar.verify(Narrow(), "dp=2", loss_fn=loss_fn, batch=data).ok
+
+
+def test_every_pattern_is_checked_by_itself() -> None:
+    """The second is hidden behind the first wherever that fits; it is checked all the same."""
+    options = RIGHT["largest"][1]
+    with pytest.raises(
+        WrongRule, match=r'the rule of own_tests::largest, "h b -> h k", does not hold:\n  .b. is not spl'
+    ):
+        register_rule("own_tests::largest", ["b h -> b k", "h b -> h k"], **options, registry=OwnOps())
+
+
+def _train(rank: int, registered: tuple[str, ...]) -> list[str]:
+    register(*registered)
+    torch.manual_seed(1)
+    plain = Net()
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=2,tp=2", loss_fn=loss_fn)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+    for _ in range(3):
+        x, y = batch()
+        expected = loss_fn(plain, x, y)
+        expected.backward()
+        torch.testing.assert_close(model.forward_backward(x, y), expected.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], msg=name)
+    return [str(parameter.placements) for parameter in model.parameters()]
+
+
+@pytest.mark.gloo
+def test_training_over_gloo_equals_the_plain_loop() -> None:
+    with ranks_of(4) as ranks:
+        placements = ranks.run(_train, ALL)[0]
+        assert placements[0] == "(Replicate(), Shard(dim=0))", "up is split over tp by a product of the user's own"
+
+
+def _train_unlike(rank: int) -> None:
+    _train(rank, ALL if rank else ALL[1:])
+
+
+@pytest.mark.gloo
+def test_ranks_with_other_rules_are_an_error() -> None:
+    with ranks_of(4) as ranks:
+        outcomes = ranks.attempt(_train_unlike)
+        assert all(one.error and one.error.startswith("RankError: ranks disagree on the program:") for one in outcomes)
 
 
 def test_a_saved_program_loads_where_its_ops_are_registered(
