@@ -94,6 +94,8 @@ def _signature(name: str, found: Any) -> Signature:
         raise RuleError(
             f"'{name}' takes a list of tensors in '{lists[0]}', which no pattern can name: pass them one by one."
         )
+    if not any(type_ in (_TENSOR, _OPTIONAL) for type_ in types.values()):
+        raise RuleError(f"'{name}' takes no tensor, so there is nothing to split: every rank makes its results whole.")
     if strange or not schema.returns:
         raise RuleError(f"'{name}' returns {', '.join(strange) or 'nothing'}; a rule is about ops that return tensors.")
     return Signature(

@@ -77,6 +77,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("largest", "b h -> b k", {"whole": "k", "args": {"k": 5}},
      "'h' is not splittable: .*it raised RuntimeError: selected index k"),
     ("project", "b i, o i -> b o", {"sizes": {"i": 7}}, "'i' is not checked: its size 7 can be cut in neither 2 nor 3"),
+    ("project", "b i, o i -> b o", {"sizes": {"o": 1}}, "'o' is not checked: its size 1 can be cut in neither 2 nor 3"),
     ("normalised", "b ... -> b ...", {}, r"'\.\.\.' is not splittable: 'b0'"),
 ]  # fmt: skip
 
@@ -94,8 +95,8 @@ def test_wrong_rules_are_refused_for_the_right_name(
     bad = re.findall(r"^  '([\w.]+)' is not splittable", text, re.MULTILINE)
     assert len(bad) <= 1, text
     if bad:
-        marks = ", ".join(repr(mark) for mark in sorted({*_several(options.get("whole", ())), *bad}))
-        assert text.endswith(f"If the pattern is right, these must stay whole: whole=({marks},).")
+        marks = tuple(sorted({*_several(options.get("whole", ())), *bad}))
+        assert text.endswith(f"If the pattern is right, these must stay whole: whole={marks}.")
 
 
 def _several(items: Any) -> tuple[str, ...]:
@@ -179,6 +180,7 @@ def test_a_model_of_own_ops_is_split_and_right(own: OwnOps) -> None:
     assert layouts(compiled, "reversed_heads") == ["[dp,-,tp]"] * 2
     heads = [n.args[1] for n in compiled.program.calls() if str(n.target) == "own_tests.reversed_heads.default"]
     assert heads == [2, 2], "each rank has half of the 4 heads"
+    assert "autopar.coord" not in compiled.text(), "the number of heads needs no coordinate"
     activations = [c for c in compiled.collectives if c.axis == "tp"]
     assert [c.op for c in activations] == ["all_reduce"], "one sum, of the row-parallel product"
     for mesh in ("dp=2,tp=2", "dp=3", "tp=4"):

@@ -35,6 +35,7 @@ OPS = {
     "write_": "'own_tests::write_' writes to its arguments or returns views of them",
     "stacked": "'own_tests::stacked' takes a list of tensors in 'xs', which no pattern can name: pass them one by one.",
     "counted": "'own_tests::counted' returns int; a rule is about ops that return tensors.",
+    "made": "'own_tests::made' takes no tensor, so there is nothing to split: every rank makes its results whole.",
     "noise": "'own_tests::noise' draws random numbers, which pieces on other ranks would draw otherwise.",
     "faceless": "own_tests::faceless has no fake kernel that runs: UnsupportedOperatorException",
     "lonely": "own_tests::lonely on operands of shapes [12] raised NotImplementedError",
@@ -116,6 +117,18 @@ OPTIONS: list[tuple[str, Any, str]] = [
 def test_options(option: str, value: Any, message: str) -> None:
     text = refusal("scale", "b h, h -> b h", **{option: value})
     assert f"cannot be read:\n  {message}" in text, text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_here() -> None:
+    text = refusal("scale", "b h, h -> b h", device="cuda")
+    assert text.startswith("device='cuda' is not here: ")
+
+
+def test_an_op_without_an_autograd_kernel_is_checked_forward_only(recwarn: pytest.WarningsRecorder) -> None:
+    torch.library.register_fake("own_tests::plain", torch.empty_like)
+    assert str(rule("plain", "b h -> b h")).endswith("results (it has no autograd formula) checked")
+    assert not recwarn.list
 
 
 def test_examples() -> None:
