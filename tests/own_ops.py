@@ -56,17 +56,31 @@ def largest_(x: Tensor, k: int) -> Tensor:
     return x.topk(k).values
 
 
+def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def scale_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors  # once: a checkpoint gives them once
+    return grad * w, (grad * x).flatten(0, -2).sum(0)
+
+
+def project_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return project(grad, w.t()), project_weight(grad, x)
+
+
+def averaged_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Divided by the rows, of which a piece has fewer: not the gradient, and not one that can be split over rows."""
+    x, w = ctx.saved_tensors
+    return grad * w / len(grad), (grad * x).sum(0)
+
+
 scale = define("scale", scale_)
-scale.register_autograd(
-    lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+scale.register_autograd(scale_backward, setup_context=keep)
 project = define("project", project_)
 project_weight = define("project_weight", project_weight_)
-project.register_autograd(
-    lambda ctx, g: (project(g, ctx.saved_tensors[1].t()), project_weight(g, ctx.saved_tensors[0])),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+project.register_autograd(project_backward, setup_context=keep)
 reversed_heads = define("reversed_heads", reversed_heads_)
 reversed_heads.register_autograd(
     lambda ctx, g: (reversed_heads(g, ctx.heads), None),
@@ -77,11 +91,8 @@ lookup = define("lookup", lookup_)
 biased = define("biased", biased_)
 halves = define("halves", halves_)
 largest = define("largest", largest_)
-averaged = define("averaged", averaged_)  # its gradient is divided by the rows, of which a piece has fewer
-averaged.register_autograd(
-    lambda ctx, g: (g * ctx.saved_tensors[1] / len(g), (g * ctx.saved_tensors[0]).sum(0)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+averaged = define("averaged", averaged_)
+averaged.register_autograd(averaged_backward, setup_context=keep)
 
 LIBRARY = torch.library.Library("own_tests", "FRAGMENT")
 LIBRARY.define("write_(Tensor(a!) x) -> Tensor(a!)")

@@ -13,6 +13,7 @@ from own_ops import biased, define, largest, lookup, project, reversed_heads, sc
 from processes import ranks_of
 from refusals import refused
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import ArtifactError, RuleError, WrongRule
@@ -186,6 +187,33 @@ def test_a_model_of_own_ops_is_split_and_right(own: OwnOps) -> None:
     for mesh in ("dp=2,tp=2", "dp=3", "tp=4"):
         report = autopar.verify(Net(), mesh, loss_fn=loss_fn, batch=batch())
         assert report.ok and report.max_error <= 1e-10, report
+
+
+class Recomputed(Net):
+    """In-place ops, which are made functional by a second trace, in a region that is computed again."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return scale(project(x, self.up), self.gain).clone().mul_(2).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(checkpoint(self.body, x, use_reentrant=False))
+
+
+def test_own_ops_in_a_recomputed_region(own: OwnOps) -> None:
+    register(*ALL)
+    compiled = autopar.compile(Recomputed(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
+    assert compiled.notes == () and layouts(compiled, "project") == ["[dp,-,tp]"] * 2
+    report = autopar.verify(Recomputed(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
+    assert report.ok and report.max_error <= 1e-10, report
+
+
+def test_a_rule_without_a_split_lets_a_saved_program_load(own: OwnOps, tmp_path: Path) -> None:
+    register("project", "project_weight", "reversed_heads")
+    autopar.register_rule("own_tests::scale", "... h, h -> ... h", whole=("...", "h"))
+    compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
+    assert compiled.notes == () and layouts(compiled, "scale") == ["[-,-,-]"]
+    compiled.save(tmp_path)
+    assert autopar.load(tmp_path).text() == compiled.text()
 
 
 def test_ops_without_a_rule_run_whole_and_are_reported(own: OwnOps) -> None:
