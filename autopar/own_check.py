@@ -219,12 +219,9 @@ def _check(own: OwnRule, trial: Trial, pattern: Pattern) -> tuple[dict[str, str]
                     f"'{pair[0][0]}' and '{pair[1][0]}' are not splittable at once: {text}"
                 )
     for which in rule.linear:
-        names = [
-            name for name in own.signature.bound(trial.call.args, trial.call.kwargs) if name in own.signature.tensors
-        ]
         text = _linear_fault(trial, which)
         if text:
-            of = listed([names[i] for i in sorted(which)])
+            of = listed([own.present(trial.call)[i] for i in sorted(which)])
             faults[of] = f"it is not linear in {of}: {text}"
     return faults, whole is not None
 

@@ -7,7 +7,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import RuleError
@@ -29,7 +29,7 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
 class Pattern:
     """One pattern of an op: the dims of each tensor argument (its text, "-" where it is None) and of the results."""
 
-    text: str
+    text: str = field(compare=False)
     operands: tuple[str, ...]
     results: str
 
@@ -69,14 +69,14 @@ class OwnRule:
             return found[1]
         shapes = [list(type_.shape) for type_ in call.operands]
         raise RuleError(
-            f"'{self.signature.name}' is called with {listed(self._present(call))} of shapes {listed(shapes)}, "
+            f"'{self.signature.name}' is called with {listed(self.present(call))} of shapes {listed(shapes)}, "
             f"which fits no pattern of its rule:\n  " + "\n  ".join(faults) + "\n"
             "Register the patterns of all calls: register_rule(op, [pattern, pattern])."
         )
 
     def fit(self, call: Call) -> tuple[tuple[Pattern, Rule] | None, list[str]]:
         """The first pattern that fits a call, with the rule that it makes, and why those before it do not."""
-        present = self._present(call)
+        present = self.present(call)
         faults = []
         for pattern in self.patterns:
             there = pattern.present(self.signature)
@@ -89,13 +89,13 @@ class OwnRule:
                 faults.append(str(error).removeprefix(f"{call.op}: "))
         return None, faults
 
-    def _present(self, call: Call) -> list[str]:
+    def present(self, call: Call) -> list[str]:
         """The tensor arguments that a call has, in its order."""
         given = self.signature.bound(call.args, call.kwargs)
         return [name for name, value in given.items() if name in self.signature.tensors and value is not None]
 
     def _instantiated(self, pattern: Pattern, call: Call) -> Rule:
-        present = self._present(call)
+        present = self.present(call)
         given = self.signature.bound(call.args, call.kwargs)
         texts = dict(zip(self.signature.tensors, pattern.operands, strict=True))
         spec = f"{', '.join(texts[name] for name in present)} -> {pattern.results}"
@@ -106,6 +106,7 @@ class OwnRule:
             spec, call, whole=self.whole & (known | {"..."}), partial=self.partial, sizes=sizes,
             linear=[one for one in dict.fromkeys(linear) if one],
         )  # fmt: skip
+        _check_batch(spec, pattern, call)
         if not self.flops:
             return rule
         batch = math.prod(size for name, size in rule.sizes.items() if name not in known)
@@ -129,6 +130,18 @@ class OwnRule:
             else:
                 kwargs[argument] = pieces.sizes[name]
         return tuple(args), kwargs
+
+
+def _check_batch(spec: str, pattern: Pattern, call: Call) -> None:
+    """Dims of `...` do not broadcast here, as they do in the rules of autopar's own: no check saw it."""
+    parsed = parse(spec)
+    shapes: dict[tuple[int, ...], None] = {}
+    for dims, type_ in zip((*parsed.operands, *parsed.results), (*call.operands, *call.results), strict=True):
+        if BATCH in dims:
+            at = dims.index(BATCH)
+            shapes[type_.shape[at : len(type_.shape) - (len(dims) - at - 1)]] = None
+    if len(shapes) > 1:
+        raise RuleError(f"'{pattern.text}': '...' is {' and '.join(str(list(shape)) for shape in shapes)}")
 
 
 def evaluate(expression: str, sizes: Mapping[str, int]) -> int:

@@ -94,6 +94,13 @@ largest = define("largest", largest_)
 averaged = define("averaged", averaged_)
 averaged.register_autograd(averaged_backward, setup_context=keep)
 
+
+def mixed_(x: Tensor, mask: Tensor | None, y: Tensor) -> Tensor:
+    return x * y if mask is None else x * y * mask
+
+
+mixed = define("mixed", mixed_)
+
 LIBRARY = torch.library.Library("own_tests", "FRAGMENT")
 LIBRARY.define("write_(Tensor(a!) x) -> Tensor(a!)")
 LIBRARY.define("stacked(Tensor[] xs) -> Tensor")
@@ -105,3 +112,16 @@ LIBRARY.impl("faceless", torch.sin, "CPU")
 LIBRARY.define("plain(Tensor x) -> Tensor")
 LIBRARY.impl("plain", torch.sin, "CompositeExplicitAutograd")
 LIBRARY.define("lonely(Tensor x) -> Tensor")
+
+# name: (pattern, options, whether gradients are checked)
+RIGHT: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "scale": ("... h, h -> ... h", {"linear": ["x", "w"]}, True),
+    "project": ("... i, o i -> ... o", {"linear": ["x", "w"], "flops": "2*...*i*o"}, True),
+    "project_weight": ("... o, ... i -> o i", {"linear": ["grad", "x"], "flops": "2*...*i*o"}, False),
+    "reversed_heads": ("b (n d) -> b (n d)", {"size_args": {"n": "heads"}, "whole": "d", "linear": "x"}, True),
+    "normalised": ("b ... h -> b ... h", {"whole": ["h"]}, False),
+    "lookup": ("v h, n -> n h", {"whole": "v", "linear": "table", "args": {"index": torch.int64}}, False),
+    "biased": (["... h, h -> ... h", "..., - -> ..."], {"linear": [("x", "bias")]}, False),
+    "largest": ("b h -> b k", {"whole": ("h", "k"), "args": {"k": 3}}, False),
+    "averaged": ("b h, h -> b h", {"whole": "b"}, True),
+}
