@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.errors import ArtifactError, RuleError
+from autopar.errors import ArtifactError, RuleError, WrongRule
 from autopar.ir.program import record
-from autopar.own_ops import OWN_OPS, OwnOps
+from autopar.own_ops import OWN_OPS, OwnOps, register_rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -278,9 +278,14 @@ def test_a_saved_program_loads_where_its_ops_are_registered(
 
 
 def test_the_example_of_the_docs_runs(own: OwnOps, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "own_ops.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (DOCS / "own_ops.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code)
     exec(compile(code, str(example), "exec"), {"__name__": "example"})
     assert "all equal" in capsys.readouterr().out
     assert own.names() == {"mylib.norm.default", "mylib.norm_backward.default"}
+    with pytest.raises(WrongRule) as found:  # the error that the page shows
+        register_rule("mylib::norm", "... h, h -> ... h", args={"eps": 1e-6}, registry=OwnOps())
+    shown = re.findall(r"^    WrongRule: (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert [re.sub(r"\n    ", "\n", text) for text in shown] == [str(found.value)]
