@@ -124,7 +124,10 @@ class _Normaliser:
                 f"be captured: use track_running_stats=False, or nn.BatchNorm."
             )
         target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
-        if getattr(target, "namespace", "aten") == "aten":  # an op of the user's may mean something else by them
+        if getattr(target, "namespace", "aten") in (
+            "aten",
+            "prims",
+        ):  # an op of the user's may mean something else by them
             kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         dims = squeezed_dims(node)
         if dims is not None:
