@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.job import Job as Job
     from autopar.module import ParallelModule as ParallelModule
+    from autopar.own_ops import register_rule as register_rule
     from autopar.verification import Report as Report
     from autopar.verification import verify as verify
 
@@ -34,6 +35,7 @@ _HOME = {
     "compile": "autopar.compiler",
     "load": "autopar.compiled",
     "parallelize": "autopar.api",
+    "register_rule": "autopar.own_ops",
     "verify": "autopar.verification",
 }
 

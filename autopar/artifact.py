@@ -99,8 +99,11 @@ def _write(folder: Path, artifact: Artifact) -> None:
     (folder / INDEX).write_bytes(_json(index).encode())
 
 
-def load_programs(directory: str | os.PathLike[str]) -> Artifact:
-    """Read an artifact; raises `ArtifactError` naming every file that is missing, changed or not ours."""
+def load_programs(directory: str | os.PathLike[str], own_ops: frozenset[str] = frozenset()) -> Artifact:
+    """Read an artifact; raises `ArtifactError` naming every file that is missing, changed or not ours.
+
+    own_ops: the ops of the user's that the programs may hold, besides those of aten and autopar.
+    """
     folder = Path(directory)
     if not folder.is_dir():
         raise ArtifactError(f"'{folder}' is not a directory of saved programs: there is no such directory.")
@@ -110,7 +113,9 @@ def load_programs(directory: str | os.PathLike[str]) -> Artifact:
         mesh = parse_mesh(index["mesh"]) if index["mesh"] else Mesh(())
         programs = []
         for number, entry in enumerate(index["programs"]):
-            graphs = {graph: _load_graph(folder, index["files"], number, graph, mesh) for graph in entry["graphs"]}
+            graphs = {
+                graph: _load_graph(folder, index["files"], number, graph, mesh, own_ops) for graph in entry["graphs"]
+            }
             programs.append((parse_ranges(entry["ranks"], mesh), graphs))
         meta = {str(key): str(value) for key, value in index["meta"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,13 +164,15 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
         raise ArtifactError(f"'{folder}' is not intact: {'; '.join(faults)}. Compile again, or restore the files.")
 
 
-def _load_graph(folder: Path, files: Mapping[str, str], number: int, graph: str, mesh: Mesh) -> Program:
+def _load_graph(
+    folder: Path, files: Mapping[str, str], number: int, graph: str, mesh: Mesh, own_ops: frozenset[str]
+) -> Program:
     path = folder / f"program_{number}_{graph}.json"
     if path.name not in files:
         raise ArtifactError(f"'{folder / INDEX}' names graph '{graph}' of program {number}, but has no file of it.")
     content = _read_json(path, files[path.name])
     try:
-        program = parse_program("\n".join(content["program"]))
+        program = parse_program("\n".join(content["program"]), own_ops)
     except (KeyError, TypeError):
         raise ArtifactError(f"'{path}' does not hold a program.") from None
     except AutoparError as error:

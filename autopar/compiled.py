@@ -119,10 +119,11 @@ class Compiled:
 
 def load(directory: str | Path) -> Compiled:
     """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
-    one, or not intact."""
+    one, or not intact, or if it holds an op of your own that has no rule in this process (`register_rule`)."""
     from autopar.artifact import load_programs
+    from autopar.own_ops import OWN_OPS
 
-    artifact = load_programs(Path(directory))
+    artifact = load_programs(Path(directory), OWN_OPS.names())
     (_, programs), *_ = artifact.programs
     if STEP not in programs:
         raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")

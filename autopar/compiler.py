@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
+from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import run_passes
 from autopar.settings import Settings
 
@@ -52,7 +53,8 @@ def compile(
     sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
       in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it.
 
-    Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled.
+    Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled; RuleError for an op of your
+    own that is called as none of its registered patterns says.
     """
     check_model(model)
     parsed = mesh_of(mesh)
@@ -73,12 +75,13 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     choices = choices or Choices()
     check_batch(captured.program, mesh)
     plan = Plan(mesh, parse_shard(choices.shard, captured.program, mesh), bool(choices.sequence_parallel))
-    compiled = Compiled(plan, run_passes(captured.program, plan))
+    program, table = check_calls(captured.program), OWN_OPS.table()
+    compiled = Compiled(plan, run_passes(program, plan, table))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
         if choices.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
         plan = replace(plan, sequence_parallel=False)
-        compiled = Compiled(plan, run_passes(captured.program, plan))
+        compiled = Compiled(plan, run_passes(program, plan, table))
     directory = (settings or Settings.read()).dump
     if directory is not None:
         dump(compiled, directory)

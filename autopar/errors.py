@@ -35,6 +35,14 @@ class ArtifactError(AutoparError):
     """A directory that is not a saved program, or not an intact one."""
 
 
+class RuleError(AutoparError):
+    """A rule of an op that does not read, or does not fit the op."""
+
+
+class WrongRule(RuleError):
+    """A rule that was tried and does not hold."""
+
+
 class TargetError(AutoparError):
     """A command line TARGET that does not name a function returning an `autopar.Job`."""
 

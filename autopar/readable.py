@@ -15,6 +15,7 @@ from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, Record, record
 from autopar.ir.text import print_result, quote
 
+_BOUND = ("aten.", "autopar.", "operator.")  # by the header
 _HEADER = '''"""Graph '{graph}' of rank {ranks} on mesh {mesh}, for reading.
 
 autopar loads the JSON file of the same name, never this one. A comment gives a value's shape on a rank `of` its global
@@ -82,7 +83,9 @@ def _one_line(text: str) -> str:
 def _call(node: fx.Node) -> str:
     arguments = [_argument(arg) for arg in node.args]
     arguments += [f"{key}={_argument(arg)}" for key, arg in node.kwargs.items() if not isinstance(arg, torch.device)]
-    return f"{target_name(node.target)}({', '.join(arguments)})"
+    name = target_name(node.target)
+    name = name if name.startswith(_BOUND) else f"torch.ops.{name}"
+    return f"{name}({', '.join(arguments)})"
 
 
 def _argument(value: Any) -> str:

@@ -12,6 +12,7 @@
 - `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
+- `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """
@@ -40,6 +41,7 @@ __all__ = [
     "custom_function",
     "gradients",
     "local_of",
+    "op_names",
     "spec_of",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -85,6 +87,11 @@ def _run_backward(loss: torch.Tensor, tensors: tuple[torch.Tensor, ...] | None) 
         allow_unreachable=True, accumulate_grad=tensors is None,
     )  # fmt: skip
     return found
+
+
+def op_names() -> list[str]:
+    """The names of all ops that are registered with torch, as `namespace::name`."""
+    return [str(name) for name in torch._C._dispatch_get_all_op_names()]
 
 
 def custom_function(node: Any) -> type[torch.autograd.Function] | None:

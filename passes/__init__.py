@@ -12,8 +12,9 @@ from autopar.passes.check_rules import check_rules
 from autopar.passes.localize import localize
 from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
+from autopar.passes.rules import TABLE, Table
 
-Pass = Callable[[Program, Plan], Program]
+Pass = Callable[..., Program]  # of (program, plan), and of the table of rules if it reads rules
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (propagate, Level.SHARDED),  # every value gets a layout
@@ -21,18 +22,22 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (localize, Level.LOCAL),  # global shapes become one rank's
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )
+READS_RULES: frozenset[Pass] = frozenset({propagate, localize})
 
 __all__ = ["PASSES", "Pass", "run_passes"]
 
 
-def run_passes(program: Program, plan: Plan) -> tuple[tuple[str, Program], ...]:
-    """The program after each pass, by the pass's name, from "capture" on. Each is verified at its level."""
+def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tuple[str, Program], ...]:
+    """The program after each pass, by the pass's name, from "capture" on. Each is verified at its level.
+
+    table: the rules of the ops, with those of the user's own ops.
+    """
     verify(program, Level.CAPTURED)
     history = [("capture", program)]
     for step, level in PASSES:
-        program = step(program, plan)
+        program = step(program, plan, table) if step in READS_RULES else step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:
-            check_rules(program)
+            check_rules(program, table)
         history.append((step.__name__, program))
     return tuple(history)

@@ -46,6 +46,9 @@ class _Localize:
                 self.build.copy(node)
             else:
                 self._localize(node)
+        for coord in self.coords.values():
+            if not coord.users:  # of a reading that no argument needed
+                self.build.graph.erase_node(coord)
         return self.program.with_(graph=self.build.graph, level=Level.LOCAL)
 
     def _is_cut(self, node: fx.Node) -> bool:

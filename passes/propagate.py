@@ -77,9 +77,10 @@ def _without_rows(classes: Classes) -> list[str]:
         if not item.has_row:
             where = record(item.node).source
             bytes_ = sum(type_.bytes_ for type_ in item.types) * item.count
+            hint = "" if str(item.node.target).startswith("aten.") else "; autopar.register_rule can give it one"
             notes.append(
                 f"op '{item.node.target}' has no rule: computed whole on every rank "
-                f"({item.count} times, {bytes_ / 1e6:.3g} MB of results; first at {where})"
+                f"({item.count} times, {bytes_ / 1e6:.3g} MB of results; first at {where}){hint}"
             )
     return notes
 

@@ -129,14 +129,22 @@ def function_of(target: Any) -> Function:
     """The fastest callable that does what `target` does, for operands of any strides."""
     assert not is_mesh_op(target), target
     found = KERNELS.get(target) or _DIRECT.get(target)
-    if target in _CONTIGUOUS:
+    if target in _CONTIGUOUS or _is_foreign(target):
         return _on_contiguous(target)
     return found if found is not None else target
 
 
+def _is_foreign(target: Any) -> bool:
+    """True for an op of a user's own: many kernels are written for contiguous operands, and few say so."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "autopar", "prims")
+
+
 def _on_contiguous(function: Function) -> Function:
+    def contiguous(value: Any) -> Any:
+        return value.contiguous() if isinstance(value, torch.Tensor) else value
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+        return function(*map(contiguous, args), **{key: contiguous(value) for key, value in kwargs.items()})
 
     return call
 

@@ -207,6 +207,7 @@ def test_an_op_without_a_rule_is_whole_right_and_reported(mesh: str) -> None:
         expected = (
             f"op 'autopar_tests.{name}.default' has no rule: computed whole on every rank "
             f"(1 times, 0.000384 MB of results; first at {FILE.name}:{line})"
+            "; autopar.register_rule can give it one"
         )
         assert expected in notes, notes
     assert verify(Swirling(), mesh, loss_fn=models.square_loss, batch=batch).ok

@@ -24,6 +24,7 @@ from rule_samples_nn import (
     spatial_samples,
 )
 
+from autopar.errors import RuleError
 from autopar.passes.rules import TABLE, rule_of
 from autopar.passes.rules.build import build, named, replicated
 from autopar.passes.rules.notation import instantiate, parse
@@ -226,11 +227,11 @@ def test_notation() -> None:
     assert spec.operands == ((("b",), ("k", "g"), ("...",), ()), ())
     assert spec.results == ((), (("b",), ("k",)))
     assert parse("-> a").operands == ()
-    with pytest.raises(AssertionError, match="no '->'"):
+    with pytest.raises(RuleError, match="no '->'"):
         parse("a b")
-    with pytest.raises(AssertionError, match="cannot read"):
+    with pytest.raises(RuleError, match="cannot read"):
         parse("a (b -> a")
-    with pytest.raises(AssertionError, match=r"two '\.\.\.'"):
+    with pytest.raises(RuleError, match=r"two '\.\.\.'"):
         parse("... ... -> a")
 
 
@@ -241,7 +242,7 @@ def test_notation() -> None:
 )  # fmt: skip
 def test_a_spec_that_does_not_fit_says_so(spec: str, message: str) -> None:
     call, _, _ = make_call("aten.mm.default", sample(r(4, 6), r(6, 12)))
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(RuleError, match=message):
         instantiate(spec, call, sizes={"a": 2} if "(k a)" in spec else None)
 
 

@@ -125,7 +125,8 @@ class _Normaliser:
             )
         target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
         args = (joined(node) or args[0], *args[1:]) if args else args
-        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
+        if getattr(target, "namespace", "aten") in ("aten", "prims"):  # in an op of the user's they mean something else
+            kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         dims = squeezed_dims(node)
         if dims is not None:
             target, args = aten.squeeze.dims, (node.args[0], dims)

@@ -46,9 +46,12 @@ OUTPUT_RECORD = Record((None,))
 parse_layout = lru_cache(maxsize=4096)(parse_layout_uncached)
 
 
-def parse_program(text: str) -> Program:
-    """The program of a text; raises `ArtifactError` naming the line that cannot be read."""
-    reader = _Reader()
+def parse_program(text: str, own_ops: frozenset[str] = frozenset()) -> Program:
+    """The program of a text; raises `ArtifactError` naming the line that cannot be read.
+
+    own_ops: names of ops that it may hold, besides those of aten and autopar.
+    """
+    reader = _Reader(own_ops)
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -66,6 +69,7 @@ def parse_program(text: str) -> Program:
 class _Reader:
     """The part of a program read so far, and a cursor in the current line."""
 
+    own_ops: frozenset[str]
     level: Level | None = None
     mesh: Mesh = field(default_factory=lambda: Mesh(()))
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -129,7 +133,7 @@ class _Reader:
         self.nodes[name] = node
 
     def _call(self, name: str, target: str) -> fx.Node:
-        found = find_target(target)
+        found = find_target(target, self.own_ops)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for _ in self._items(")"):

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.errors import RuleError
 from autopar.passes.rules.rule import Call, Dim, Dims, Rule
 
 BATCH: Dim = ("...",)
@@ -29,21 +30,29 @@ class Spec:
 
 @functools.cache
 def parse(spec: str) -> Spec:
-    """Read a spec. Nothing before the arrow means no operands; nothing between commas means a 0-dim tensor."""
+    """Read a spec. Nothing before the arrow means no operands; nothing between commas means a 0-dim tensor.
+
+    Raises RuleError for what cannot be read.
+    """
     left, arrow, right = spec.partition("->")
-    assert arrow, f"spec '{spec}' has no '->'"
+    _require(bool(arrow), f"'{spec}' has no '->'")
     operands = tuple(_parse_dims(part, spec) for part in left.split(",")) if left.strip() else ()
     return Spec(operands, tuple(_parse_dims(part, spec) for part in right.split(",")))
 
 
 def _parse_dims(text: str, spec: str) -> Dims:
-    assert not _DIM.sub("", text).strip(), f"spec '{spec}': cannot read '{text.strip()}'"
+    _require(not _DIM.sub("", text).strip(), f"'{spec}': cannot read '{text.strip()}'")
     dims = []
     for compound, single in _DIM.findall(text):
         names = tuple(compound.split()) if compound else (single,)
         dims.append(() if names == ("1",) else names)
-    assert dims.count(BATCH) <= 1, f"spec '{spec}' has two '...' in one tensor"
+    _require(dims.count(BATCH) <= 1, f"'{spec}' has two '...' in one tensor")
     return tuple(dims)
+
+
+def _require(good: bool, what: str) -> None:
+    if not good:
+        raise RuleError(what)
 
 
 def instantiate(
@@ -57,12 +66,16 @@ def instantiate(
     sizes: Mapping[str, int] | None = None,
     flops: int = 0,
 ) -> Rule:
-    """The rule that a spec gives for one call. `whole` may hold `...`; `sizes` those no dim tells (of `(g i)`)."""
+    """The rule that a spec gives for one call. `whole` may hold `...`; `sizes` those no dim tells (of `(g i)`).
+
+    Raises RuleError if the call does not fit.
+    """
     parsed = parse(spec)
     types = (*call.operands, *call.results)
-    assert len(parsed.operands) == len(call.operands) and len(parsed.results) == len(call.results), (
-        f"{call.op}: spec '{spec}' does not have its {len(call.operands)} operands and {len(call.results)} results"
-    )
+    fits = len(parsed.operands) == len(call.operands) and len(parsed.results) == len(call.results)
+    if not fits:
+        has = f"{len(call.operands)} operands and {len(call.results)} results"
+        raise RuleError(f"{call.op}: '{spec}' does not have its {has}")
     shapes = [type_.shape for type_ in types]
     expanded = []
     batch: dict[str, None] = {}
@@ -70,11 +83,13 @@ def instantiate(
         names = _batch_names(dims, len(shape)) if BATCH in dims else ()
         at = dims.index(BATCH) if BATCH in dims else 0
         tensor = (*dims[:at], *((name,) for name in names), *dims[at + 1 :]) if BATCH in dims else dims
-        assert len(tensor) == len(shape), f"{call.op}: spec '{spec}' does not fit a shape of {tuple(shape)}"
-        assert not batch or not names or len(batch) == len(names), f"{call.op}: spec '{spec}': '...' of two lengths"
+        if len(tensor) != len(shape):
+            raise RuleError(f"{call.op}: '{spec}' does not fit a shape of {tuple(shape)}")
+        if batch and names and len(batch) != len(names):
+            raise RuleError(f"{call.op}: '{spec}': '...' of two lengths")
         batch.update(dict.fromkeys(names))
         expanded.append(tensor)
-    known = _solve(expanded, shapes, dict(sizes or {}), batch, f"{call.op}: spec '{spec}'")
+    known = _solve(expanded, shapes, dict(sizes or {}), batch, f"{call.op}: '{spec}'")
     named = [
         tuple(
             () if size == 1 else dim if len(dim) == 1 else tuple(name for name in dim if known[name] != 1)
@@ -119,17 +134,20 @@ def _solve(
                 continue
             name = dim[0]
             if name in batch:
-                assert 1 in (size, known.get(name, 1)) or size == known[name], f"{where}: {name} is {size} and {known}"
+                if 1 not in (size, known.get(name, 1)) and size != known[name]:
+                    raise RuleError(f"{where}: a dim of '...' is {known[name]} and {size}")
                 known[name] = max(size, known.get(name, 1)) if size else 0
-            else:
-                assert known.setdefault(name, size) == size, f"{where}: '{name}' is {known[name]} and {size}"
+            elif known.setdefault(name, size) != size:
+                raise RuleError(f"{where}: '{name}' is {known[name]} and {size}")
     for dim, size in compounds:
         unknown = [name for name in dim if name not in known]
-        assert len(unknown) <= 1, f"{where}: no dim tells the sizes of {unknown}"
+        if len(unknown) > 1:
+            raise RuleError(f"{where}: no dim tells the sizes of {unknown}")
         rest = math.prod(known[name] for name in dim if name in known)
         if unknown:
-            assert rest and size % rest == 0, f"{where}: {dim} does not divide {size}"
+            if not rest or size % rest:
+                raise RuleError(f"{where}: {dim} does not divide {size}")
             known[unknown[0]] = size // rest
-        else:
-            assert rest == size, f"{where}: {dim} is {rest}, not {size}"
+        elif rest != size:
+            raise RuleError(f"{where}: {dim} is {rest}, not {size}")
     return known

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autopar.errors import RuleError
 from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_nodes, record
 from autopar.passes.rules import Call, Rule, call_of, replicated, rule_of
 from autopar.passes.rules.rule import Table
@@ -176,7 +177,10 @@ def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table
     rule, has_row = None, True
     if node.op == "call_function":
         call: Call = call_of(node)
-        found = rule_of(call, table)
+        try:
+            found = rule_of(call, table)
+        except RuleError as error:  # of an op of the user's, called as its patterns do not say
+            raise RuleError(f"{error}\nThe call is at {record(node).source}.") from None
         rule, has_row = (found[0], True) if found else (replicated(call), False)
     item = Item(node, count, rule, types, sources, has_row)
     item.states = [{} for _ in types]
