@@ -1,4 +1,4 @@
-"""The command line: autopar run, compile, inspect, verify."""
+"""The command line: autopar run, compile, inspect, explain, verify."""
 
 from __future__ import annotations
 
@@ -97,6 +97,19 @@ def inspect(
     out.print(compiled.text(rank, graph), markup=False, highlight=False)
     out.print(f"\ncollectives of a step\n{collectives_text(compiled)}", markup=False, highlight=False)
     out.print(f"\nbytes on each rank\n{memory_text(compiled)}", markup=False, highlight=False)
+    _show_notes(compiled)
+
+
+@app.command()
+def explain(
+    target: Target,
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
+    mesh: MeshOption,
+    seed: Seed = 0,
+) -> None:
+    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
+    compiled = _compile(target, mesh, seed)
+    out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.constraints import check_batch, parse_shard
+from autopar.constraints import check_batch, parse_shard, patterns_of
 from autopar.errors import CaptureError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -58,7 +58,8 @@ def check_model(model: object) -> None:
 def lower(captured: Captured, mesh: Mesh, shard: Shard | None, settings: Settings | None = None) -> Compiled:
     """Take a captured program through the passes."""
     check_batch(captured.program, mesh)
-    plan = Plan(mesh, parse_shard(shard, captured.program, mesh))
+    layouts = parse_shard(shard, captured.program, mesh)
+    plan = Plan(mesh, layouts, patterns=patterns_of(shard, captured.program))
     compiled = Compiled(plan, run_passes(captured.program, plan))
     directory = (settings or Settings.read()).dump
     if directory is not None:
