@@ -252,7 +252,7 @@ def _text(one: Explanation) -> Iterator[str]:
 def _decision(one: Decision) -> Iterator[str]:
     yield f"{one.axis} ({one.size} ranks): {one.state}, decided by {one.by}: {one.because}"
     if len(one.alike) > 1:
-        yield f"  one decision for {len(one.alike)} values: {_list(tuple(f'%{node.name}' for node in one.alike))}"
+        yield f"  one decision and one price for {len(one.alike)} values: {_list(one.alike)}"
     if len(one.alternatives) > 1:
         yield from _table([_alternative_cells(alternative) for alternative in one.alternatives])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from importlib import resources
@@ -17,22 +18,24 @@ from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, record
 from autopar.ir.text import diff_programs, print_program, print_result
 
-MARKS = {"style.css": "/* STYLE */", "script.js": "/* SCRIPT */"}  # in page.html
+STYLE, SCRIPT = "/* STYLE */", "/* SCRIPT */"  # in page.html
+SCRIPTS = ("base.js", "tree.js", "panel.js", "tables.js", "passes.js", "search.js", "frame.js")  # one script, in order
 TITLE, DATA = "TITLE", "DATA"
 SEPARATOR = "   # "  # before the comment of a line
 
 
 def page_text(compiled: Compiled, title: str) -> str:
     """The whole page. It opens from a file, asks no network for anything and runs in any browser of its decade."""
-    files = resources.files(__package__)
-    page = files.joinpath("page.html").read_text(encoding="utf-8")
-    for name, mark in MARKS.items():
-        page = page.replace(mark, files.joinpath(name).read_text(encoding="utf-8"))
+    page = _file("page.html").replace(STYLE, _file("style.css")).replace(SCRIPT, "\n".join(map(_file, SCRIPTS)))
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
     # A name may hold anything; without `<` no text can end the element that holds it.
     data = json.dumps(page_data(compiled, title), separators=(",", ":")).replace("<", "\\u003c")
     head, _, tail = page.partition(f"{{{DATA}}}")
     return head.replace(f"{{{TITLE}}}", escaped) + data + tail
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class _Words:
 
 def _nodes(program: Program, words: _Words) -> Iterator[list[Any]]:
     """[name, types, right side, module, source, phase, pass, reason, global shape, layout] of each node in order."""
-    lines = print_program(program).splitlines()[1 + len(program.notes) :]
+    lines = print_program(program).split("\n")[1 + len(program.notes) :]
     inputs = iter(program.inputs)
     for node, line in zip(program.graph.nodes, lines, strict=False):
         if node.op == "output":
@@ -134,7 +137,6 @@ def _inputs(program: Program) -> Iterator[dict[str, Any]]:
 
 def _passes(compiled: Compiled) -> Iterator[dict[str, Any]]:
     """What each pass changed, as the lines of `autopar inspect --diff`."""
-    steps = list(compiled.history)
-    for (_, before), (name, after) in zip(steps, steps[1:], strict=False):
-        lines = diff_programs(before, after).splitlines()
+    for (_, before), (name, after) in itertools.pairwise(compiled.history):
+        lines = diff_programs(before, after).split("\n")[:-1]  # a name may hold what `splitlines` splits at
         yield {"name": name, "level": after.level.name, "nodes": len(after.graph.nodes), "lines": lines}

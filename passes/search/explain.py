@@ -48,7 +48,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The state of a value on one axis. `alike`: the values that share it, since they are used alike."""
+    """The state of a value on one axis. `alike`: the values that share it and its prices, since they are used alike."""
 
     axis: str
     size: int
@@ -56,7 +56,7 @@ class Decision:
     by: str
     because: str
     alternatives: tuple[Alternative, ...]
-    alike: tuple[fx.Node, ...]
+    alike: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class _Axis:
     intent: Intent
     mesh: Mesh
     pins: Mapping[str, Mapping[str, State]]
+    names: Mapping[fx.Node, str]
 
     @property
     def size(self) -> int:
@@ -114,9 +115,11 @@ def _axes(program: Program, plan: Plan, table: Table) -> Iterator[_Axis]:
     mesh = plan.mesh
     pins = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
     classes = build_classes(program, table, pins)
+    names = {node: f"%{node.name}" for node in program.graph.nodes}
+    names.update((node, entry.name) for node, entry in zip(program.placeholders, program.inputs, strict=True))
     for axis, size in mesh.axes:
         if size > 1:
-            yield _Axis(classes, axis, INTENTS[axis], mesh, pins)
+            yield _Axis(classes, axis, INTENTS[axis], mesh, pins, names)
             search_axis(classes, axis, size, INTENTS[axis], pins, dict(mesh.axes))
 
 
@@ -146,7 +149,7 @@ class _Question:
         self.options = axis.options({key: pin for key, pin in axis.pins.items() if key != name})
         found = [self._alternative(state) for state in self._states()]
         by, because = self._decider(found)
-        alike = tuple(node for node, number in axis.classes.of.items() if number == self.number)
+        alike = tuple(axis.names[node] for node, number in axis.classes.of.items() if number == self.number)
         return Decision(axis.axis, axis.size, self._spell(self.chosen), by, because, tuple(found), alike)
 
     def _states(self) -> list[State]:
