@@ -35,10 +35,16 @@ const dims = (shape) => (shape.length ? shape.join(" × ") : "scalar");
 const last = (path) => path.slice(path.lastIndexOf(".") + 1);
 
 // A layout, its axes in their colours.
-function layout(text) {
-  const made = el("span", "layout");
+function layout(text, classes = "layout") {
+  const made = el("span", classes);
   for (const part of text.split(/(\w+)/)) made.append(axes.has(part) ? color(el("span", "axis", part), part) : part);
   return made;
+}
+// A type in a row: one rank's shape and the layout; how many, if there are several.
+function briefly(node) {
+  const types = node[TYPE].match(/\w+\[[\d,]*\]/g) || [];
+  if (types.length !== 1) return el("span", "type", types.length ? many(types.length, "result") : "no tensor");
+  return el("span", "type", `${types[0]} `, layout(node[LAYOUT]));
 }
 // `f32[4,32] of [8,64] [dp,tp]`: the type, and the layout in colours.
 function typed(text) {

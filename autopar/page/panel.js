@@ -36,7 +36,7 @@ function valueDetail(i) {
   const kind = input ? input.kind : moved ? "collective" : "value";
   out.push(el("div", "kind", [kind, word(i, PHASE), word(i, PASS) === "capture" ? "" : `made by ${word(i, PASS)}`].filter(Boolean).join(" · ")));
   if (moved) {
-    const box = color(el("div", "why-box", el("b", "", `${moved.op.replaceAll("_", "-")} of ${human(moved.bytes)} over ${moved.axis}`), el("div", "", moved.reason)), moved.axis);
+    const box = color(el("div", "why-box", el("b", "", `${moved.op.replaceAll("_", "-")} of ${human(moved.bytes)} over ${moved.axis}`), layout(moved.reason, "reason")), moved.axis);
     out.push(box);
   } else if (node[WHY]) out.push(el("div", "why-box", node[WHY]));
   if (node[SHAPE] && node[LAYOUT]) out.push(tiles(node[SHAPE], node[LAYOUT]));

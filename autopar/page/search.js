@@ -2,7 +2,7 @@
 const names = [
   ...[...modules.values()].filter((one) => one.path).map((one) => ({ kind: "module", text: one.path, item: one })),
   ...data.inputs.flatMap((row) => row.names.map((name) => ({ kind: row.kind, text: name, item: row.node, layout: row.layout }))),
-  ...data.nodes.map((node, i) => ({ kind: collectiveAt.has(i) ? "collective" : "value", text: `%${node[NAME]}`, item: i, layout: node[LAYOUT], more: word(i, SOURCE) })),
+  ...data.nodes.map((node, i) => ({ kind: collectiveAt.has(i) ? "collective" : inputAt.get(i)?.kind || "value", text: `%${node[NAME]}`, item: i, layout: node[LAYOUT], more: word(i, SOURCE) })),
 ];
 for (const one of names) one.low = one.text.toLowerCase();
 let hits = [], at = 0;

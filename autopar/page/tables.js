@@ -48,7 +48,7 @@ function collectivesView() {
     { name: "value", key: (row) => row.value, cell: (row) => mono(`%${row.value}`) },
     { name: "module", key: (row) => row.module, cell: (row) => mono(row.module) },
     { name: "source", key: (row) => row.source, cell: (row) => mono(row.source) },
-    { name: "reason", wide: true, key: (row) => row.reason, cell: (row) => row.reason },
+    { name: "reason", wide: true, key: (row) => row.reason, cell: (row) => layout(row.reason, "reason") },
   ];
   return [el("div", "totals", ...cards), table(columns, [...data.collectives], (row) => row.node)];
 }

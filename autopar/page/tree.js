@@ -84,7 +84,7 @@ function valueRow(i) {
   const made = el("div", `row node${isInput ? " parameter" : ""}`, el("span", "caret"));
   made.append(el("span", "name", isInput ? last(input.names[0]) : `%${node[NAME]}`));
   if (!isInput) made.append(el("span", "op", shortCall(node[CALL])));
-  made.append(el("span", "push"), typed(node[TYPE]), el("span", "muted source", word(i, SOURCE)));
+  made.append(el("span", "push"), briefly(node), el("span", "muted source", word(i, SOURCE)));
   return made;
 }
 const shortCall = (call) => call.replace(/^(?:aten|autopar)\.(\w+)(?:\.\w+)?\(/, "$1(").replace(/^operator\./, "");
