@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import GPT, GPTConfig
+from models import nanogpt
 from torch import nn
 from train_gpt import loss_fn
 
@@ -23,6 +24,7 @@ from autopar.passes.search.explain import (
     INTENT,
     POSSIBLE,
     RULE,
+    SEARCH,
     SIZE,
     USER,
     Alternative,
@@ -126,6 +128,14 @@ def test_who_decides(compiled: Compiled):
     assert decision.by == SIZE and the(decision, "[tp]").why == "dim 0 (size 3) is not divisible by 4"
 
 
+def test_a_split_that_cuts_through_an_earlier_one():
+    model, loss, batch = nanogpt()
+    fused = autopar.compile(model, "tp=2,dp=2", loss_fn=loss, batch=batch)
+    name = next(name for name, layout in fused.layouts.items() if "3:tp" in str(layout) and name.endswith("weight"))
+    alternative = the(on(fused, name, "dp"), str(fused.layouts[name]).replace("3:tp", "dp"))
+    assert alternative.verdict == IMPOSSIBLE and "cut through" in alternative.why
+
+
 def test_collectives(compiled: Compiled):
     links = [(caused.link, caused.row.op, caused.row.axis) for caused in compiled.explain(UP).collectives]
     assert links == [(f"{SUM} over tp", "all_reduce", "tp"), (GRADIENT, "all_reduce", "dp")]
@@ -139,7 +149,7 @@ def test_module(compiled: Compiled):
     assert [part.name for part in found.parts][:4] == [
         f"blocks.0.mlp.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
     ]
-    assert dict(found.parts[0].by) == {"dp": INTENT, "tp": COST}
+    assert dict(found.parts[0].by) == {"dp": INTENT, "tp": SEARCH}
     assert [part.kind for part in found.parts[4:]] == ["result"]
     assert len(found.collectives) == 2 and "2 collectives" in str(found)
 

@@ -20,9 +20,10 @@ from autopar.passes.rules.rule import Table
 from autopar.passes.search.intents import INTENTS, Intent
 from autopar.passes.search.search import Classes, Options, _options, _problem, build_classes, search_axis, source_of
 from autopar.passes.search.solve import Edge, Problem, solve
-from autopar.passes.search.states import State, Strategy, choice_at, compose, may_split, states_of
+from autopar.passes.search.states import Split, State, Strategy, choice_at, compose, may_split, states_of
 
 USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"
+SEARCH = "the search"  # intent or cost: only the prices tell
 CHOSEN, POSSIBLE, FORBIDDEN, IMPOSSIBLE = "chosen", "possible", "forbidden", "impossible"
 # A move that the intent forbids, where nothing else leads to a state: so dear that there are as few as can be.
 BREACH = 1000.0
@@ -103,7 +104,7 @@ def explain_briefly(
             if question.pinned:
                 by = USER
             elif len(options[number]) > 1:
-                by = COST
+                by = SEARCH
             else:
                 by = INTENT if options[number][0][0].results != (None,) else question.unsplit()[0]
             found[node][axis.axis] = by
@@ -193,6 +194,8 @@ class _Question:
         mesh = self.axis.mesh
         earlier = dict(self.item.states[self.result])
         dim, outer = state
+        if not _nested(earlier, state, self.axis):
+            return f"its pieces of dim {dim} would cut through those of an earlier axis"
         if fits(self.shape, compose({**earlier, self.axis.axis: state}, len(self.shape), mesh), mesh):
             return ""
         taken = [name for name, other in earlier.items() if isinstance(other, tuple) and other[0] == dim]
@@ -315,6 +318,20 @@ class _Plan:
         parts = [f"it would {_spell_moves(more)}"] if more else []
         parts += [f"{'and' if more else 'it would'} not {_spell_moves(less)}"] if less else []
         return " ".join(parts)
+
+
+def _nested(earlier: Mapping[str, State], state: Split, axis: _Axis) -> bool:
+    """True if a split and those of earlier axes are pieces of each other: else there is no such layout."""
+    splits = {**earlier, axis.axis: state}
+    same = [(split[1], axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)
+            and split[0] == state[0]]  # fmt: skip
+    position = run = 1
+    for outer, size in sorted(same):
+        if outer != run and outer % position:
+            return False
+        position = position * size if outer == run else outer * size
+        run = outer
+    return True
 
 
 def _breached(free: Edge, bound: Edge) -> Edge:
