@@ -153,6 +153,9 @@ def test_a_person_reads_a_program(browser: Any, compiled: Compiled, tmp_path: Pa
     assert one.count(".row.module") == 8 and page.inner_text("#detail h2") == "blocks"
     page.locator(".row.module", has=page.get_by_text("blocks", exact=True)).click()
     assert one.count(".row.module") == 6, "it folds again"
+    assert one.finds("blocks.0.mlp.up") == "blocks.0.mlp.up"
+    page.locator(".row.module", has=page.get_by_text("blocks", exact=True)).click()
+    assert one.finds("blocks.0.mlp.down") == "blocks.0.mlp.down" and page.locator(".row.on").is_visible()
 
     assert one.finds("blocks.1.mlp.down.weight") == "blocks.1.mlp.down.weight"
     assert page.inner_text("#detail dd").startswith("[-,tp]")
@@ -161,9 +164,30 @@ def test_a_person_reads_a_program(browser: Any, compiled: Compiled, tmp_path: Pa
     page.locator("#tab-collectives").click()
     page.locator("#collectives tbody tr").first.click()
     assert moved.reason in page.inner_text("#detail .why-box")
-    axis_color = "getComputedStyle(document.querySelector('.row.on .chip')).color"
-    assert page.evaluate(axis_color) != page.evaluate("getComputedStyle(document.body).color"), "an axis has a colour"
+    color = "getComputedStyle(document.querySelector('{}')).color"
+    ink, tp = page.evaluate(color.format("body")), page.evaluate(color.format(".row.on .chip"))
+    reason = [page.evaluate(f"getComputedStyle({axis}).color") for axis in (
+        f"[...document.querySelectorAll('.why-box .axis')].find((one) => one.textContent === '{name}')"
+        for name in ("dp", "tp"))]  # fmt: skip
+    assert reason[1] == tp and len({ink, *reason}) == 3, "each axis has its colour, wherever it is written"
     assert not one.faults and [url[:7] for url in one.requests] == ["file://"]
+
+
+def test_the_keyboard(browser: Any, compiled: Compiled, tmp_path: Path):
+    one = shown(browser, compiled, tmp_path)
+    keys, name = one.page.keyboard.press, lambda: one.page.inner_text(".row.on .name")
+    one.page.locator(".row.module", has=one.page.get_by_text("blocks", exact=True)).click()
+    for key, expected in (("ArrowDown", "0"), ("ArrowDown", "1"), ("ArrowUp", "0"), ("ArrowRight", "0")):
+        keys(key)
+        assert name() == expected
+    keys("ArrowDown")
+    assert name() == "attn_norm"
+    keys("ArrowUp")
+    keys("ArrowLeft")
+    keys("ArrowDown")
+    assert name() == "1", "it is folded"
+    keys("/")
+    assert one.page.evaluate("document.activeElement.id") == "search" and not one.faults
 
 
 def test_search(browser: Any, compiled: Compiled, tmp_path: Path):

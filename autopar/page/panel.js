@@ -3,7 +3,7 @@ function select(item) {
   rows.get(selected)?.classList.remove("on");
   selected = item;
   rows.get(item)?.classList.add("on");
-  $("detail").replaceChildren(...(typeof item === "number" ? valueDetail(item) : moduleDetail(item)));
+  $("detail").replaceChildren(...(typeof item === "number" ? valueDetail(item) : moduleDetail(item.of || item)));
   $("detail").scrollTop = 0;
 }
 function facts(pairs) {

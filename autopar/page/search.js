@@ -50,4 +50,5 @@ $("search").addEventListener("keydown", (event) => {
 document.addEventListener("click", (event) => { if (!event.target.closest(".search")) $("found").hidden = true; });
 document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement.tagName !== "INPUT") { event.preventDefault(); $("search").focus(); }
+  if (event.key.startsWith("Arrow") && document.activeElement.tagName !== "INPUT" && !$("modules").hidden) { event.preventDefault(); step(event.key); }
 });

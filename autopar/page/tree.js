@@ -36,6 +36,7 @@ function contents(folder) {
 }
 let selected = null;
 const rows = new Map(); // item -> its row on the page
+const itemOf = new WeakMap(); // and back
 function bars(moved, whole) {
   const made = el("span", "bars");
   for (const [axis, bytes] of moved) {
@@ -50,10 +51,11 @@ function row(item, depth) {
   made.style.setProperty("--depth", depth);
   made.addEventListener("click", () => {
     if (typeof item !== "number") toggle(item, made, depth);
-    if (!item.nodes) select(item);
+    select(item);
   });
   if (item === selected) made.classList.add("on");
   rows.set(item, made);
+  itemOf.set(made, item);
   return made;
 }
 function moduleRow(one) {
@@ -91,8 +93,9 @@ const shortCall = (call) => call.replace(/^(?:aten|autopar)\.(\w+)(?:\.\w+)?\(/,
 const open = new Map(); // folder -> {depth, limit, body}
 function toggle(folder, made, depth) {
   if (open.has(folder)) {
-    open.get(folder).body.remove();
-    open.delete(folder);
+    const { body } = open.get(folder);
+    for (const [other, state] of open) if (body.contains(state.body)) open.delete(other);
+    body.remove();
     made.classList.remove("open");
   } else {
     const body = el("div");
@@ -120,6 +123,15 @@ function show(folder, item) {
   if (!open.has(folder)) toggle(folder, rows.get(folder), Number(rows.get(folder).style.getPropertyValue("--depth")));
   const place = contents(folder).indexOf(item);
   if (place >= open.get(folder).limit) fill(folder, place + CHUNK);
+}
+// The keys of a tree: up and down go from row to row, left and right fold and unfold.
+function step(key) {
+  const folder = typeof selected === "number" ? null : selected, shownRows = [...$("tree").querySelectorAll(".row")];
+  const to = shownRows[shownRows.indexOf(rows.get(selected)) + { ArrowDown: 1, ArrowUp: -1 }[key]];
+  if (to && !itemOf.has(to)) to.click();
+  else if (to) select(itemOf.get(to));
+  else if (folder && open.has(folder) === (key === "ArrowLeft")) toggle(folder, rows.get(folder), open.get(folder)?.depth ?? Number(rows.get(folder).style.getPropertyValue("--depth")));
+  rows.get(selected).scrollIntoView({ block: "nearest" });
 }
 // Open everything above an item, select it and bring it into view.
 function reveal(item) {
