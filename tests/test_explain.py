@@ -26,6 +26,7 @@ from autopar.passes.search.explain import (
     RULE,
     SEARCH,
     SIZE,
+    UNTRIED,
     USER,
     Alternative,
     Decision,
@@ -93,7 +94,7 @@ def test_no_alternative_is_cheaper_than_the_plan(compiled: Compiled, value: str)
     for decision in compiled.explain(value).decisions:
         assert [one.verdict for one in decision.alternatives].count(CHOSEN) == 1
         for one in decision.alternatives:
-            assert (one.cost is None) == (one.verdict in (FORBIDDEN, IMPOSSIBLE)), one
+            assert (one.cost is None) == (one.verdict in (FORBIDDEN, IMPOSSIBLE, UNTRIED)), one
             assert one.cost is None or one.cost >= 0, one
             assert one.why or one.verdict in (CHOSEN, POSSIBLE), one
 
@@ -107,6 +108,11 @@ def test_the_difference_is_what_compiling_with_that_layout_moves(compiled: Compi
     assert str(with_it.layouts[value]) == layout
     more = moved(with_it, "tp") - moved(compiled, "tp")
     assert abs(more - alternative.moved) <= 16 * len(with_it.collectives), (more, alternative.moved)
+
+
+def test_what_the_search_does_not_try_is_not_called_impossible(compiled: Compiled):
+    untried = the(on(compiled, "%contract_5", "dp"), "[-,dp,-]")
+    assert (untried.verdict, untried.why) == (UNTRIED, "a split of the batch does not reach this dim")
 
 
 def test_the_users_layout_names_its_pattern():

@@ -25,6 +25,7 @@ from autopar.passes.search.states import Split, State, Strategy, choice_at, comp
 USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"
 SEARCH = "the search"  # intent or cost: only the prices tell
 CHOSEN, POSSIBLE, FORBIDDEN, IMPOSSIBLE = "chosen", "possible", "forbidden", "impossible"
+UNTRIED = "not tried"  # the rule allows it, but no candidate spreads there from what the axis splits
 # A move that the intent forbids, where nothing else leads to a state: so dear that there are as few as can be.
 BREACH = 1000.0
 TOLERANCE = 1e-9  # of the objective: the solver's
@@ -171,8 +172,7 @@ class _Question:
             return Alternative(layout, IMPOSSIBLE, why=fault)
         allowed = [pair for pair in self.options[self.number] if pair[0].results[self.result] == state]
         if not allowed and self.item.rule is not None:
-            why = f"'{self.axis.axis}' does not try it: {self._subject()} does not reach this dim"
-            return Alternative(layout, IMPOSSIBLE, why=why)
+            return Alternative(layout, UNTRIED, why=f"{self._subject()} does not reach this dim")
         forced = list(self.options)
         forced[self.number] = allowed or [(Strategy((), (state,)), 0.0)]
         assert self.plan is not None
