@@ -1,4 +1,4 @@
-"""The command line: autopar run, compile, inspect, verify."""
+"""The command line: autopar run, compile, inspect, explain, verify."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.text import diff_programs, print_program
 from autopar.launch import launch, report
 from autopar.meshes import mesh_of
+from autopar.page import page_text
 from autopar.settings import Settings
 from autopar.target import load_job
 from autopar.training import train
@@ -75,6 +76,7 @@ def inspect(
     graph: Annotated[str, typer.Option(metavar="NAME", help="which of the rank's graphs")] = STEP,
     pass_: Annotated[str | None, typer.Option("--pass", metavar="NAME", help="the program after this pass")] = None,
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
     seed: Seed = 0,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
@@ -84,6 +86,9 @@ def inspect(
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     else:
         compiled = _compile(target, mesh, seed)
+    if html is not None:
+        _write_page(compiled, html, target)
+        return
     if pass_ is not None or diff is not None:
         _show_pass(compiled, pass_, diff)
         return
@@ -97,6 +102,19 @@ def inspect(
     out.print(compiled.text(rank, graph), markup=False, highlight=False)
     out.print(f"\ncollectives of a step\n{collectives_text(compiled)}", markup=False, highlight=False)
     out.print(f"\nbytes on each rank\n{memory_text(compiled)}", markup=False, highlight=False)
+    _show_notes(compiled)
+
+
+@app.command()
+def explain(
+    target: Target,
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
+    mesh: MeshOption,
+    seed: Seed = 0,
+) -> None:
+    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
+    compiled = _compile(target, mesh, seed)
+    out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
 
@@ -146,6 +164,15 @@ def _compile(target: str, mesh: str, seed: int) -> Compiled:
     return lower(
         capture(job.model, job.loss_fn, args, kwargs), parsed, Choices(sequence_parallel=job.sequence_parallel)
     )
+
+
+def _write_page(compiled: Compiled, path: Path, title: str) -> None:
+    text = page_text(compiled, title).encode()
+    try:
+        path.write_bytes(text)
+    except OSError as error:
+        raise TargetError(f"--html {path}: cannot write it: {error.strerror}.") from None
+    out.print(f"{path}: {human(len(text))}, open it in a browser.", markup=False, highlight=False)
 
 
 def _show_pass(compiled: Compiled, pass_: str | None, diff: str | None) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
@@ -17,6 +18,9 @@ from autopar.ir.ops import is_collective
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
+
+if TYPE_CHECKING:
+    from autopar.explanation import Explanation
 
 STEP = "step"
 
@@ -108,6 +112,16 @@ class Compiled:
     def text(self, rank: int = 0, graph: str = STEP) -> str:
         """A rank's graph, one line a value."""
         return print_program(self.ranks[rank].programs[graph])
+
+    def explain(self, value: str) -> Explanation:
+        """Why a parameter, a computed value or all of a module has its layout, and what it moves.
+
+        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%contract_4"`. Solves the
+        search again for each other layout of the value. Raises ValueNameError, with the nearest names.
+        """
+        from autopar.explanation import explain
+
+        return explain(self, value)
 
     def save(self, directory: str | Path) -> None:
         """Write the programs of the distinct ranks as readable Python and JSON."""

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.constraints import check_batch, is_sequence_parallel, no_sequence, parse_shard
+from autopar.constraints import check_batch, is_sequence_parallel, no_sequence, parse_shard, patterns_of
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -74,7 +74,9 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     """Take a captured program through the passes."""
     choices = choices or Choices()
     check_batch(captured.program, mesh)
-    plan = Plan(mesh, parse_shard(choices.shard, captured.program, mesh), bool(choices.sequence_parallel))
+    layouts = parse_shard(choices.shard, captured.program, mesh)
+    patterns = patterns_of(choices.shard, captured.program)
+    plan = Plan(mesh, layouts, bool(choices.sequence_parallel), patterns=patterns)
     program, table = check_calls(captured.program), OWN_OPS.table()
     compiled = Compiled(plan, run_passes(program, plan, table))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):

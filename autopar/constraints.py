@@ -52,6 +52,16 @@ def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh
     return {name: layout for name, (_, layout) in chosen.items()}
 
 
+def patterns_of(shard: Mapping[str, str | Layout] | None, program: Program) -> dict[str, str]:
+    """`shard={"blocks.*.up.weight": "[tp,-]"}` for each parameter that the pattern gives its layout."""
+    return {
+        entry.name: f'shard={{"{pattern}": "{text}"}}'
+        for pattern, text in (shard or {}).items()
+        for entry, _, _ in _parameters(program)
+        if any(fnmatch.fnmatchcase(name, pattern) for name in entry.names)
+    }
+
+
 def _parameters(program: Program) -> list[tuple[Input, TensorType, str]]:
     found = []
     for node, entry in zip(program.placeholders, program.inputs, strict=True):

@@ -47,6 +47,10 @@ class TargetError(AutoparError):
     """A command line TARGET that does not name a function returning an `autopar.Job`."""
 
 
+class ValueNameError(AutoparError):
+    """A value to explain that the program does not have, or of which it knows no decisions."""
+
+
 class VerificationError(AutoparError):
     """A program that broke a promise of its level: a bug in a pass or in a rule."""
 

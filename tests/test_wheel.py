@@ -63,7 +63,7 @@ def test_every_module_is_in_the_wheel(installed: Path):
     (wheel,) = installed.parent.glob("autopar-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     for folder in SOURCES:
-        for file in (ROOT / folder).rglob("*.py"):
+        for file in (file for ending in ("py", "html", "css", "js") for file in (ROOT / folder).rglob(f"*.{ending}")):
             path = file.relative_to(ROOT).as_posix()
             assert (path if folder == "autopar" else f"autopar/{path}") in held, path
     tops = {name.split("/")[0] for name in held if ".dist-info" not in name}
@@ -78,5 +78,5 @@ def test_it_runs_outside_the_checkout(installed: Path, tmp_path: Path):
 
 def test_the_command_runs_outside_the_checkout(installed: Path, tmp_path: Path):
     out = run(sys.executable, "-P", "-m", "autopar", "--help", cwd=tmp_path, PYTHONPATH=str(installed))
-    for command in ("run", "compile", "inspect", "verify"):
+    for command in ("run", "compile", "inspect", "explain", "verify"):
         assert command in out

@@ -16,11 +16,13 @@ BUCKET_BYTES = 25 * 2**20
 class Plan:
     """Decisions only: a plan holds no cost and no graph, so it never goes stale.
 
-    layouts: the user's layouts of parameters, by the parameter's first name. sequence_parallel: activations lie split
-    over tp where no weight needs them whole.
+    layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
+    its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
+    needs them whole.
     """
 
     mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    patterns: Mapping[str, str] = field(default_factory=dict)

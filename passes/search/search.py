@@ -24,12 +24,12 @@ def search_axis(
     sizes: dict[str, int],
 ) -> bool:
     """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions."""
-    options = _options(classes, axis, size, intent, pins, sizes)
+    options = options_of(classes, axis, size, intent, pins, sizes)
     strict = True
-    chosen = solve(_problem(classes, options, size, intent, sizes, strict=True))
+    chosen = solve(problem_of(classes, options, size, intent, sizes, strict=True))
     if chosen is None:
         strict = False
-        chosen = solve(_problem(classes, options, size, intent, sizes, strict=False))
+        chosen = solve(problem_of(classes, options, size, intent, sizes, strict=False))
     assert chosen is not None, "every call may run whole, so a plan exists"
     for item, option, index in zip(classes.items, options, chosen[: len(options)], strict=True):
         strategy, _ = option[index]
@@ -45,7 +45,7 @@ def search_axis(
 Options = list[list[tuple[Strategy, float]]]
 
 
-def _options(
+def options_of(
     classes: Classes,
     axis: str,
     size: int,
@@ -171,7 +171,7 @@ def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tupl
     return found, values
 
 
-def _problem(
+def problem_of(
     classes: Classes, options: Options, size: int, intent: Intent, sizes: dict[str, int], strict: bool
 ) -> Problem:
     products = frozenset(i for i, item in enumerate(classes.items) if item.is_product)

@@ -1,0 +1,370 @@
+"""Why a value has its state on each axis: what else it could have had, and what that would have cost.
+
+The search gives a plan, not its reasons. They are found by asking again: the programme of one axis is solved once as
+it was, and once for every other state of the value, all else free. What the objective grows by is the state's price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir.layout import Layout, fits
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, record
+from autopar.passes.rules import TABLE
+from autopar.passes.rules.rule import Table
+from autopar.passes.search.intents import Intent, intent_of
+from autopar.passes.search.items import Classes, build_classes, source_of
+from autopar.passes.search.search import Options, options_of, problem_of, search_axis
+from autopar.passes.search.solve import Edge, Problem, solve
+from autopar.passes.search.states import Split, State, Strategy, choice_at, compose, may_split, states_of
+
+USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"
+SEARCH = "the search"  # intent or cost: only the prices tell
+CHOSEN, POSSIBLE, FORBIDDEN, IMPOSSIBLE = "chosen", "possible", "forbidden", "impossible"
+UNTRIED = "not tried"  # the rule allows it, but no candidate spreads there from what the axis splits
+# A move that the intent forbids, where nothing else leads to a state: so dear that there are as few as can be.
+BREACH = 1000.0
+TOLERANCE = 1e-9  # of the objective: the solver's
+
+Move = tuple[str, str]  # (what moves it, the value's name)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One state that a value could have on an axis.
+
+    cost: how much dearer than the plan, as the solver weighs it: bytes per rank, with the work that is repeated and
+    the intent's weights. moved: how many more bytes per rank the collectives move. None: there is no such plan.
+    """
+
+    layout: Layout  # of this axis alone
+    verdict: str
+    cost: float | None = None
+    moved: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The state of a value on one axis. `alike`: the values that share it and its prices, since they are used alike."""
+
+    axis: str
+    size: int
+    state: str
+    by: str
+    because: str
+    alternatives: tuple[Alternative, ...]
+    alike: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The search of one axis, before it has chosen."""
+
+    classes: Classes
+    axis: str
+    intent: Intent
+    mesh: Mesh
+    pins: Mapping[str, Mapping[str, State]]
+    names: Mapping[fx.Node, str]
+
+    @property
+    def size(self) -> int:
+        return self.mesh[self.axis]
+
+    def options(self, pins: Mapping[str, Mapping[str, State]]) -> Options:
+        return options_of(self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes))
+
+    def problem(self, options: Options, strict: bool) -> Problem:
+        return problem_of(self.classes, options, self.size, self.intent, dict(self.mesh.axes), strict)
+
+    def layout(self, state: State, ndim: int) -> Layout:
+        return compose({self.axis: state}, ndim, self.mesh)
+
+
+def explain(program: Program, plan: Plan, node: fx.Node, table: Table = TABLE) -> tuple[Decision, ...]:
+    """The decisions on one tensor of a CAPTURED program, axis by axis."""
+    source, result = source_of(node)
+    return tuple(_Question(axis, source, result).answer() for axis in _axes(program, plan, table))
+
+
+def explain_briefly(
+    program: Program, plan: Plan, nodes: list[fx.Node], table: Table = TABLE
+) -> dict[fx.Node, dict[str, str]]:
+    """What decided each axis of some placeholders, without the prices."""
+    found: dict[fx.Node, dict[str, str]] = {node: {} for node in nodes}
+    for axis in _axes(program, plan, table):
+        options = axis.options(axis.pins)
+        for node in nodes:
+            question = _Question(axis, node, 0)
+            number = axis.classes.of[node]
+            if question.pinned:
+                by = USER
+            elif len(options[number]) > 1:
+                by = SEARCH
+            else:
+                by = INTENT if options[number][0][0].results != (None,) else question.unsplit()[0]
+            found[node][axis.axis] = by
+    return found
+
+
+def _axes(program: Program, plan: Plan, table: Table) -> Iterator[_Axis]:
+    """As `propagate` searches: each axis knows what those before it have chosen."""
+    mesh = plan.mesh
+    pins = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
+    classes = build_classes(program, table, pins)
+    names = {node: f"%{node.name}" for node in program.graph.nodes}
+    names.update((node, entry.name) for node, entry in zip(program.placeholders, program.inputs, strict=True))
+    for axis, size in mesh.axes:
+        if size > 1:
+            intent = intent_of(axis, plan.sequence_parallel)
+            yield _Axis(classes, axis, intent, mesh, pins, names)
+            search_axis(classes, axis, size, intent, pins, dict(mesh.axes))
+
+
+class _Question:
+    """One value on one axis."""
+
+    def __init__(self, axis: _Axis, node: fx.Node, result: int) -> None:
+        self.axis, self.result = axis, result
+        self.number = axis.classes.of[node]
+        self.item = axis.classes.items[self.number]
+        self.shape = self.item.types[result].shape
+        self.entry = self.item.role.entry if self.item.role else None
+        self.pinned = self.entry is not None and self.entry.name in axis.pins
+
+    def answer(self) -> Decision:
+        axis = self.axis
+        options = axis.options(axis.pins)
+        self.strict = True
+        self.plan = _Plan.solve(axis, options, strict=True)
+        if self.plan is None:
+            self.strict = False
+            self.plan = _Plan.solve(axis, options, strict=False)
+        assert self.plan is not None
+        self.chosen = options[self.number][self.plan.chosen[self.number]][0].results[self.result]
+        # Without the pin of this value: what else the search would have thought of.
+        name = self.entry.name if self.entry else None
+        self.options = axis.options({key: pin for key, pin in axis.pins.items() if key != name})
+        found = [self._alternative(state) for state in self._states()]
+        by, because = self._decider(found)
+        alike = tuple(axis.names[node] for node, number in axis.classes.of.items() if number == self.number)
+        return Decision(axis.axis, axis.size, self._spell(self.chosen), by, because, tuple(found), alike)
+
+    def _states(self) -> list[State]:
+        """All states worth a word, the chosen one first."""
+        known = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
+        splits: list[State] = [(dim, 1) for dim in range(len(self.shape))]
+        if self.item.role is not None:
+            splits += self.item.role.splits
+        rest = sorted(dict.fromkeys([*known, *splits]), key=str)
+        return list(dict.fromkeys([self.chosen, None, *rest]))
+
+    def _alternative(self, state: State) -> Alternative:
+        layout = self.axis.layout(state, len(self.shape))
+        if state == self.chosen:
+            return Alternative(layout, CHOSEN, 0.0, 0.0)
+        fault = self._misfit(state) or self._outside_rule(state)
+        if fault:
+            return Alternative(layout, IMPOSSIBLE, why=fault)
+        allowed = [pair for pair in self.options[self.number] if pair[0].results[self.result] == state]
+        if not allowed and self.item.rule is not None:
+            return Alternative(layout, UNTRIED, why=f"{self._subject()} does not reach this dim")
+        forced = list(self.options)
+        forced[self.number] = allowed or [(Strategy((), (state,)), 0.0)]
+        assert self.plan is not None
+        found = _Plan.solve(self.axis, forced, self.strict)
+        if found is not None and allowed:
+            return Alternative(layout, POSSIBLE, *found.more_than(self.plan), found.other_moves(self.plan))
+        found = found or _Plan.solve(self.axis, forced, strict=True, breach=True)
+        if found is None:
+            return Alternative(layout, IMPOSSIBLE, why="no collective gives it")
+        why = f"'{self.axis.axis}' {self._intent()}"
+        if found.breaches:
+            why = f"it would {_spell_moves(found.breaches)}, which '{self.axis.axis}' forbids"
+        return Alternative(layout, FORBIDDEN, None, found.more_than(self.plan)[1], why)
+
+    def _misfit(self, state: State) -> str:
+        """Why a split does not divide; "" if it does."""
+        if not isinstance(state, tuple):
+            return ""
+        mesh = self.axis.mesh
+        earlier = dict(self.item.states[self.result])
+        dim, outer = state
+        if not _nested(earlier, state, self.axis):
+            return f"its pieces of dim {dim} would cut through those of an earlier axis"
+        if fits(self.shape, compose({**earlier, self.axis.axis: state}, len(self.shape), mesh), mesh):
+            return ""
+        taken = [name for name, other in earlier.items() if isinstance(other, tuple) and other[0] == dim]
+        after = f" after {', '.join(taken)}" if taken else ""
+        parts = f" x {outer} blocks" if outer > 1 else ""
+        return f"dim {dim} (size {self.shape[dim]}) is not divisible by {self.axis.size}{parts}{after}"
+
+    def _outside_rule(self, state: State) -> str:
+        """Why the op cannot give a state; "" if it can, or if the value is an input."""
+        rule = self.item.rule
+        if rule is None or any(strategy.results[self.result] == state for strategy, _ in self.options[self.number]):
+            return ""
+        op = str(self.item.node.target)
+        if not isinstance(state, tuple):
+            return f"{op} never gives a sum in parts here"
+        choice = choice_at(rule.results[self.result], state, dict(rule.sizes))
+        if choice is None or choice[0] in rule.whole:
+            return f"{op} computes dim {state[0]} whole"
+        if not may_split(rule, choice, self.axis.size, tuple(self.item.taken)):
+            return f"{op} cannot split dim {state[0]} over {self.axis.size} ranks"
+        return ""
+
+    def unsplit(self) -> tuple[str, str]:
+        """Why an input is whole on this axis though nothing was weighed: the intent, or no op could take a piece."""
+        splits = [self._misfit((dim, 1)) for dim in range(len(self.shape))]
+        wanted = self.axis.intent.weights_split and self.entry is not None and self.entry.kind == "parameter"
+        if not wanted:
+            return INTENT, f"'{self.axis.axis}' {self._intent()}"
+        if splits and all(splits):
+            return SIZE, "; ".join(splits)
+        return RULE, "no op that uses it can take a piece of it"
+
+    def _decider(self, found: list[Alternative]) -> tuple[str, str]:
+        if self.pinned:
+            return USER, "the user's layout"
+        possible = [one for one in found if one.verdict == POSSIBLE and one.cost is not None]
+        if possible:
+            nearest = min(possible, key=lambda one: one.cost or 0.0)
+            tie = "" if nearest.cost else " (equally cheap: the first is taken)"
+            return COST, f"the cheapest of {len(possible) + 1} states within the intent{tie}"
+        only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
+        if self.entry is not None and only == [None]:
+            return self.unsplit()
+        if any(one.verdict == FORBIDDEN for one in found):
+            return INTENT, f"'{self.axis.axis}' {self._intent()}"
+        reasons = "; ".join(dict.fromkeys(one.why for one in found if one.why))
+        return (SIZE if found[1:] and all("divisible" in one.why for one in found[1:]) else RULE), reasons
+
+    def _subject(self) -> str:
+        return "a split of the batch" if self.axis.intent.batch_split else "a split of the weights"
+
+    def _intent(self) -> str:
+        """What the axis means for this value, after its name."""
+        if self.axis.intent.batch_split:
+            if self.entry is None:
+                return "splits what is computed from the batch; only gradients and scalars move"
+            return "splits the batch" if self.entry.kind == "batch" else "splits the batch; all other inputs are whole"
+        if self.entry is not None and self.entry.kind == "parameter":
+            role = self.item.role
+            rows = role is not None and (role.vocabulary or (role.table and role.multiplied))
+            return f"splits a weight {'that is looked up by rows' if rows else 'wherever it can'} and never gathers it"
+        if self.entry is not None:
+            return "splits weights; all other inputs are whole"
+        moves = (
+            "scatters and gathers activations on the sequence"
+            if self.axis.intent.sequence_split
+            else "sums activations"
+        )
+        return f"{moves}, and keeps a weight's gradient where the weight lies"
+
+    def _spell(self, state: State) -> str:
+        if state is None:
+            return "whole"
+        if isinstance(state, str):
+            return f"partial ({state})"
+        dim, outer = state
+        return f"splits dim {dim}" + (f", each of {outer} blocks of it" if outer > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A solution of one axis: its objective, its moves with their bytes per rank, the moves that the intent forbids."""
+
+    chosen: list[int]
+    objective: float
+    moves: dict[Move, float]
+    breaches: dict[Move, float]
+
+    @classmethod
+    def solve(cls, axis: _Axis, options: Options, strict: bool, breach: bool = False) -> _Plan | None:
+        plain = axis.problem(options, strict=False)
+        problem = axis.problem(options, strict=True) if strict else plain
+        allowed = [edge.move for edge in problem.edges]
+        if breach:
+            pairs = zip(plain.edges, problem.edges, strict=True)
+            problem = replace(problem, edges=[_breached(free, bound) for free, bound in pairs])
+        chosen = solve(problem)
+        if chosen is None:
+            return None
+        moves: dict[Move, float] = {}
+        breaches: dict[Move, float] = {}
+        prices: dict[object, float] = {}
+        for edge, priced, within in zip(plain.edges, problem.edges, allowed, strict=True):
+            s, t = edge.source_states[chosen[edge.source]], edge.user_states[chosen[edge.user]]
+            prices[edge.value, s, t] = max(priced.move[s, t], prices.get((edge.value, s, t), 0.0))
+            name = _collective(s, t)
+            if name:
+                move = name, _name(axis.classes, edge.source)
+                moves[move] = max(edge.move[s, t], moves.get(move, 0.0))
+                if (s, t) not in within:
+                    breaches[move] = moves[move]
+        work = sum(costs[index] for costs, index in zip(problem.costs, chosen, strict=True))
+        return cls(chosen, work + sum(prices.values()), moves, breaches)
+
+    def more_than(self, plan: _Plan) -> tuple[float, float]:
+        """(cost, bytes moved) beyond those of another plan."""
+        cost = self.objective - plan.objective
+        near = TOLERANCE * max(abs(self.objective), abs(plan.objective), 1.0)
+        return 0.0 if abs(cost) < near else cost, sum(self.moves.values()) - sum(plan.moves.values())
+
+    def other_moves(self, plan: _Plan) -> str:
+        """What this plan moves that another does not, and the other way round."""
+        more = {move: bytes_ for move, bytes_ in self.moves.items() if move not in plan.moves}
+        less = {move: bytes_ for move, bytes_ in plan.moves.items() if move not in self.moves}
+        parts = [f"it would {_spell_moves(more)}"] if more else []
+        parts += [f"{'and' if more else 'it would'} not {_spell_moves(less)}"] if less else []
+        return " ".join(parts)
+
+
+def _nested(earlier: Mapping[str, State], state: Split, axis: _Axis) -> bool:
+    """True if a split and those of earlier axes are pieces of each other: else there is no such layout."""
+    splits = {**earlier, axis.axis: state}
+    same = [(split[1], axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)
+            and split[0] == state[0]]  # fmt: skip
+    position = run = 1
+    for outer, size in sorted(same):
+        if outer != run and outer % position:
+            return False
+        position = position * size if outer == run else outer * size
+        run = outer
+    return True
+
+
+def _breached(free: Edge, bound: Edge) -> Edge:
+    return replace(free, move={pair: bound.move.get(pair, price * BREACH) for pair, price in free.move.items()})
+
+
+def _collective(source: object, target: object) -> str:
+    """What turns one state into another, in words; "" if nothing moves."""
+    if source == target or source is None:
+        return ""
+    if isinstance(source, str):
+        return "reduce-scatter" if isinstance(target, tuple) else "all-reduce"
+    return "all-to-all" if isinstance(target, tuple) else "all-gather"
+
+
+def _name(classes: Classes, number: int) -> str:
+    item = classes.items[number]
+    module = record(item.node).module
+    name = f"%{item.node.name}" + (f" of {module}" if module else "")
+    if item.role is not None:
+        name = f"'{item.role.entry.name}'"
+    return f"{name} and {item.count - 1} alike" if item.count > 1 else name
+
+
+def _spell_moves(moves: Mapping[Move, float], most: int = 2) -> str:
+    """`all-gather %a, all-reduce %b and move 3 more`: the largest first."""
+    first = sorted(moves, key=lambda move: (-moves[move], move))
+    text = ", ".join(f"{name} {value}" for name, value in first[:most])
+    return text + (f" and move {len(first) - most} more" if len(first) > most else "")
