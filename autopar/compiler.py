@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.constraints import check_batch, is_sequence_parallel, no_sequence, parse_shard, patterns_of
+from autopar.constraints import check_batch, divides_batch, is_sequence_parallel, no_sequence, parse_shard, patterns_of
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -29,10 +29,12 @@ SequenceParallel = bool | Literal["auto"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user decides beside the mesh: layouts by parameter pattern, and sequence parallelism."""
+    """What is decided beside the mesh: layouts by parameter pattern, sequence parallelism, and whether a batch that its
+    axes cannot divide is computed whole by every rank instead of refused."""
 
     shard: Shard | None = None
     sequence_parallel: SequenceParallel = False
+    uneven: bool = False
 
 
 def compile(
@@ -73,10 +75,12 @@ def check_model(model: object) -> None:
 def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:
     """Take a captured program through the passes."""
     choices = choices or Choices()
-    check_batch(captured.program, mesh)
+    batch_whole = choices.uneven and not divides_batch(captured.program, mesh)
+    if not batch_whole:
+        check_batch(captured.program, mesh)
     layouts = parse_shard(choices.shard, captured.program, mesh)
     patterns = patterns_of(choices.shard, captured.program)
-    plan = Plan(mesh, layouts, bool(choices.sequence_parallel), patterns=patterns)
+    plan = Plan(mesh, layouts, bool(choices.sequence_parallel), batch_whole, patterns=patterns)
     program, table = check_calls(captured.program), OWN_OPS.table()
     compiled = Compiled(plan, run_passes(program, plan, table))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):

@@ -128,6 +128,13 @@ def check_batch(program: Program, mesh: Mesh) -> None:
                 )
 
 
+def divides_batch(program: Program, mesh: Mesh) -> bool:
+    """True if the axes that split the batch divide it."""
+    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
+    ranks = math.prod(size for axis, size in mesh.axes if INTENTS[axis].batch_split)
+    return (batch_size(entries) or 0) % ranks == 0
+
+
 def is_sequence_parallel(program: Program) -> bool:
     """True if partial sums are scattered over an axis that splits weights, and not only summed."""
     axes = {axis for axis, intent in INTENTS.items() if intent.weights_split}

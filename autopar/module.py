@@ -32,6 +32,7 @@ from autopar.state_dicts import split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
 
 _log = logging.getLogger("autopar")
+PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
 
 
 @dataclass(slots=True)
@@ -157,7 +158,7 @@ class ParallelModule(nn.Module):
 
     @property
     def compiled(self) -> Compiled | None:
-        """The training program compiled last."""
+        """The training program used last."""
         steps = [r for (train, *_), r in self._running.items() if train]
         return steps[-1].compiled if steps else None
 
@@ -268,6 +269,11 @@ class ParallelModule(nn.Module):
             if self._running and any(train == known[0] for known in self._running):
                 _log.warning("new input signature (%s): compiling again", ", ".join(describe(leaves)))
             self._running[key] = self._compile(args, kwargs, leaves, train)
+            if len(self._running) > PROGRAMS:
+                oldest = next(iter(self._running))
+                del self._running[oldest], self._signatures[oldest]
+        else:
+            self._running[key] = self._running.pop(key)  # the last used stands last
         return self._running[key], leaves, spec
 
     def _compile(self, args: Any, kwargs: Any, leaves: list[Any], train: bool) -> Running:
@@ -282,7 +288,8 @@ class ParallelModule(nn.Module):
             if not first:
                 known = {name: str(layout) for name, layout in self._layouts.items()}
                 sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
-                choices = Choices(known, sequence)  # what split a sequence once need not split every other
+                # What divided the first batch need not divide the last of an epoch, nor every sequence.
+                choices = Choices(known, sequence, uneven=True)
             compiled = lower(captured, self._mesh, choices)
             if self._local_batch:
                 check_split(compiled.program, leaves)

@@ -33,9 +33,12 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     classes = build_classes(program, table, states)
     notes: list[str] = []
     for axis, size in mesh.axes:
+        intent = intent_of(axis, plan.sequence_parallel)
         if size == 1:
             continue
-        intent = intent_of(axis, plan.sequence_parallel)
+        if plan.batch_whole and intent.batch_split:
+            notes.append(f"axis '{axis}' (size {size}) cannot divide this batch: every rank computes all of it")
+            continue
         strict = search_axis(classes, axis, size, intent, states, dict(mesh.axes))
         if not strict:
             notes.append(f"axis '{axis}': no plan keeps all weights in place; some are gathered (see the collectives)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,3 +83,21 @@ def einsum(equation: str, *operands: Any) -> Any:
             if sizes.setdefault(name, size) != size:
                 return NotImplemented
     return _contract(*operands, equation)
+
+
+def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A convolution whose bias is added behind it, as it must be where the sum over input channels is still partial."""
+
+    def raised(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if bias is None:
+            return NotImplemented
+        y = function(input, weight, None, *args, **kwargs)
+        return y + bias.to(y.dtype).reshape(-1, *(1 for _ in weight.shape[2:]))
+
+    return raised
+
+
+CONVOLUTIONS = (
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+)  # fmt: skip

@@ -27,7 +27,7 @@ from autopar.capture.raised_losses import (
     nll_loss,
     with_reduction,
 )
-from autopar.capture.raised_products import addmm, einsum, linear, matmul, rmatmul
+from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear, matmul, rmatmul, with_bias_apart
 from autopar.capture.raised_random import RANDOM
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
@@ -153,5 +153,6 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
+    **{function: with_bias_apart(function) for function in CONVOLUTIONS},
     **{loss: with_reduction(loss) for loss in ELEMENTWISE},
 }

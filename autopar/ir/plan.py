@@ -18,11 +18,12 @@ class Plan:
 
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
-    needs them whole.
+    needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
     """
 
     mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     sequence_parallel: bool = False
+    batch_whole: bool = False
     bucket_bytes: int = BUCKET_BYTES
     patterns: Mapping[str, str] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from autopar.passes.search.items import Classes, used_role
 from autopar.passes.search.solve import Edge, Problem, solve
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
 
+WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays whole because nothing else is possible
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
 
@@ -23,10 +24,16 @@ def search_axis(
     pins: Mapping[str, Mapping[str, State]],
     sizes: dict[str, int],
 ) -> bool:
-    """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions."""
+    """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions.
+
+    Where no plan splits every weight that the intent would split, those stay whole that must.
+    """
     options = options_of(classes, axis, size, intent, pins, sizes)
     strict = True
     chosen = solve(problem_of(classes, options, size, intent, sizes, strict=True))
+    if chosen is None:
+        options = with_whole_weights(classes, options, pins)
+        chosen = solve(problem_of(classes, options, size, intent, sizes, strict=True))
     if chosen is None:
         strict = False
         chosen = solve(problem_of(classes, options, size, intent, sizes, strict=False))
@@ -43,6 +50,19 @@ def search_axis(
 
 
 Options = list[list[tuple[Strategy, float]]]
+
+
+def with_whole_weights(classes: Classes, options: Options, pins: Mapping[str, Mapping[str, State]]) -> Options:
+    """The same options, and for every parameter that the user did not place the one to stay whole, at a high price."""
+    found = list(options)
+    for i, item in enumerate(classes.items):
+        role = item.role
+        if role is None or role.entry.kind != "parameter" or role.entry.name in pins:
+            continue
+        if all(strategy.results != (None,) for strategy, _ in options[i]):
+            price = WHOLE_WEIGHT * role.type.bytes_ * item.count
+            found[i] = [*options[i], (Strategy((), (None,)), price)]
+    return found
 
 
 def options_of(
@@ -193,7 +213,8 @@ def problem_of(
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
-                along = bool({s, t} & sequences.get((source, result), set()))
+                splits = {state for state in (s, t) if isinstance(state, tuple)}
+                along = bool(splits) and splits <= sequences.get((source, result), set())
                 factor = _factor(classes, intent, source, s, t, to_gradient, along) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0

@@ -1,0 +1,88 @@
+"""Batches and sequences of other sizes: compiled anew, right, and not kept for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig
+from models import square_loss, token_loss
+from processes import Ranks, ranks_of
+from torch import nn
+
+import autopar
+from autopar import module
+from autopar.errors import BatchError
+from autopar.ir.program import record
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+def _plain() -> nn.Module:
+    torch.manual_seed(3)
+    return GPT(GPTConfig(40, 16, layers=1, heads=4, width=32)).double()
+
+
+def _train(model: Any, step: Any, batches: list[Any]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for x, y in batches:
+        losses.append(float(step(x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _epoch(rank: int, sequence_parallel: bool) -> None:
+    """Two batches of 6, one of 6 with a longer sequence, one of 6 with an odd one, the last of 5, then 6 again."""
+    shapes = [(6, 8), (6, 8), (6, 16), (6, 7), (5, 8), (6, 8)]
+    generator = torch.Generator().manual_seed(5)
+    batches = [(torch.randint(40, s, generator=generator), torch.randint(40, s, generator=generator)) for s in shapes]
+    plain = _plain()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = token_loss(plain, x, y)
+        loss.backward()
+        return loss.detach()
+
+    want = _train(plain, step, batches)
+    model = autopar.parallelize(_plain(), "dp=2,tp=2", loss_fn=token_loss, sequence_parallel=sequence_parallel)
+    found = _train(model, model.forward_backward, batches)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=1e-10, atol=0)
+    whole = model.full_state_dict()
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(whole[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    one = torch.randint(40, (1, 8), generator=generator)
+    with torch.no_grad():
+        torch.testing.assert_close(model(one), plain(one), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_epoch_of_unequal_batches_equals_one_device(four: Ranks, sequence_parallel: bool) -> None:
+    four.run(_epoch, sequence_parallel)
+
+
+def test_the_first_batch_must_divide() -> None:
+    """Else a whole run would be data parallel in name only."""
+    with pytest.raises(BatchError, match="which axis 'dp' \\(size 2\\) cannot divide"):
+        autopar.compile(nn.Linear(4, 4), "dp=2", loss_fn=square_loss, batch=(torch.randn(5, 4), torch.randn(5, 4)))
+
+
+def test_programs_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROGRAMS", 3)
+    model = autopar.parallelize(nn.Linear(4, 4), "dp=1", loss_fn=square_loss)
+    for rows in (1, 2, 3, 1, 4, 5):
+        model.forward_backward(torch.randn(rows, 4), torch.randn(rows, 4))
+    assert len(model._running) == len(model._signatures) == 3
+    programs = [running.compiled.program for running in model._running.values()]
+    entries = [dict(zip((e.kind for e in p.inputs), p.placeholders, strict=True)) for p in programs]
+    rows = [record(found["batch"]).type.shape[0] for found in entries]
+    assert rows == [1, 4, 5]
