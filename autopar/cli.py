@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from autopar.compiler import Choices, batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
 from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.text import diff_programs, print_program
+from autopar.job import Job
 from autopar.launch import launch, report
 from autopar.meshes import mesh_of
 from autopar.page import page_text
@@ -34,6 +36,9 @@ out = Console(soft_wrap=True)
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 Seed = Annotated[int, typer.Option(help="of the initial weights and of random ops")]
+SequenceOption = Annotated[
+    bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
+]
 
 
 @app.command()
@@ -42,12 +47,14 @@ def run(
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     seed: Seed = 0,
+    sequence_parallel: SequenceOption = False,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     options = ["run", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed)]
     options += ["--log", str(log)] if log is not None else []
-    _on_ranks(mesh, options, lambda: train(load_job(target, seed), mesh, steps, seed, log))
+    options += ["--sequence-parallel"] if sequence_parallel else []
+    _on_ranks(mesh, options, lambda: train(_job(target, seed, sequence_parallel), mesh, steps, seed, log))
 
 
 @app.command("compile")
@@ -56,9 +63,10 @@ def compile_(
     mesh: MeshOption,
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
     seed: Seed = 0,
+    sequence_parallel: SequenceOption = False,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
-    compiled = _compile(target, mesh, seed)
+    compiled = _compile(target, mesh, seed, sequence_parallel)
     compiled.save(out_dir)
     moved = sum(row.bytes for row in compiled.collectives)
     out.print(
@@ -78,6 +86,7 @@ def inspect(
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
     seed: Seed = 0,
+    sequence_parallel: SequenceOption = False,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if Path(target).is_dir():
@@ -85,7 +94,7 @@ def inspect(
     elif mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     else:
-        compiled = _compile(target, mesh, seed)
+        compiled = _compile(target, mesh, seed, sequence_parallel)
     if html is not None:
         _write_page(compiled, html, target)
         return
@@ -111,9 +120,10 @@ def explain(
     value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
     mesh: MeshOption,
     seed: Seed = 0,
+    sequence_parallel: SequenceOption = False,
 ) -> None:
     """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
-    compiled = _compile(target, mesh, seed)
+    compiled = _compile(target, mesh, seed, sequence_parallel)
     out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
@@ -125,15 +135,19 @@ def verify(
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     seed: Seed = 0,
+    sequence_parallel: SequenceOption = False,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     if backend == "gloo":
         options = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--backend", "gloo"]
-        _on_ranks(mesh, options, lambda: _finish(verify_on_ranks(load_job(target, seed), mesh, steps, seed)))
+        options += ["--sequence-parallel"] if sequence_parallel else []
+        _on_ranks(
+            mesh, options, lambda: _finish(verify_on_ranks(_job(target, seed, sequence_parallel), mesh, steps, seed))
+        )
         return
     if backend != "virtual":
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
-    job = load_job(target, seed)
+    job = _job(target, seed, sequence_parallel)
     _finish(
         verify_job(
             job.model,
@@ -157,9 +171,15 @@ def _finish(found: object) -> None:
         raise typer.Exit(1)
 
 
-def _compile(target: str, mesh: str, seed: int) -> Compiled:
-    parsed = mesh_of(mesh)
+def _job(target: str, seed: int, sequence_parallel: bool) -> Job:
+    """The TARGET's job, with what the command line says of it."""
     job = load_job(target, seed)
+    return replace(job, sequence_parallel=True) if sequence_parallel else job
+
+
+def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool) -> Compiled:
+    parsed = mesh_of(mesh)
+    job = _job(target, seed, sequence_parallel)
     args, kwargs = batch_arguments(job.batch)
     return lower(
         capture(job.model, job.loss_fn, args, kwargs), parsed, Choices(sequence_parallel=job.sequence_parallel)
