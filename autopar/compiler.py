@@ -80,7 +80,9 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         check_batch(captured.program, mesh)
     layouts = parse_shard(choices.shard, captured.program, mesh)
     patterns = patterns_of(choices.shard, captured.program)
-    plan = Plan(mesh, layouts, bool(choices.sequence_parallel), batch_whole, patterns=patterns)
+    plan = Plan(
+        mesh, layouts, sequence_parallel=bool(choices.sequence_parallel), batch_whole=batch_whole, patterns=patterns
+    )
     program, table = check_calls(captured.program), OWN_OPS.table()
     compiled = Compiled(plan, run_passes(program, plan, table))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):

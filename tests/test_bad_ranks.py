@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
         "CaptureError: the model failed on the example batch, at the call itself:\n"
         "TypeError: square_loss() missing 1 required positional argument: 'y'"
     )),
-    "an indivisible batch": (_step, ({}, 12, 7), (
+    "an indivisible batch": (_step, ({}, 7), (
         "BatchError: the batch has 7 samples (dim 0 of [7, 16], [7, 8]), which axis 'dp' (size 2) cannot divide. Use a "
         "batch size that is a multiple of 2, or a dp of 1 or 7."
     )),

@@ -64,7 +64,7 @@ def read(name: str) -> Case:
             assert key == "bucket_bytes", line
             bytes_ = int(value)
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
-    return Case(lines[0].strip(), head, Plan(mesh, layouts, bytes_), given, expected)
+    return Case(lines[0].strip(), head, Plan(mesh, layouts, bucket_bytes=bytes_), given, expected)
 
 
 def passed(name: str, case: Case) -> Program:

@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.compiler import compile
 from autopar.errors import CaptureError
 from autopar.passes.rules import TABLE
-from autopar.passes.search.search import build_classes
+from autopar.passes.search.items import build_classes
 from autopar.verification import Report, verify
 
 MESHES = ["dp=2", "dp=3,tp=2", "tp=4"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -23,6 +23,7 @@ class Plan:
 
     mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    _: KW_ONLY
     sequence_parallel: bool = False
     batch_whole: bool = False
     bucket_bytes: int = BUCKET_BYTES
