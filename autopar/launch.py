@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
+import traceback
 import uuid
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar import errors
 from autopar.ir.mesh import Mesh
+from autopar.settings import Settings
 
 
 def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
@@ -42,8 +46,20 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
 
 
 def report(error: Exception) -> None:
-    """In a worker: leave the error for the launcher, which shows it once, with the rank."""
-    get_error_handler().record_exception(error)
+    """In a worker: leave the error for the launcher, which shows it once, with the rank.
+
+    In the form of torchrun's error files. The file appears whole: a worker that is ended while it writes leaves none.
+    """
+    file = Settings.read().error_file
+    if file is None:
+        return
+    said = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))},
+    }
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps({"message": said}))
+    draft.replace(file)
 
 
 def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
@@ -55,16 +71,15 @@ def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
     if failure.exitcode < 0:
         return f"{name} died: killed by {failure.signal_name()}. The other ranks were ended."
     text = _said(failure)
-    if failure.message == "<NONE>":
-        text = ""
     if not text:
         return f"{name} failed with exit code {failure.exitcode}; see its output above."
     return f"{name} failed: {text}"
 
 
 def _said(failure: ProcessFailure) -> str:
+    """What the rank reported; empty where it could not."""
     message = failure.error_file_data.get("message", "") if isinstance(failure.error_file_data, dict) else ""
-    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    text = str(message.get("message", "") if isinstance(message, dict) else message).removeprefix("<NONE>")
     name, _, rest = text.partition(": ")
     return rest if isinstance(getattr(errors, name, None), type) else text
 

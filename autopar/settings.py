@@ -13,6 +13,7 @@ class Settings:
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
+    error_file: where torchrun looks for what a rank that fails has to say.
     """
 
     dump: Path | None = None
@@ -20,20 +21,26 @@ class Settings:
     world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None
+    error_file: Path | None = None
 
     @staticmethod
     def read() -> Settings:
         """The settings as they are now."""
-        dump = os.environ.get("AUTOPAR_DUMP")
         return Settings(
-            dump=Path(dump) if dump else None,
+            dump=_path("AUTOPAR_DUMP"),
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
+            error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
 
 
 def _integer(name: str) -> int | None:
     value = os.environ.get(name)
     return int(value) if value else None
+
+
+def _path(name: str) -> Path | None:
+    value = os.environ.get(name)
+    return Path(value) if value else None

@@ -44,6 +44,14 @@ def raises():
     made = job()
     return autopar.Job(made.model, made.loss_fn, made.batch, data=data)
 
+def leaves():
+    def data(step):
+        if step == 3 and os.environ["RANK"] == "1":
+            os._exit(7)
+        return torch.randn(12, 8), torch.randn(12, 4)
+    made = job()
+    return autopar.Job(made.model, made.loss_fn, made.batch, data=data)
+
 def branches():
     def loss(model, x, y):
         out = model(x)
@@ -114,6 +122,13 @@ def test_a_rank_that_raises_is_named(jobs: Path):
     done = call("run", f"{jobs}:raises", "--mesh", "dp=2,tp=2", "--steps", 100000)
     assert done.returncode == 1
     assert "autopar: rank 1 (dp=0,tp=1) failed: ValueError: no data left" in done.stderr
+
+
+@pytest.mark.gloo
+def test_a_rank_that_leaves_without_a_word_is_named(jobs: Path):
+    done = call("run", f"{jobs}:leaves", "--mesh", "dp=2", "--steps", 100000)
+    assert done.returncode == 1
+    assert "autopar: rank 1 (dp=1) failed with exit code 7; see its output above." in done.stderr
 
 
 @pytest.mark.gloo
