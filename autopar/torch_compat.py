@@ -13,6 +13,7 @@
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
+- `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """
@@ -32,6 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
+    "GROUPED_MM",
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -51,6 +53,7 @@ __all__ = [
     "wrap_like",
 ]
 
+GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
 SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 

@@ -17,6 +17,7 @@ from autopar.runtime.attention import attention, attention_backward
 from autopar.runtime.contraction import contract
 from autopar.runtime.dropout import dropout
 from autopar.runtime.embedding import embedding, embedding_backward
+from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.runtime.indices import checked_index
 from autopar.runtime.losses import cross_entropy_backward, logsumexp, pick, pick_backward
 from autopar.runtime.random import random
@@ -32,6 +33,8 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "cross_entropy_backward": cross_entropy_backward,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
+    "expert_mm": expert_mm,
+    "expert_mm_backward": expert_mm_backward,
     "dropout": dropout,
     "random": random,
 }

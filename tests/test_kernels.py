@@ -12,6 +12,7 @@ from autopar.runtime import callables
 from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
 from autopar.runtime.contraction import contract, contraction_plan
 from autopar.runtime.embedding import embedding, embedding_backward
+from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
 
@@ -245,6 +246,30 @@ def test_embedding_of_nothing() -> None:
     assert embedding_backward(torch.randn(0, 2, 4), index, 3, -1).abs().sum() == 0
 
 
+# --- experts
+
+
+def test_experts_whole_and_split() -> None:
+    x, w = torch.randn(30, 6, dtype=torch.float64), torch.randn(4, 6, 5, dtype=torch.float64)
+    w.requires_grad_()
+    index = torch.randint(0, 3, (30,))  # nobody goes to the last one
+    want = torch.bmm(x.unsqueeze(1), w[index]).squeeze(1)
+    grad = torch.randn_like(want)
+    (want_grad,) = torch.autograd.grad(want, w, grad)
+    parts = [(w.detach()[start : start + 2], start) for start in (0, 2)]
+    torch.testing.assert_close(expert_mm(x, w.detach(), index), want.detach())
+    torch.testing.assert_close(sum(expert_mm(x, part, index, offset=start) for part, start in parts), want.detach())
+    torch.testing.assert_close(expert_mm_backward(x, grad, index, 4), want_grad)
+    grads = [expert_mm_backward(x, grad, index, 2, offset=start) for _, start in parts]
+    torch.testing.assert_close(torch.cat(grads), want_grad)
+
+
+def test_experts_of_no_rows() -> None:
+    index = torch.zeros(0, dtype=torch.int64)
+    assert expert_mm(torch.randn(0, 6), torch.randn(4, 6, 5), index).shape == (0, 5)
+    assert expert_mm_backward(torch.randn(0, 6), torch.randn(0, 5), index, 4).abs().sum() == 0
+
+
 # --- registration
 
 
@@ -262,6 +287,8 @@ def _examples() -> dict[str, tuple[object, ...]]:
         "cross_entropy_backward": (lse, q, lse, index, lse),
         "embedding": (torch.randn(8, 3), index),
         "embedding_backward": (torch.randn(2, 4, 6, 3), index, 8, -1),
+        "expert_mm": (torch.randn(6, 3), torch.randn(8, 3, 2), index[0, 0]),
+        "expert_mm_backward": (torch.randn(6, 3), torch.randn(6, 2), index[0, 0], 8),
         "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

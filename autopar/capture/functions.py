@@ -162,6 +162,24 @@ class Embedding(Function):
         return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
 
 
+class ExpertMM(Function):
+    """Row i of x [s,k] times matrix index[i] of w [g,k,n]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, index)
+        return op("expert_mm")(x, w, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, w, index = ctx.saved_tensors
+        need_x, need_w, _ = ctx.needs_input_grad
+        grad_x = op("expert_mm")(grad, w.transpose(1, 2), index) if need_x else None
+        grad_w = op("expert_mm_backward")(x, grad, index, w.shape[0]) if need_w else None
+        return grad_x, grad_w, None
+
+
 class Dropout(Function):
     """x * keep / (1 - p), keep a function of (seed, key, index of the element) alone."""
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator
 from autopar.capture.raised_attention import attention, multi_head_attention
+from autopar.capture.raised_experts import grouped_mm
 from autopar.capture.raised_lookups import embedding_bag
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
@@ -31,12 +32,13 @@ from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear,
 from autopar.capture.raised_random import RANDOM
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
+from autopar.torch_compat import GROUPED_MM
 
 Tensor = torch.Tensor
 
 
 class Raise(TorchFunctionMode):
-    """Raises functions, and tells the locator of every call; without one, only random ops are raised.
+    """Raises functions, and tells the locator of every call; without one, only those of `_ALWAYS` are raised.
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
@@ -69,8 +71,8 @@ class Raise(TorchFunctionMode):
             func, args, kwargs = _lifted(func, args, kwargs, self.lift)
         place = self.locator.mark() if self.locator else None
         result: Any = NotImplemented
-        if func in _RANDOM:
-            result = _RANDOM[func](self, *args, **kwargs)
+        if func in _ALWAYS:
+            result = _ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures:
             result = RAISED[func](*args, **kwargs)
         if result is NotImplemented:
@@ -125,11 +127,13 @@ def _lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any,
     return func, args, {k: dtype if isinstance(v, torch.dtype) and v in _FLOATS else v for k, v in kwargs.items()}
 
 
-# Functions that draw random numbers, or may: raised also where the plain module is run for comparison.
-_RANDOM: dict[Any, Callable[..., Any]] = {
+# Raised also where the plain module is run for comparison: what draws random numbers, or may, and what torch cannot
+# compute in float64.
+_ALWAYS: dict[Any, Callable[..., Any]] = {
     **RANDOM,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head_attention,
+    GROUPED_MM: grouped_mm,
 }
 
 

@@ -36,6 +36,10 @@ SEMANTIC = (
     "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
     # the gradient of table[index] for a table of `rows` of any dims; indices equal to padding (if >= 0) give none
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
+    # row i of x [s,k] times matrix index[i] - offset of w [g,k,n], zeros where w has no such matrix: [s,n]
+    "expert_mm(Tensor x, Tensor w, Tensor index, *, SymInt offset=0) -> Tensor",
+    # the gradient of expert_mm's w, of `groups` matrices: [g,k,n] of x [s,k] and grad [s,n]
+    "expert_mm_backward(Tensor x, Tensor grad, Tensor index, SymInt groups, *, SymInt offset=0) -> Tensor",
     # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
     # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
@@ -176,6 +180,16 @@ def _(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Te
 @_meta("embedding_backward")
 def _(grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0) -> torch.Tensor:
     return grad.new_empty((rows, *grad.shape[index.ndim :]))
+
+
+@_meta("expert_mm")
+def _(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[2]))
+
+
+@_meta("expert_mm_backward")
+def _(x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, groups: int, *, offset: int = 0) -> torch.Tensor:
+    return x.new_empty((groups, x.shape[1], grad.shape[1]))
 
 
 @_meta("dropout")

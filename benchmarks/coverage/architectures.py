@@ -184,6 +184,7 @@ TASKS: dict[str, tuple[str, Callable[[], Batch], str]] = {
         hunyuan_v1_dense minicpm3 lfm2 nanochat modernbert-decoder vaultgemma phimoe dots1 ernie4_5_moe flex_olmo
         ministral gpt_neox_japanese jetmoe bitnet doge cwm trocr xlnet granitemoeshared falcon_h1 megatron-bert
         roc_bert bert-generation qwen3_next glm4_moe minimax"""),
+    "batched experts": ("AutoModelForCausalLM", causal_lm, "mixtral qwen3_moe deepseek_v3"),
     "masked": ("AutoModelForMaskedLM", masked_lm, """
         bert roberta albert distilbert electra deberta deberta-v2 modernbert longformer mpnet camembert xlm-roberta
         xlm-roberta-xl convbert fnet funnel big_bird mobilebert squeezebert rembert roformer nystromformer ernie
@@ -213,7 +214,7 @@ def build(task: str, kind: str) -> Case:
     auto, batch, _ = TASKS[task]
     torch.manual_seed(0)
     config = config_of(kind)
-    if hasattr(config, "num_experts") or hasattr(config, "num_local_experts"):
+    if task == "batched experts":
         config._experts_implementation = "batched_mm"
     model = getattr(transformers, auto).from_config(config)
     return model.train(), batch()

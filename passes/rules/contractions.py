@@ -76,6 +76,17 @@ def _grouped(call: Call) -> Rule:
     return instantiate(spec, call, whole=whole, linear=linear, flops=2 * points)
 
 
+def _expert_mm(call: Call) -> Rule:
+    """Each row is multiplied by the matrix of its expert: rows are apart, and so are experts (the rest adds zeros)."""
+    flops = 2 * call.operands[0].numel * call.results[0].shape[-1]
+    return instantiate("s k, g k n, s -> s n", call, indexed={"g"}, linear=EITHER, flops=flops)
+
+
+def _expert_mm_backward(call: Call) -> Rule:
+    flops = 2 * call.operands[0].numel * call.operands[1].shape[-1]
+    return instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops)
+
+
 ROWS: Mapping[str, Row] = {
     "autopar.contract.default": Row(contract),
     "aten.mm.default": Row(_product("m k, k n -> m n")),
@@ -87,4 +98,6 @@ ROWS: Mapping[str, Row] = {
     "aten.baddbmm.default": Row(_added("b m k, b k n -> b m n")),
     "aten.addmv.default": Row(_added("m k, k -> m")),
     "aten._grouped_mm.default": Row(_grouped),
+    "autopar.expert_mm.default": Row(_expert_mm),
+    "autopar.expert_mm_backward.default": Row(_expert_mm_backward, size_arg=(3, "g")),
 }

@@ -206,8 +206,9 @@ def used_role(classes: Classes, i: int, role: Role) -> Role:
 
 
 def _looks_up(item: Item, position: int) -> bool:
+    """True for a table; the matrices of experts are multiplied, not read."""
     assert item.rule is not None
-    return any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
+    return not item.rule.flops and any(item.rule.indexed & set(dim) for dim in item.rule.operands[position])
 
 
 def _is_multiplied(classes: Classes, i: int) -> bool:

@@ -1,0 +1,86 @@
+"""Experts on sorted rows: the sort is left out where nobody sees it, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts import SEEN, UNSEEN, experts_case
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.compiled import Compiled
+from autopar.compiler import compile
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, record
+from autopar.meshes import mesh_of
+from autopar.passes.unsort import unsort
+from autopar.verification import verify
+
+SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def targets(program: Program) -> list[str]:
+    return [str(node.target) for node in program.calls()]
+
+
+def compiled(way: str, mesh: str) -> Compiled:
+    model, batch = experts_case(way)
+    return compile(model, mesh, loss_fn=loss_fn, batch=batch)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3", "dp=2,tp=3", "tp=4"])
+@pytest.mark.parametrize("way", UNSEEN)
+def test_the_numbers_are_those_of_one_device(way: str, mesh: str) -> None:
+    model, batch = experts_case(way)
+    report = verify(model, mesh, loss_fn=loss_fn, batch=batch)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_nothing_is_sorted_and_every_product_is_split(way: str) -> None:
+    found = compiled(way, "dp=3,tp=2")
+    assert not set(SORTS) & set(targets(found.program))
+    sharded = dict(found.history)["propagate"]
+    products = [node for node in sharded.calls() if str(node.target).startswith("autopar.expert_mm")]
+    assert len(products) == 6
+    for node in products:
+        axes = {axis for layout in (*record(node).operands, record(node).layout) for axis in layout.axes}
+        assert {"dp", "tp"} <= axes
+    assert not [row for row in found.collectives if row.op == "all_gather" and row.axis == "dp"]
+
+
+@pytest.mark.parametrize("way", SEEN)
+def test_a_sort_that_shows_stays(way: str) -> None:
+    model, batch = experts_case(way)
+    captured = capture(model, loss_fn, batch, {}).program
+    plan = Plan(mesh_of("dp=2"), {})
+    assert unsort(captured, plan) is captured
+    assert set(SORTS) & set(targets(captured))
+    report = verify(model, "dp=2", loss_fn=loss_fn, batch=batch)
+    assert report.ok and report.max_error < 1e-10, report
+
+
+def test_a_wrong_count_is_no_proof() -> None:
+    """Ends that count something else than the sorted rows say nothing of their experts."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 12, 12))
+
+        def forward(self, x: Tensor, experts: Tensor, other: Tensor) -> Tensor:
+            _, order = torch.sort(experts)
+            ends = torch.histc(other.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+            y = nn.functional.grouped_mm(x[order], self.up, offs=ends)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.shape[0])
+            return y[inverse].square().mean()
+
+    batch = (torch.randn(12, 12), torch.arange(12) % 4, torch.arange(12) // 4)
+    captured = capture(Other(), None, batch, {}).program
+    assert unsort(captured, Plan(mesh_of("dp=2"), {})) is captured
+    assert verify(Other(), "dp=2", batch=batch).ok
