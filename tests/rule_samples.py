@@ -197,6 +197,10 @@ def product_samples() -> Samples:
             sample(r(8, 16).float(), r(2, 16, 48).float(), torch.tensor([4, 8], dtype=torch.int32)),
             sample(r(8, 16).float().t(), r(8, 48).float(), torch.tensor([4, 8], dtype=torch.int32)),
         ],
+        "aten.linalg_solve_triangular.default": [
+            sample(r(6, 4, 4) + 4 * torch.eye(4), r(6, 4, 12), upper=False),
+            sample(r(1, 4, 4) + 4 * torch.eye(4), r(6, 2, 4), upper=True, left=False, unitriangular=True),
+        ],
         "autopar.expert_mm.default": [sample(r(12, 6), r(4, 6, 2), n(4, 12)), sample(r(12, 4), r(6, 4, 3), n(2, 12))],
         "autopar.expert_mm_backward.default": [
             sample(r(12, 6), r(12, 2), n(4, 12), 4), sample(r(12, 4), r(12, 3), n(2, 12), 6),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from autopar.ir.ops import contraction_flops
-from autopar.passes.rules.build import Linear, argument, build
+from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
 
@@ -87,6 +88,16 @@ def _expert_mm_backward(call: Call) -> Rule:
     return instantiate("s k, s n, s -> g k n", call, indexed={"g"}, linear=EITHER, flops=flops)
 
 
+def _solve_triangular(call: Call) -> Rule:
+    """A X = B, or X A = B if not `left`: each column (row) of B on its own, linear in B."""
+    a, b = call.operands
+    flops = call.results[0].numel * a.shape[-1]
+    if len(a.shape) != len(b.shape):
+        return replace(replicated(call), flops=flops)
+    sides = "... n k" if argument(call, 3, "left", True) else "... k n"
+    return instantiate(f"... n r, {sides} -> {sides}", call, whole={"n", "r"}, linear=SECOND, flops=flops)
+
+
 ROWS: Mapping[str, Row] = {
     "autopar.contract.default": Row(contract),
     "aten.mm.default": Row(_product("m k, k n -> m n")),
@@ -98,6 +109,7 @@ ROWS: Mapping[str, Row] = {
     "aten.baddbmm.default": Row(_added("b m k, b k n -> b m n")),
     "aten.addmv.default": Row(_added("m k, k -> m")),
     "aten._grouped_mm.default": Row(_grouped),
+    "aten.linalg_solve_triangular.default": Row(_solve_triangular),
     "autopar.expert_mm.default": Row(_expert_mm),
     "autopar.expert_mm_backward.default": Row(_expert_mm_backward, size_arg=(3, "g")),
 }

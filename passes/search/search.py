@@ -13,6 +13,9 @@ from autopar.passes.search.solve import Edge, Problem, solve
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays whole because nothing else is possible
+# By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
+# divides should not hang on a short sequence.
+WHOLE_PRODUCT = 200.0
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
 
@@ -89,7 +92,7 @@ def options_of(
             [
                 (
                     one,
-                    flops * one.work + BYTES_PER_SUM * sum(sizes_) * one.is_linear + replica * _held(one, sizes_, size),
+                    flops * one.work * (WHOLE_PRODUCT if one.work == 1 else 1) + BYTES_PER_SUM * sum(sizes_) * one.is_linear + replica * _held(one, sizes_, size),
                 )
                 for one in found
             ]
