@@ -247,8 +247,10 @@ def _repeated(x: fx.Node, count: int) -> Make:
     def make(build: Builder, node: fx.Node) -> fx.Node:
         like = record(node).with_(origin="")
         n, *rest = record(x).type.shape
-        apart = build.call(aten.unsqueeze.default, build.value[x], 1, like=_shaped(like, n, 1, *rest))
-        wide = build.call(aten.expand.default, apart, [n, count, *rest], like=_shaped(like, n, count, *rest))
+        apart = build.call(aten.unsqueeze.default, build.value[x], 1, like=_shaped(like, n, 1, *rest), name="unsqueeze")
+        wide = build.call(
+            aten.expand.default, apart, [n, count, *rest], like=_shaped(like, n, count, *rest), name="expand"
+        )
         return build.call(aten.reshape.default, wide, [n * count, *rest], like=like, name="reshape")
 
     return make
@@ -261,10 +263,9 @@ def _summed(grad: fx.Node, count: int) -> Make:
         like = record(node)
         n, *rest = like.type.shape
         shape = (n, count, *rest)
-        apart = build.call(
-            aten.reshape.default, build.value[grad], list(shape), like=_shaped(like.with_(origin=""), *shape)
-        )
-        return build.call(aten.sum.dim_IntList, apart, [1], like=like)
+        apart = _shaped(like.with_(origin=""), *shape)
+        rows = build.call(aten.reshape.default, build.value[grad], list(shape), like=apart, name="reshape")
+        return build.call(aten.sum.dim_IntList, rows, [1], like=like, name="sum")
 
     return make
 

@@ -13,7 +13,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import place_of
-from autopar.capture.spelling import filled, joined, squeezed_dims, table_gradient
+from autopar.capture.spelling import filled, joined, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, set_record
@@ -126,7 +126,7 @@ class _Normaliser:
         target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
         args = (joined(node) or args[0], *args[1:]) if args else args
         if getattr(target, "namespace", "aten") in ("aten", "prims"):  # in an op of the user's they mean something else
-            kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
+            kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT} | own_dtype(node)
         dims = squeezed_dims(node)
         if dims is not None:
             target, args = aten.squeeze.dims, (node.args[0], dims)

@@ -60,18 +60,19 @@ def multi_head_attention(
     k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
     average_attn_weights: bool = True, is_causal: bool = False,
 ) -> Any:  # fmt: skip
-    """`F.multi_head_attention_forward` for a packed projection, [seq, batch, embed] in and out."""
-    unusual = bias_k is not None or add_zero_attn or use_separate_proj_weight or static_k is not None
+    """`F.multi_head_attention_forward`, [seq, batch, embed] in and out; the projections are packed or apart."""
+    unusual = bias_k is not None or add_zero_attn or static_k is not None
     dropout_p = dropout_p if training else 0.0
-    if unusual or in_proj_weight is None or query.ndim != 3 or not (mode.captures or dropout_p):
+    if unusual or query.ndim != 3 or not (mode.captures or dropout_p):
         return NotImplemented
     embed, batch = query.shape[-1], query.shape[1]
-    biases = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
-    if query is key and key is value:
-        parts = list(linear(query, in_proj_weight, in_proj_bias).chunk(3, -1))
+    packed = None if use_separate_proj_weight else in_proj_weight
+    if packed is not None and query is key and key is value:
+        parts = list(linear(query, packed, in_proj_bias).chunk(3, -1))
     else:
-        thirds = in_proj_weight.chunk(3)
-        parts = [linear(x, w, b) for x, w, b in zip((query, key, value), thirds, biases, strict=True)]
+        matrices = (q_proj_weight, k_proj_weight, v_proj_weight) if packed is None else packed.chunk(3)
+        biases = [None] * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        parts = [linear(x, w, b) for x, w, b in zip((query, key, value), matrices, biases, strict=True)]
     q, k, v = (x.unflatten(-1, (num_heads, embed // num_heads)).permute(1, 2, 0, 3) for x in parts)
     mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, q.dtype)
     rest = (is_causal and mask is None, 1.0 / math.sqrt(embed // num_heads))

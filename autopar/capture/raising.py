@@ -42,7 +42,7 @@ class Raise(TorchFunctionMode):
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
-    all floating-point casts in the model go to instead of their own (see `verify`).
+    all floating-point casts in the model go to instead of their own, and new tensors that name none (see `verify`).
     """
 
     def __init__(
@@ -54,15 +54,18 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.random_ops: set[int] = set()
         self._fork = torch.random.fork_rng(devices=[])
+        self._default = torch.get_default_dtype()
 
     def __enter__(self) -> Raise:
         self._fork.__enter__()
+        torch.set_default_dtype(self.lift or self._default)
         torch.default_generator.manual_seed(0)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        torch.set_default_dtype(self._default)
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

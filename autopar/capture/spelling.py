@@ -53,6 +53,16 @@ def filled(node: fx.Node) -> Call | None:
     return aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
 
 
+def own_dtype(node: fx.Node) -> dict[str, torch.dtype]:
+    """The dtype of a tensor made from nothing, where the call leaves it to torch's default of the moment."""
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+        return {}
+    takes = any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments)
+    return {"dtype": _value(node).dtype} if takes else {}
+
+
 def table_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """(values, index, rows) of what adds rows up by index in a table of zeros, as the gradient of an embedding does:
     `index_put(zeros, [index], values, accumulate=True)`, where negative indices count from the end, and

@@ -92,7 +92,9 @@ def options_of(
             [
                 (
                     one,
-                    flops * one.work * (WHOLE_PRODUCT if one.work == 1 else 1) + BYTES_PER_SUM * sum(sizes_) * one.is_linear + replica * _held(one, sizes_, size),
+                    flops * one.work * (WHOLE_PRODUCT if one.work == 1 else 1)
+                    + BYTES_PER_SUM * sum(sizes_) * one.is_linear
+                    + replica * _held(one, sizes_, size),
                 )
                 for one in found
             ]
