@@ -14,7 +14,7 @@ from torch import fx, nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, loss_of, state_of
-from autopar.capture.raising import Raise
+from autopar.capture.raising import Raise, default_dtype
 from autopar.compiled import Compiled
 from autopar.compiler import Choices, SequenceParallel, Shard, batch_arguments, check_model, lower
 from autopar.ir.layout import combine, local_part, replica_error
@@ -178,7 +178,8 @@ class Plain:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
-        with Raise(None, seed, next(self.model.parameters()).dtype):
+        dtype = next(self.model.parameters()).dtype
+        with default_dtype(dtype), Raise(None, seed, dtype):
             if self.loss_fn is None:
                 loss = loss_of(self.model(*args, **kwargs))
             else:

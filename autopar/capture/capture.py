@@ -18,7 +18,7 @@ from autopar.capture import functions
 from autopar.capture.location import Locator, is_user_file
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.raised_random import no_foreign_draws
-from autopar.capture.raising import Raise
+from autopar.capture.raising import Raise, default_dtype
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import (
@@ -134,11 +134,12 @@ class _Capture:
         try:
             with ExitStack() as stack:
                 stack.enter_context(no_foreign_draws())
+                stack.enter_context(default_dtype(self.lift))
                 stack.enter_context(self.locator.follow(self.model))
                 traced = make_fx(
                     self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake",
                 )(*fakes)  # fmt: skip
-            traced = functional(traced, fakes)
+                traced = functional(traced, fakes)
         except AutoparError:
             raise
         except Exception as error:

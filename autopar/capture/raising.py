@@ -6,7 +6,8 @@ gradients, or `NotImplemented` to leave the call to torch (right all the same, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Raise(TorchFunctionMode):
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
-    all floating-point casts in the model go to instead of their own, and new tensors that name none (see `verify`).
+    all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`).
     """
 
     def __init__(
@@ -54,18 +55,15 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.random_ops: set[int] = set()
         self._fork = torch.random.fork_rng(devices=[])
-        self._default = torch.get_default_dtype()
 
     def __enter__(self) -> Raise:
         self._fork.__enter__()
-        torch.set_default_dtype(self.lift or self._default)
         torch.default_generator.manual_seed(0)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.set_default_dtype(self._default)
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +112,17 @@ class Raise(TorchFunctionMode):
         self.random_ops.add(number)
         torch.default_generator.manual_seed(number)
         return number
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Where a dtype is given, new tensors that name none have it as long as the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
