@@ -58,6 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
               "use_mamba_kernels": False},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "attn_layer_indices": [1],
               "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},
     "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "head_dim": 4},
