@@ -32,6 +32,7 @@ class _Kept:
     name: str
     holder: Any
     items: Any  # a copy of the insides
+    is_object: bool  # whose items are attributes
 
 
 class Attributes:
@@ -41,7 +42,7 @@ class Attributes:
         self.kept: dict[int, _Kept] = {}
         for path, module in model.named_modules():
             values = vars(module)
-            self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN})
+            self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
             for name, value in values.items():
                 if name not in _OWN:
                     self._keep(_joined(path, name), value, _DEPTH)
@@ -52,10 +53,10 @@ class Attributes:
         holder = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
         if not isinstance(holder, (list, dict, set)) or id(holder) in self.kept or len(holder) > _LONG:
             return
-        self.kept[id(holder)] = _Kept(name, holder, holder.copy())
+        kept = self.kept[id(holder)] = _Kept(name, holder, holder.copy(), holder is not value)
         if not isinstance(holder, set):
             for key, item in _items(holder):
-                self._keep(_joined(name, key) if holder is not value else f"{name}[{key!r}]", item, depth - 1)
+                self._keep(_name(kept, key), item, depth - 1)
 
     def changes(self) -> list[Change]:
         """What is not as it was."""
@@ -94,7 +95,11 @@ def _changes(kept: _Kept) -> Iterator[Change]:
         elif isinstance(kept.holder, list):
             yield Change(kept.name, kind, after)
         else:
-            yield Change(_joined(kept.name, key) if isinstance(key, str) else f"{kept.name}[{key!r}]", kind, after)
+            yield Change(_name(kept, key), kind, after)
+
+
+def _name(kept: _Kept, key: Any) -> str:
+    return _joined(kept.name, key) if kept.is_object else f"{kept.name}[{key!r}]"
 
 
 def _equal(before: Any, after: Any) -> bool:
@@ -107,5 +112,3 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 def _joined(path: str, name: Any) -> str:
     return f"{path}.{name}" if path else str(name)
-
-

@@ -51,16 +51,18 @@ class Calls:
         """A call with what it returned."""
         name = getattr(function, "__name__", "")
         owner = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if isinstance(result, (int, bool, str)) or (name == "__get__" and not isinstance(result, torch.Tensor)):
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if result is not None and not any(isinstance(item, torch.Tensor) for item in results):
             return
         numbers: list[Any] = []
         key, depends = self._key((args, kwargs), numbers)
         key = hash((name or repr(function), owner, key))
-        if depends:
+        if depends and not isinstance(
+            function, torch._ops.OpOverload
+        ):  # torch's machinery calls those, not always alike
             self.made.append(Call(key, owner or name, line, tuple(numbers)))
         written = result is None or (name.endswith("_") and not name.endswith("__"))
-        results = result if isinstance(result, (tuple, list)) else (args[:1] if written else (result,))
-        for position, item in enumerate(results):
+        for position, item in enumerate(args[:1] if written else results):
             if isinstance(item, torch.Tensor):
                 self._known[id(item)] = (item, hash((key, position)), depends)
 
@@ -76,7 +78,9 @@ class Calls:
         elif isinstance(value, slice):
             parts = [self._key(item, numbers) for item in (value.start, value.stop, value.step)]
         elif isinstance(value, np.ndarray):
-            return hash((value.shape, value.tobytes() if value.nbytes < _BYTES else value.ravel()[:1000].tobytes())), False
+            return hash(
+                (value.shape, value.tobytes() if value.nbytes < _BYTES else value.ravel()[:1000].tobytes())
+            ), False
         elif isinstance(value, (int, float, complex, np.generic)):
             numbers.append(value)
             return hash((type(value).__name__, repr(value))), False

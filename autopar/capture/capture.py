@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
-from autopar.capture.writes import check_writes
+from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
 from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import (
@@ -79,13 +80,19 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 class _Step(nn.Module):
     """Spans forward and backward in one call, so that a functional call swaps the state for both."""
 
-    def __init__(self, model: nn.Module, body: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, body: Callable[..., Any], replaced: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self.body = body
+        self.replaced = replaced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.body(*args, **kwargs)
+        given = dict(self.named_parameters(remove_duplicate=False))
+        result = self.body(*args, **kwargs)
+        for name, tensor in self.named_parameters(remove_duplicate=False):
+            if given.get(name, tensor) is not tensor:
+                self.replaced[name] = tensor
+        return result
 
 
 class _Capture:
@@ -104,6 +111,7 @@ class _Capture:
         self.result: tuple[TreeSpec | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling = Calls(), None
         self.replaced: dict[str, Any] = {}
+        self.notes: list[str] = []
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
@@ -121,10 +129,12 @@ class _Capture:
                 traced = make_fx(
                     self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake",
                 )(*fakes)  # fmt: skip
-                notes = check_writes(traced, inputs, self.locator)
+                check_collectives(traced, self.locator)
+                notes = self.notes + check_writes(traced, inputs, self.locator)
                 self._check_buffers(fakes)
                 run = lambda calls: self._again(fakes, calls)  # noqa: E731
-                notes += Steady(run, self.calls, before, self.replaced, drawn).check()
+                standing = frozenset(name for entry, _ in entries for name in entry.names)
+                notes += Steady(self.model, run, self.calls, before, self.replaced, drawn, standing).check()
                 traced = functional(traced, fakes)
         except AutoparError:
             raise
@@ -148,12 +158,13 @@ class _Capture:
             result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
         finally:
             self.calling = mode.calling
+            self.notes = list(mode.notes)
         self.has_random_ops = bool(mode.random_ops)
         return tuple(result)
 
     def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:
-        """Forward and loss once more, on shapes alone."""
-        with self.fake:
+        """Forward and loss once more, on shapes alone; what the model prints is printed already."""
+        with self.fake, redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls)
             self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
 
@@ -196,7 +207,7 @@ class _Capture:
             mode.calls.given([*swapped.values(), *constants.values(), *tensors, inputs[position]])
         constants.update(carried)
         args, kwargs = tree_unflatten(leaves, self.spec)
-        step = _Step(self.model, body(trainable))
+        step = _Step(self.model, body(trainable), replaced)
         with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
             return functional_call(step, swapped, args, kwargs, tie_weights=False)
 

@@ -44,7 +44,8 @@ BRANCHES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
 )  # fmt: skip
 
 _NUMPY = Construct(
-    "a way to numpy (.numpy(), np.asarray)", "Use the torch function of the same name, or do it to the batch beforehand."
+    "a way to numpy (.numpy(), np.asarray)",
+    "Use the torch function of the same name, or do it to the batch beforehand.",
 )
 _NUMBER = Construct(
     "{} of a tensor",
@@ -57,15 +58,15 @@ _INTEGER = Construct(
     "to look a value up, keep the list as a tensor: table[index].",
 )
 _EQUAL = Construct("{}, which gives a Python bool", f"{_WHERE}, with (a == b).all() or torch.isclose(a, b).all().")
-_COUNT = "and torch.where, or sum(x * mask) / mask.sum() for a mean"
+_MASKED = "Keep the size: x * mask, x.masked_fill(~mask, 0) or torch.where; a mean is (x * mask).sum() / mask.sum()."
 
 # Functions that take a value out of a tensor, by the call that failed.
 READS: Mapping[Any, Construct] = {
     Tensor.item: Construct(".item()", _NUMBER.instead),
-    Tensor.tolist: Construct(".tolist()", f"{_NUMBER.instead} Sizes for split() must be Python integers."),
     Tensor.__float__: Construct(_NUMBER.name.format("float()"), _NUMBER.instead),
     Tensor.__complex__: Construct(_NUMBER.name.format("complex()"), _NUMBER.instead),
     **dict.fromkeys((Tensor.__int__, Tensor.__index__), _INTEGER),
+    **dict.fromkeys((torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.eye), _INTEGER),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _NUMPY),
     Tensor.__getitem__: Construct(
         "a slice whose bounds are a tensor", "Use bounds that are Python integers, or keep all rows and mask the rest."
@@ -76,13 +77,16 @@ READS: Mapping[Any, Construct] = {
     Tensor.__contains__: BRANCHES[-2][1],
 }
 
+# Torch calls .item() for it.
+TOLIST = Construct(".tolist()", f"{_NUMBER.instead} Sizes for split() must be Python integers.")
+
 # Functions whose result has as many elements as the data say, by the call that failed.
 SIZES: Mapping[Any, Construct] = {
     Tensor.__getitem__: Construct(
-        "an index by a boolean mask (x[mask])", f"Keep the size: x * mask or x.masked_fill(~mask, 0), {_COUNT}."
+        "an index by a boolean mask (x[mask])", _MASKED
     ),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), Construct(
-        "masked_select", f"Keep the size: x * mask or x.masked_fill(~mask, 0), {_COUNT}.")),
+        "masked_select", _MASKED)),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), Construct(
         "nonzero()", "Work with the mask itself: x * mask, or topk(k) for a number of places that is fixed.")),
     torch.where: Construct(
@@ -108,6 +112,10 @@ _OWN_BACKWARD = Construct(
     "Only return the loss: autopar runs the backward pass, and the optimizer's step and zero_grad() come after it. "
     "For a gradient that is part of the loss use autograd.grad(..., create_graph=True).",
 )
+COLLECTIVE = Construct(
+    "a call of torch.distributed inside the model",
+    "Write the model for one device and leave the call out: autopar puts in the collectives.",
+)
 _SPARSE = Construct("a sparse tensor", "Use a dense one, or F.embedding and index_add.")
 _QUANTIZED = Construct(
     "a quantized tensor", "Train in floating point; round with a straight-through gradient to imitate it."
@@ -131,6 +139,11 @@ SEEDED = Construct(
     "in __init__ and keep them as a buffer.",
 )
 
+# What has an effect once, at the capture, and not in a step.
+NOTED: Mapping[Any, str] = {
+    Tensor.__repr__: "a tensor is printed at {}: at the capture only, and without its values; print the loss after the step",
+}
+
 # Other failures, by the text of the exception.
 FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
     (re.compile(pattern), construct)
@@ -146,9 +159,7 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
         (r"backward through the graph a second time", Construct(
             "a part of a graph whose backward pass has been run already",
             "Where autograd.grad is a part of the loss, give it create_graph=True; else detach() what it shares.")),
-        (r"Default process group has not been initialized", Construct(
-            "a call of torch.distributed inside the model",
-            "Write the model for one device and leave the call out: autopar puts in the collectives.")),
+        (r"Default process group has not been initialized", COLLECTIVE),
         (r"overrid\w* the setup_context staticmethod|Batching rule not implemented|functorch|vmap", Construct(
             "torch.vmap or torch.func",
             "Write the batch dim out (broadcasting, einsum), and gradients as autograd.grad(..., create_graph=True).")),

@@ -13,16 +13,23 @@ from autopar.capture.location import Line, is_user_file
 
 
 def line_that_changes(run: Callable[[], object], state: Callable[[], object]) -> Line | None:
-    """The first line of the user's after which `state()` is another. Slow: only for a message."""
-    before, found = state(), list[Line]()
+    """The first line of the user's that makes `state()` another. Slow: only for a message."""
+    found: list[Line] = []
     last: dict[FrameType, Line] = {}
+    seen: list[object] = []
 
     def look(frame: FrameType, event: str, _argument: Any) -> Any:
         if found or not is_user_file(frame.f_code.co_filename):
             return None
-        if frame in last and event in ("line", "return") and state() != before:
-            found.append(last[frame])
-            return None
+        now = state()
+        if seen and now != seen[-1]:  # by the line before, here or in the nearest caller
+            caller: FrameType | None = frame
+            while caller is not None and caller not in last:
+                caller = caller.f_back
+            if caller is not None:
+                found.append(last[caller])
+                return None
+        seen[:] = [now]
         last[frame] = (frame.f_code.co_filename, frame.f_lineno)
         return look
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.calls import Calls
-from autopar.capture.constructs import REFUSED, SEEDED
+from autopar.capture.constructs import NOTED, REFUSED, SEEDED
 from autopar.capture.explain import refusal
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
@@ -62,6 +62,7 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.calls = calls
         self.calling: Any = None
+        self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -83,6 +84,8 @@ class Raise(TorchFunctionMode):
         self.calling = func
         if self.locator and func in REFUSED and self.locator.phase == "forward":
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
+        if func in NOTED and place and place[1]:
+            self.notes[NOTED[func].format(place[1])] = None
         result: Any = NotImplemented
         if func in _RANDOM:
             result = _RANDOM[func](self, *args, **kwargs)

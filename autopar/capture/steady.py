@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
 from autopar.capture.constructs import UNSTEADY, Construct
@@ -40,19 +42,25 @@ _DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Two runs of one model. `run(calls)` runs forward and loss on shapes; `drawn` is the state of the generators of
+    """Two runs of `model`. `run(calls)` runs forward and loss on shapes; `drawn` is the state of the generators of
     Python and numpy before the first run, whose calls are `first`."""
 
+    model: nn.Module
     run: Callable[[Calls], object]
     first: Calls
     attributes: Attributes
-    replaced: dict[str, Any]  # plain tensor attributes that the first run replaced; emptied where a run shall start anew
+    replaced: dict[
+        str, Any
+    ]  # plain tensor attributes that the first run replaced; emptied where a run shall start anew
     drawn: Mapping[str, Any]
+    standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
 
     def check(self) -> list[str]:
         """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
         changes = self.attributes.changes()
-        changes += [Change(name.removeprefix("model."), "value", now) for name, now in self.replaced.items()]
+        for name, now in self.replaced.items():
+            kind = "parameter" if isinstance(now, nn.Parameter) else "value"
+            changes.append(Change(name.removeprefix("model."), kind, now))
         for change in changes:
             if change.kind in _MADE:
                 made = _MADE[change.kind]
@@ -98,6 +106,10 @@ class Steady:
         return line_that_changes(lambda: self.run(Calls()), state)
 
     def _line_of(self, change: Change) -> Line | None:
+        """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
+        owner, _, name = change.name.rpartition(".")
+        if change.name in self.standing:
+            return self._again(lambda: id(getattr(self.model.get_submodule(owner), name, None)))
         return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
 
     def _carried(self, changes: list[Change], line: Line | None, rest: str) -> CaptureError:
@@ -128,7 +140,7 @@ class Steady:
 
     def _notes(self, changes: list[Change]) -> list[str]:
         """A cached tensor that is made of constants is made again or not, all the same."""
-        told = [change for change in changes if not self._is_constant(change.new)]
+        told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
         found = [(change, self._line_of(change)) for change in _distinct(told)]
         return [
             f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "

@@ -1,4 +1,4 @@
-"""What a traced step writes into: a buffer may be, a batch is noted, a weight or a kept tensor is refused."""
+"""What a traced step may not do: a write to a buffer is right, to the batch noted, to a weight or a kept tensor refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.constructs import Construct
+from autopar.capture.constructs import COLLECTIVE, Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import Locator, place_of
 from autopar.ir.program import Input
@@ -24,6 +24,14 @@ _KEPT = (
     "a write to {}, a tensor that is neither a buffer nor a parameter",
     "It would be lost after the step: make it a buffer, self.register_buffer(name, tensor).",
 )
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
+
+def check_collectives(traced: fx.GraphModule, locator: Locator) -> None:
+    """Raise CaptureError for a collective of the user's own."""
+    for node in traced.graph.nodes:
+        if getattr(node.target, "namespace", "") in _COLLECTIVES:
+            raise refusal(COLLECTIVE, locator.line(place_of(node)[2]))
 
 
 def check_writes(traced: fx.GraphModule, inputs: Sequence[Input], locator: Locator) -> list[str]:
