@@ -13,7 +13,8 @@
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
   cannot pass.
-- `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether a gradient of the user's has hooks, which no step runs.
+- `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, which no
+  step runs.
 - `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.

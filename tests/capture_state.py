@@ -95,7 +95,7 @@ def strided(m: Any, x: Tensor) -> Tensor:
 
 @works
 def out_argument(m: Any, x: Tensor) -> Tensor:
-    y = torch.empty(4, 4)
+    y = torch.empty(4, 4, dtype=x.dtype)
     torch.mul(x, 2, out=y)
     return m.linear(y)
 
@@ -129,9 +129,9 @@ def buffer_with_grad(m: Any, x: Tensor) -> Tensor:
 
 @refused("an in-place change of a tensor that the backward pass of this line needs", "without the underscore")
 def overwritten_for_backward(m: Any, x: Tensor) -> Tensor:
-    h = m.linear(x).exp()
+    h = m.linear(x).exp()  # HERE
     g = h * 2
-    h.add_(1)  # HERE
+    h.add_(1)
     return g
 
 
@@ -146,8 +146,8 @@ def counts(m: Any, x: Tensor) -> Tensor:
 
 @refused("'counter'", "self.register_buffer")
 def counter_used(m: Any, x: Tensor) -> Tensor:
-    m.counter += 1  # HERE
-    return m.linear(x) * m.counter
+    m.counter += 1
+    return m.linear(x) * m.counter  # HERE
 
 
 @noted("'history' is changed at", "it stays as it is")
@@ -167,16 +167,16 @@ def caches(m: Any, x: Tensor) -> Tensor:
 @refused("'cache['last']'", "self.register_buffer")
 def caches_data(m: Any, x: Tensor) -> Tensor:
     last = m.cache.get("last", x)
-    m.cache["last"] = x * 2  # HERE
-    return m.linear(x + last)
+    m.cache["last"] = x * 2
+    return m.linear(x + last)  # HERE
 
 
 @refused("'kept'", "self.register_buffer")
 def keeps(m: Any, x: Tensor) -> Tensor:
     h = m.linear(x)
     if m.kept is not None:
-        h = h + m.kept
-    m.kept = h.detach()  # HERE
+        h = h + m.kept  # HERE
+    m.kept = h.detach()
     return h
 
 
@@ -189,15 +189,15 @@ def sets_flag(m: Any, x: Tensor) -> Tensor:
 
 @refused("(1 first, then 2)", "pass it in with the batch")
 def global_list(m: Any, x: Tensor) -> Tensor:
-    TOTAL[0] += 1  # HERE
-    return m.linear(x) * TOTAL[0]
+    TOTAL[0] += 1
+    return m.linear(x) * TOTAL[0]  # HERE
 
 
 @refused("(1 first, then 2)", "pass it in with the batch")
 def global_name(m: Any, x: Tensor) -> Tensor:
     global SEEN
-    SEEN = SEEN + 1  # HERE
-    return m.linear(x) * SEEN
+    SEEN = SEEN + 1
+    return m.linear(x) * SEEN  # HERE
 
 
 @noted("'penalty' is changed at", "it stays as it is")
@@ -244,8 +244,8 @@ def times_itself(m: Any, x: Tensor) -> Tensor:
 
 @refused("a random op after the random state of torch was set", "leave the seeding out")
 def seeds(m: Any, x: Tensor) -> Tensor:
-    torch.manual_seed(0)  # HERE
-    return m.linear(x) + torch.randn(4, 4)
+    torch.manual_seed(0)
+    return m.linear(x) + torch.randn(4, 4)  # HERE
 
 
 # Gradients by hand
@@ -326,7 +326,7 @@ def plain_replaced(m: Any, x: Tensor) -> Tensor:
     return h
 
 
-@refused("a gradient with create_graph=True goes through cross entropy", "elementwise functions")
+@refused("a gradient with create_graph=True that goes through cross entropy", "elementwise functions")
 def second_derivative(m: Any, x: Tensor) -> Tensor:
     h = m.linear(x)
     loss = F.cross_entropy(h, torch.zeros(4, dtype=torch.long))

@@ -6,12 +6,15 @@ gradients enabled. The ops have none of their own, so it goes through the functi
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from autopar.errors import CaptureError
+from autopar.capture.constructs import Construct
+from autopar.capture.explain import refusal
+from autopar.capture.location import user_frame
 from autopar.ir.ops import op
 
 Tensor = torch.Tensor
@@ -20,10 +23,11 @@ Tensor = torch.Tensor
 def _once(name: str) -> None:
     """Refuse a second derivative: it would be zero without a word."""
     if torch.is_grad_enabled():
-        raise CaptureError(
-            f"a gradient with create_graph=True goes through {name}, whose second derivative is not supported. Take the "
-            f"gradient of a part of the model that has none, or write {name} out in elementwise functions and matmul."
+        construct = Construct(
+            f"a gradient with create_graph=True that goes through {name}, whose second derivative is not supported",
+            f"Take the gradient of a part of the model without it, or write {name} in elementwise functions and matmul.",
         )
+        raise refusal(construct, user_frame(sys._getframe(1)))
 
 
 class Contract(Function):

@@ -1,4 +1,4 @@
-"""What a traced step may not do: a write to a buffer is right, to the batch noted, to a weight or a kept tensor refused."""
+"""Writes of a traced step: to a buffer they are right, to the batch noted, to a weight or a kept tensor refused."""
 
 from __future__ import annotations
 
