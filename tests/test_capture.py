@@ -1,4 +1,4 @@
-"""What a capture says of programs as users write them: the line, the construct, what to write instead; or that it is right."""
+"""What a capture says of programs as users write them: line, construct, what to write instead; or it is right."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_refused_names_line_construct_and_advice(name: str, capfd: pytes
 def test_what_happens_at_the_capture_only_is_noted(name: str) -> None:
     file, line, _ = place_of(CASES[name])
     first, rest = CASES[name].said
-    (note,) = compiled(name).notes
+    note = compiled(name).notes[0]
     assert note.startswith(f"{first} {file.rpartition('/')[2]}:{line}") and rest in note, note
 
 
@@ -197,6 +197,6 @@ def test_the_command_line_shows_the_message_alone(tmp_path: Any) -> None:
     assert done.stderr == (
         f"autopar: the program depends on the values in a tensor at {file}:8\n"
         "    return super().forward(x) * x.max().item()\n"
-        "This line has .item(). Leave it a tensor: sums, products and comparisons work alike. A value for a log is read "
-        "after the step; one that is known before it is passed in as a Python number.\n"
+        "This line has .item(). Leave it a tensor: sums, products and comparisons work alike. A value for a log is "
+        "read after the step; one that is known before it is passed in as a Python number.\n"
     )

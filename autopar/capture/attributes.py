@@ -12,9 +12,10 @@ from torch import nn
 
 _DEPTH = 3
 _LONG = 10_000  # a longer list or dict is data, not state
-_OWN = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}  # hooks and flags of torch's
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_OWN = frozenset(vars(nn.Module())).difference(_TENSORS)  # hooks and flags of torch's
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-_OPAQUE = (type, FunctionType, MethodType, ModuleType, torch.Tensor, nn.Module, torch.dtype, torch.device)
+_OPAQUE = (*_PLAIN, type, FunctionType, MethodType, ModuleType, torch.Tensor, nn.Module, torch.dtype, torch.device)
 _GONE = object()
 
 
@@ -42,13 +43,16 @@ class Attributes:
         self.kept: dict[int, _Kept] = {}
         for path, module in model.named_modules():
             values = vars(module)
-            self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
+            if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
+                values = {name: values[name] for name in _TENSORS}
+            else:
+                self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
             for name, value in values.items():
                 if name not in _OWN:
                     self._keep(_joined(path, name), value, _DEPTH)
 
     def _keep(self, name: str, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or isinstance(value, _OPAQUE) or depth == 0:
+        if isinstance(value, _OPAQUE) or depth == 0:
             return
         holder = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
         if not isinstance(holder, (list, dict, set)) or id(holder) in self.kept or len(holder) > _LONG:

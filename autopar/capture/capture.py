@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,10 +174,12 @@ class _Capture:
         for name, new in self.new_buffers:
             fault = buffer_fault(name, old[name], new)
             if fault is not None:
-                line = line_that_changes(
-                    lambda: self._again(inputs, Calls()), lambda name=name: form_of(self.model.get_buffer(name))
-                )
+                state = partial(self._form_of_buffer, name)
+                line = line_that_changes(lambda: self._again(inputs, Calls()), state)
                 raise refusal(fault, line)
+
+    def _form_of_buffer(self, name: str) -> tuple[Any, ...]:
+        return form_of(self.model.get_buffer(name))
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],

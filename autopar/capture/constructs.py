@@ -29,10 +29,11 @@ _LATER = "Return the tensor and read its value after the step"
 BRANCHES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
     (re.compile(pattern), construct)
     for pattern, construct in (
-        (r"^(el)?if\b", Construct("an `if` on a tensor", f"{_WHERE}; or decide before the step and pass a Python bool.")),
+        (r"^(el)?if\b", Construct(
+            "an `if` on a tensor", f"{_WHERE}; or decide before the step and pass a Python bool.")),
         (r"^while\b", Construct(
             "a `while` on a tensor",
-            "Run a fixed number of rounds and keep the old value where it is done: x = torch.where(done, x, step(x)).")),
+            "Run a fixed number of rounds and keep the value where it is done: x = torch.where(done, x, step(x)).")),
         (r"^assert\b", Construct(
             "an `assert` on a tensor", "Check the batch before the step, or the result after it, and drop this line.")),
         (r"\bif\b.+\belse\b", Construct("a conditional expression on a tensor", f"{_WHERE}.")),
@@ -126,10 +127,11 @@ REFUSED: Mapping[Any, Construct] = {
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), _OWN_BACKWARD),
     Tensor.data.__set__: Construct(  # type: ignore[attr-defined]
         "an assignment to .data",
-        "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the weight "
-        "after optimizer.step().",
+        "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
+        "weight after optimizer.step().",
     ),
-    **dict.fromkeys((Tensor.to_sparse, torch.sparse_coo_tensor, torch.sparse_csr_tensor, Tensor.to_sparse_csr), _SPARSE),
+    **dict.fromkeys((Tensor.to_sparse, Tensor.to_sparse_csr), _SPARSE),
+    **dict.fromkeys((torch.sparse_coo_tensor, torch.sparse_csr_tensor), _SPARSE),
     **dict.fromkeys((torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic),
                     _QUANTIZED),
 }  # fmt: skip
@@ -141,7 +143,8 @@ SEEDED = Construct(
 
 # What has an effect once, at the capture, and not in a step.
 NOTED: Mapping[Any, str] = {
-    Tensor.__repr__: "a tensor is printed at {}: at the capture only, and without its values; print the loss after the step",
+    Tensor.__repr__: "a tensor is printed at {}: at the capture only, and without its values; "
+    "print the loss after the step",
 }
 
 # Other failures, by the text of the exception.
@@ -175,7 +178,8 @@ FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
             "autopar places the model.")),
         (r"not linked with support for cuda|Torch not compiled with CUDA|No CUDA GPUs", Construct(
             "a device that is not here", "Leave .cuda() and .to(device) out: autopar places the model and the batch.")),
-        (r"maximum recursion depth", Construct("a recursion that does not end", "It calls itself without a last case.")),
+        (r"maximum recursion depth", Construct(
+            "a recursion that does not end", "It calls itself without a last case.")),
         (r"'(async_)?generator' object", Construct(
             "a generator (a forward with `yield`)", "Return a list or a tuple of the results.")),
     )

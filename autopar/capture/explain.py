@@ -29,7 +29,7 @@ def explain(error: Exception, calling: Any, locator: Locator) -> CaptureError:
     first = str(error).strip().split("\n")[0].partition(" Hint: ")[0][:500]
     raised = f"{type(error).__name__}: {first}" if first else f"{type(error).__name__}, without a text"
     raised = raised.replace("FakeTensor", "Tensor")
-    for pattern, construct in FAILURES:
+    for pattern, construct in () if _raised_by_user(error) else FAILURES:
         if pattern.search(text):
             return CaptureError(f"the model cannot be captured, {where}{_said(construct)}\n(torch says: {raised})")
     return CaptureError(f"the model failed on the example batch, {where}{raised}")
@@ -45,6 +45,12 @@ def line_of(error: Exception) -> Line | None:
     """The innermost line of the user's that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([frame for frame in frames if is_user_file(frame.filename)])
+
+
+def _raised_by_user(error: Exception) -> bool:
+    """True for an exception of the user's own, whose text is the message."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return is_user_file(last.filename) and (last.line or "").startswith("raise")
 
 
 def _typed_line(error: Exception) -> Line | None:

@@ -25,7 +25,7 @@ def _once(name: str) -> None:
     if torch.is_grad_enabled():
         construct = Construct(
             f"a gradient with create_graph=True that goes through {name}, whose second derivative is not supported",
-            f"Take the gradient of a part of the model without it, or write {name} in elementwise functions and matmul.",
+            f"Take the gradient of a part without it, or write {name} in elementwise functions and matmul.",
         )
         raise refusal(construct, user_frame(sys._getframe(1)))
 

@@ -10,6 +10,7 @@ import linecache
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -68,7 +69,7 @@ class Steady:
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         for name, state in foreign_state().items():
             if state != self.drawn[name]:
-                line = self._again(lambda name=name: foreign_state()[name])
+                line = self._again(partial(_state_of, name))
                 where = f", at {quoted(line)}" if line else ". "
                 raise CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
         second, error = self._second()
@@ -151,6 +152,10 @@ class Steady:
 
     def _is_constant(self, value: Any) -> bool:
         return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)
+
+
+def _state_of(name: str) -> object:
+    return foreign_state()[name]
 
 
 def _distinct(changes: list[Change]) -> list[Change]:
