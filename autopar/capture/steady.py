@@ -50,9 +50,7 @@ class Steady:
     run: Callable[[Calls], object]
     first: Calls
     attributes: Attributes
-    replaced: dict[
-        str, Any
-    ]  # plain tensor attributes that the first run replaced; emptied where a run shall start anew
+    replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
     drawn: Mapping[str, Any]
     standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
 
@@ -75,7 +73,8 @@ class Steady:
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
-                raise self._carried(changes, line_of(error), f": {type(error).__name__}: {str(error).splitlines()[0]}")
+                text = next(iter(str(error).splitlines()), "")
+                raise self._carried(changes, line_of(error), f": {type(error).__name__}: {text}")
             return self._notes(changes)
         difference = first_difference(self.first, second)
         if difference is not None:
@@ -118,7 +117,7 @@ class Steady:
         names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
         where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
         return CaptureError(
-            f"a second step would not be the same as the first{rest or ''}, {where}"
+            f"a second step would not be the same as the first{rest}, {where}"
             f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
         )
 
