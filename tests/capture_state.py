@@ -260,6 +260,14 @@ def gradient_penalty(m: Any, x: Tensor) -> Tensor:
 
 
 @works
+def penalty_through_softmax(m: Any, x: Tensor) -> Tensor:
+    h = F.dropout(m.linear(x), 0.5)
+    value = F.log_softmax(h, -1).square().sum() + h.logsumexp(-1).square().sum()
+    (grad,) = torch.autograd.grad(value, h, create_graph=True)
+    return F.log_softmax(h, -1, dtype=torch.float64) + grad
+
+
+@works
 def inner_gradient(m: Any, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     (grad,) = torch.autograd.grad(m.linear(x).tanh().sum(), x)
