@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
+from autopar.capture.constructs import PARAMETERS, WRAPPERS
 from autopar.compiled import Compiled
 from autopar.constraints import check_batch, divides_batch, is_sequence_parallel, no_sequence, parse_shard, patterns_of
 from autopar.errors import CaptureError, LayoutError
@@ -66,10 +67,20 @@ def compile(
 
 
 def check_model(model: object) -> None:
-    """Raise CaptureError for what is no module."""
+    """Raise CaptureError for what is no module, and for one that holds what no capture can look into."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
+    for path, module in model.named_modules():
+        for is_wrapped, construct in WRAPPERS:
+            if is_wrapped(module):
+                who = f"the module '{path}'" if path else "the model"
+                name = construct.name.format(type(module).__name__)
+                raise CaptureError(f"{who} is {name}. {construct.instead}")
+    for path, parameter in model.named_parameters():
+        for is_kind, construct in PARAMETERS:
+            if is_kind(parameter):
+                raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 
 
 def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:

@@ -9,6 +9,12 @@
 - `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
   200 us each; a step needs one of each for every parameter. From 2.13 on a subclass of DTensor may have its own
   `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself.
+- the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
+  which is the user's mistake and told in one message.
+- `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
+  cannot pass.
+- `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, which no
+  step runs.
 - `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
@@ -20,7 +26,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -42,8 +50,11 @@ __all__ = [
     "backward",
     "custom_function",
     "gradients",
+    "has_hooks",
+    "in_transform",
     "local_of",
     "op_names",
+    "quiet",
     "spec_of",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -100,3 +111,25 @@ def op_names() -> list[str]:
 def custom_function(node: Any) -> type[torch.autograd.Function] | None:
     """The custom autograd function of a node of the autograd graph; None for one of torch's own ops."""
     return getattr(type(node), "_forward_cls", None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from writing its own tracebacks of shapes that do not fit."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def in_transform() -> bool:
+    """True inside of a function that `torch.func` or `torch.vmap` transforms."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """True if the user hooked something to the gradient of a parameter."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -166,6 +166,10 @@ def cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 
 
@@ -178,6 +182,7 @@ class Plain:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
+        args, kwargs = tree_map(_copied, (args, dict(kwargs)))  # the model may write into them
         dtype = next(self.model.parameters()).dtype
         with default_dtype(dtype), Raise(None, seed, dtype):
             if self.loss_fn is None:

@@ -229,8 +229,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     "a branch on data": (_step, ({"loss_fn": branching_loss},), (
         "CaptureError: the program depends on the values in a tensor at FILE:the branch\n"
         "    if out.sum() > 0:  # the branch\n"
-        "A branch, loop, .item() or index that reads data cannot be compiled once for all batches. Use torch.where or "
-        "a mask instead, or pass the value in as a Python number."
+        "This line has an `if` on a tensor. Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
+        "; or decide before the step and pass a Python bool."
     )),
     "bad shard patterns": (
         _step,

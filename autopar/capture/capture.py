@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +14,32 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture import functions
-from autopar.capture.location import Locator, is_user_file
+from autopar.capture.attributes import Attributes
+from autopar.capture.calls import Calls
+from autopar.capture.explain import explain, refusal
+from autopar.capture.lines import line_that_changes
+from autopar.capture.location import Locator
+from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of
 from autopar.capture.normalise import decompositions, functional, normalise
-from autopar.capture.raised_random import no_foreign_draws
+from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import AutoparError, CaptureError
+from autopar.capture.state import attributes, buffer_fault, form_of, state_of
+from autopar.capture.steady import Steady
+from autopar.capture.writes import check_collectives, check_writes
+from autopar.errors import AutoparError
 from autopar.ir.program import Input, Output, Program
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TreeSpec,
     backward,
-    custom_function,
     gradients,
+    quiet,
     tree_flatten,
     tree_unflatten,
 )
 
-LossFn = Callable[..., torch.Tensor]
+__all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +54,6 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     result_spec: TreeSpec | None = None
     result_leaves: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The tensors of a module: tied ones once, with all their names."""
-
-    entries: tuple[tuple[Input, torch.Tensor], ...]
-
-
-def state_of(model: nn.Module) -> State:
-    """Parameters, buffers and plain tensor attributes of `model`, by identity."""
-    found: dict[int, tuple[str, list[str], torch.Tensor]] = {}
-    for kind, named in (
-        ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
-        ("constant", _tensor_attributes(model)),
-    ):
-        for name, tensor in named:
-            found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
-    return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in found.values()))
-
-
-def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield (f"{path}.{name}" if path else name), value
 
 
 def capture(
@@ -95,16 +75,25 @@ def capture(
     return _Capture(model, loss_fn, args, dict(kwargs), train, lift).run()
 
 
+Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
+
+
 class _Step(nn.Module):
     """Spans forward and backward in one call, so that a functional call swaps the state for both."""
 
-    def __init__(self, model: nn.Module, body: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, body: Callable[..., Any], replaced: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self.body = body
+        self.replaced = replaced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.body(*args, **kwargs)
+        given = dict(self.named_parameters(remove_duplicate=False))
+        result = self.body(*args, **kwargs)
+        for name, tensor in self.named_parameters(remove_duplicate=False):
+            if given.get(name, tensor) is not tensor:
+                self.replaced[name] = tensor
+        return result
 
 
 class _Capture:
@@ -121,6 +110,10 @@ class _Capture:
         self.outputs: list[Output] = []
         self.has_random_ops = False
         self.result: tuple[TreeSpec | None, tuple[Any, ...]] = (None, ())
+        self.calls, self.calling = Calls(), None
+        self.replaced: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
         entries = self.state.entries
@@ -131,33 +124,71 @@ class _Capture:
         fakes = [self._fake(tensor) for _, tensor in entries] + [self._fake(leaf) for _, leaf in batch]
         with self.fake:
             fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
+        before, drawn = Attributes(self.model), foreign_state()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(no_foreign_draws())
-                stack.enter_context(default_dtype(self.lift))
-                stack.enter_context(self.locator.follow(self.model))
+            with self.locator.follow(self.model), quiet(), default_dtype(self.lift):
                 traced = make_fx(
                     self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake",
                 )(*fakes)  # fmt: skip
+                check_collectives(traced, self.locator)
+                notes = self.notes + check_writes(traced, inputs, self.locator)
+                self._check_buffers(fakes)
+                run = lambda calls: self._again(fakes, calls)  # noqa: E731
+                standing = frozenset(name for entry, _ in entries for name in entry.names)
+                notes += Steady(self.model, run, self.calls, before, self.replaced, drawn, standing).check()
                 traced = functional(traced, fakes)
         except AutoparError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise explain(error, self.calling, self.locator) from error
+        finally:
+            before.restore()
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs))
         if not self.has_random_ops:
             program = _without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
-        return Captured(program, {**kept, **constants}, *self.result)
+        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        mode = Raise(self.locator, inputs[-1], self.lift, self.calls)
+        try:
+            result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
+        finally:
+            self.calling = mode.calling
+            self.notes = list(mode.notes)
+        self.has_random_ops = bool(mode.random_ops)
+        return tuple(result)
+
+    def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:
+        """Forward and loss once more, on shapes alone; what the model prints is printed already."""
+        with self.fake, redirect_stdout(io.StringIO()):
+            mode = Raise(Locator(), inputs[-1], self.lift, calls)
+            self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
+
+    def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
+        old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
+        for name, new in self.new_buffers:
+            fault = buffer_fault(name, old[name], new)
+            if fault is not None:
+                state = partial(self._form_of_buffer, name)
+                line = line_that_changes(lambda: self._again(inputs, Calls()), state)
+                raise refusal(fault, line)
+
+    def _form_of_buffer(self, name: str) -> tuple[Any, ...]:
+        return form_of(self.model.get_buffer(name))
+
+    def _run(
+        self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
+        replaced: dict[str, Any], carried: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """What `body` gives for the model on these inputs, with the plain attributes that an earlier run left."""
         swapped: dict[str, torch.Tensor] = {}
         constants: dict[str, torch.Tensor] = {}
-        trainable: list[tuple[str, torch.Tensor]] = []
+        trainable: Trainable = []
         position = 0
         for (entry, tensor), given in zip(self.state.entries, inputs, strict=False):
             value = given
@@ -174,26 +205,29 @@ class _Capture:
                 if leaf.requires_grad and self.train:
                     leaves[i] = inputs[position].detach()
                 position += 1
+        if mode.calls is not None:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            mode.calls.given([*swapped.values(), *constants.values(), *tensors, inputs[position]])
+        constants.update(carried)
         args, kwargs = tree_unflatten(leaves, self.spec)
-        mode = Raise(self.locator, inputs[position], self.lift)
-        body = self._train_body(trainable) if self.train else self._forward_body()
-        step = _Step(self.model, body)
-        with mode, _attributes(step, constants), nullcontext() if self.train else torch.no_grad():
-            result = functional_call(step, swapped, args, kwargs, tie_weights=False)
-        self.has_random_ops = bool(mode.random_ops)
-        return tuple(result)
+        step = _Step(self.model, body(trainable), replaced)
+        with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
+            return functional_call(step, swapped, args, kwargs, tie_weights=False)
 
-    def _train_body(self, trainable: list[tuple[str, torch.Tensor]]) -> Callable[..., Any]:
+    def _result(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None or not self.train:
+            return self.model(*args, **kwargs)
+        return self.loss_fn(self.model, *args, **kwargs)
+
+    def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            if self.loss_fn is None:
-                loss = loss_of(self.model(*args, **kwargs))
-            else:
-                loss = self.loss_fn(self.model, *args, **kwargs)
-            _check_loss(loss, self.loss_fn, bool(trainable))
+            loss = self._result(*args, **kwargs)
+            loss = loss_of(loss) if self.loss_fn is None else loss
+            check_loss(loss, self.loss_fn, bool(trainable))
             buffers = self._buffers()
             self.locator.phase = "backward"
             tensors = [tensor for _, tensor in trainable]
-            if _has_own_backward(loss):
+            if has_own_backward(loss):
                 backward(loss)
                 grads = tuple(tensor.grad for tensor in tensors)
             else:
@@ -205,7 +239,7 @@ class _Capture:
 
         return body
 
-    def _forward_body(self) -> Callable[..., Any]:
+    def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             leaves, spec = tree_flatten(self.model(*args, **kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -222,62 +256,8 @@ class _Capture:
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        return [(name, tensor) for name, tensor in self.model.named_buffers() if name in known]
-
-
-def loss_of(result: Any) -> Any:
-    """The loss in what a module returned: a scalar, the first item of a tuple, `.loss` or `["loss"]`."""
-    if isinstance(result, torch.Tensor):
-        return result
-    if isinstance(result, Mapping) and "loss" in result:
-        return result["loss"]
-    if hasattr(result, "loss"):
-        return result.loss
-    if isinstance(result, (tuple, list)) and result:
-        found = [item for item in result if isinstance(item, torch.Tensor) and item.ndim == 0]
-        return found[0] if found else result[0]
-    return result
-
-
-def _check_loss(loss: Any, loss_fn: LossFn | None, has_trainable: bool) -> None:
-    origin = "the module (loss_fn=None)" if loss_fn is None else f"loss_fn '{getattr(loss_fn, '__name__', loss_fn)}'"
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(
-            f"{origin} returned {type(loss).__name__}, but a training step needs a scalar loss tensor. "
-            f"Return the loss, a tuple that begins with it, or an object with .loss; did the batch lack labels?"
-        )
-    if loss.numel() != 1 or loss.ndim != 0:
-        raise CaptureError(
-            f"{origin} returned a tensor of shape {list(loss.shape)}, but the loss must be a scalar. "
-            f"Reduce it, e.g. with .mean() or .sum(). If the module returns outputs, pass loss_fn=."
-        )
-    if not loss.is_floating_point():
-        raise CaptureError(f"{origin} returned a loss of dtype {loss.dtype}, which has no gradient: return a float.")
-    if not has_trainable:
-        raise CaptureError("the model has no parameter with requires_grad=True: there is nothing to train.")
-    if not loss.requires_grad:
-        raise CaptureError(
-            f"the loss of {origin} does not depend on any parameter that requires a gradient. "
-            f"Look for .detach(), torch.no_grad() or .item() on its way."
-        )
-
-
-def _has_own_backward(loss: torch.Tensor) -> bool:
-    """True if a custom autograd function that is not ours stands behind `loss`.
-
-    It may run a backward pass of its own, as reentrant checkpoints do, and leave gradients that no path leads to.
-    """
-    known, pending = set(), [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in known:
-            continue
-        custom = custom_function(node)
-        if custom is not None and custom.__module__ != functions.__name__:
-            return True
-        known.add(node)
-        pending += [parent for parent, _ in node.next_functions]
-    return False
+        self.new_buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name in known]
+        return self.new_buffers
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -287,51 +267,11 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-@contextmanager
-def _attributes(step: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Put other tensors in place of plain tensor attributes, for as long as the context lasts."""
-    saved = []
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        owner = step.get_submodule(path)
-        saved.append((owner, attribute, getattr(owner, attribute)))
-        setattr(owner, attribute, value)
-    try:
-        yield
-    finally:
-        for owner, attribute, value in saved:
-            setattr(owner, attribute, value)
-
-
 def _without_seed(program: Program) -> Program:
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         if entry.kind == "seed":
             program.graph.erase_node(node)
     return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))
-
-
-_DATA_DEPENDENT = (
-    "DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor", "DynamicOutputShape",
-    ".numpy() is not supported",
-)  # fmt: skip
-
-
-def _explain(error: Exception) -> CaptureError:
-    """The user's line and what to do, instead of torch's internals."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
-    where = "the call itself:\n"
-    if frames:
-        line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
-        where = f"{frames[-1].filename}:{frames[-1].lineno}\n    {line}\n"
-    text = f"{type(error).__name__}: {error}"
-    if any(mark in text for mark in _DATA_DEPENDENT):
-        return CaptureError(
-            f"the program depends on the values in a tensor at {where}"
-            f"A branch, loop, .item() or index that reads data cannot be compiled once for all batches. "
-            f"Use torch.where or a mask instead, or pass the value in as a Python number."
-        )
-    first = str(error).strip().split("\n")[0][:500]
-    return CaptureError(f"the model failed on the example batch, at {where}{type(error).__name__}: {first}")
 
 
 def fake_like(value: Any) -> bool:

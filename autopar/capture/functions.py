@@ -1,15 +1,33 @@
-"""Semantic ops with their gradients, as autograd functions over the ops of `autopar.ir.ops`."""
+"""Semantic ops with their gradients, as autograd functions over the ops of `autopar.ir.ops`.
+
+A backward pass that is itself differentiated (`autograd.grad(..., create_graph=True)`, a gradient penalty) runs with
+gradients enabled. The ops have none of their own, so it goes through the functions, or is refused.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
+from autopar.capture.constructs import Construct
+from autopar.capture.explain import refusal
+from autopar.capture.location import user_frame
 from autopar.ir.ops import op
 
 Tensor = torch.Tensor
+
+
+def _once(name: str) -> None:
+    """Refuse a second derivative: it would be zero without a word."""
+    if torch.is_grad_enabled():
+        construct = Construct(
+            f"a gradient with create_graph=True that goes through {name}, whose second derivative is not supported",
+            f"Take the gradient of a part without it, or write {name} in elementwise functions and matmul.",
+        )
+        raise refusal(construct, user_frame(sys._getframe(1)))
 
 
 class Contract(Function):
@@ -28,8 +46,9 @@ class Contract(Function):
         left, result = ctx.equation.split("->")
         names_a, names_b = left.split(",")
         need_a, need_b, _ = ctx.needs_input_grad
-        grad_a = op("contract")(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
-        grad_b = op("contract")(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
+        contract: Any = Contract.apply if torch.is_grad_enabled() else op("contract")
+        grad_a = contract(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
+        grad_b = contract(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
         return grad_a, grad_b, None
 
 
@@ -45,6 +64,7 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("attention")
         (grad,) = grads
         q, k, v, mask, out, lse = ctx.saved_tensors
         grad_q, grad_k, grad_v = op("attention_backward")(grad, q, k, v, mask, out, lse, *ctx.rest)
@@ -63,6 +83,7 @@ class CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("cross entropy")
         (grad,) = grads
         x, lse, index = ctx.saved_tensors
         return op("cross_entropy_backward")(grad, x, lse, index), None
@@ -90,6 +111,7 @@ class SmoothedCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("cross entropy")
         (grad,) = grads
         x, lse, index, w, *scales = ctx.saved_tensors
         near, both = scales or (ctx.near, ctx.both)
@@ -109,6 +131,7 @@ class Pick(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("nll_loss")
         (grad,) = grads
         (index,) = ctx.saved_tensors
         return op("pick_backward")(grad, index, ctx.size), None
@@ -157,6 +180,7 @@ class Embedding(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("an embedding")
         (grad,) = grads
         (index,) = ctx.saved_tensors
         return op("embedding_backward")(grad, index, ctx.rows, ctx.padding), None, None
@@ -173,6 +197,7 @@ class ExpertMM(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
+        _once("grouped_mm")
         x, w, index = ctx.saved_tensors
         need_x, need_w, _ = ctx.needs_input_grad
         grad_x = op("expert_mm")(grad, w.transpose(1, 2), index) if need_x else None
@@ -193,7 +218,7 @@ class Dropout(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         (seed,) = ctx.saved_tensors
-        return _dropout(grad, seed, *ctx.rest), None, None, None
+        return Dropout.apply(grad, seed, *ctx.rest), None, None, None
 
 
 def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
@@ -227,6 +252,7 @@ class BatchNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _once("batch norm")
         grad = grads[0]
         normal, rstd, weight = ctx.saved_tensors
         dims, shape, count = _per_channel(normal)

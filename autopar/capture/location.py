@@ -7,8 +7,10 @@ of torch.fx's stack trace field.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,21 +26,40 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _INTERNAL = tuple(
     path + os.sep for path in (_HERE, _TORCH, *(os.path.join(os.path.dirname(_HERE), p) for p in ("passes", "runtime")))
 )
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
+# Code without a file: of a notebook, a prompt or exec; the rest in angle brackets is machinery.
+_TYPED = ("<ipython", "<stdin", "<string", "<doctest", "<cell")
+
+Line = tuple[str, int]
 
 
+@functools.cache
 def is_user_file(filename: str) -> bool:
     """True for a file that is neither torch's nor autopar's nor Python's own machinery."""
+    if filename.startswith(_PYTHON) and not filename.startswith(_PACKAGES):
+        return False
     return not filename.startswith(_INTERNAL) and not filename.startswith("<")
+
+
+def is_typed(filename: str) -> bool:
+    """True for code of the user's that stands in no file."""
+    return filename.startswith(_TYPED)
+
+
+def user_frame(frame: FrameType | None) -> Line | None:
+    """File and line of the innermost frame of the user's."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 def user_line(frame: FrameType | None) -> str:
     """`gpt.py:41` of the innermost frame of the user's."""
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if is_user_file(filename):
-            return f"{os.path.basename(filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    found = user_frame(frame)
+    return f"{os.path.basename(found[0])}:{found[1]}" if found else ""
 
 
 class Locator:
@@ -49,6 +70,7 @@ class Locator:
         self.phase = "forward"
         self._known: set[Any] = set()
         self._backward = ("", "")
+        self._files: dict[str, str] = {}
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
@@ -78,9 +100,22 @@ class Locator:
         """
         if self.phase == "backward" and len(self.stack) == 1:
             return self._backward
-        place = (self.stack[-1], user_line(sys._getframe(1)))
+        line = user_frame(sys._getframe(1))
+        source = f"{os.path.basename(line[0])}:{line[1]}" if line else ""
+        if line:
+            self._files[source] = line[0]
+        place = (self.stack[-1], source)
         fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
         return place
+
+    def line(self, source: str) -> Line | None:
+        """The whole file name, and the line, of a place such as `gpt.py:41`."""
+        return (self._files[source], int(source.rpartition(":")[2])) if source in self._files else None
+
+    @property
+    def backward_line(self) -> Line | None:
+        """The line whose backward pass runs, if any does."""
+        return self.line(self._backward[1]) if self.phase == "backward" else None
 
     def adopt(self, result: Any, place: tuple[str, str]) -> None:
         """Charge the backward of all autograd nodes behind `result` that are new to `place`."""

@@ -71,7 +71,9 @@ def nll_loss(
     return _reduce_valid(losses, valid, counts, _reduction(reduction, size_average, reduce))
 
 
-def log_softmax(input: Tensor, dim: int | None = None, *_: Any, dtype: torch.dtype | None = None) -> Any:
+def log_softmax(
+    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
+) -> Any:
     """Of short floats torch rounds the result alone, which two ops cannot."""
     autocast = torch.is_autocast_enabled(input.device.type)
     wide = dtype or (torch.float32 if autocast and input.dtype != torch.float64 else input.dtype)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,22 +33,10 @@ class Mode(Protocol):
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
 
-@contextmanager
-def no_foreign_draws() -> Iterator[None]:
-    """Refuse a model that draws by Python's or numpy's global generator: each step would see the same numbers."""
-    before = _foreign_state()
-    yield
-    for name, old, new in zip(("Python's random module", "numpy.random"), before, _foreign_state(), strict=True):
-        if old != new:
-            raise CaptureError(
-                f"the model draws numbers from {name} while it runs. A compiled step would keep those of its capture "
-                f"for ever: draw them outside of the model and pass them in, or use torch.rand (see docs/random.md)."
-            )
-
-
-def _foreign_state() -> tuple[Any, Any]:
+def foreign_state() -> dict[str, Any]:
+    """The state of the global generators that are not torch's: who draws from them sees the same numbers each step."""
     state: Any = np.random.get_state()
-    return random.getstate(), (bytes(state[1]), state[2])
+    return {"Python's random module": random.getstate(), "numpy.random": (bytes(state[1]), state[2])}
 
 
 Raised = Callable[..., Any]

@@ -6,6 +6,7 @@ gradients, or `NotImplemented` to leave the call to torch (right all the same, o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.calls import Calls
+from autopar.capture.constructs import NOTED, REFUSED, SEEDED
+from autopar.capture.explain import refusal
 from autopar.capture.functions import Dropout
-from autopar.capture.location import Locator
+from autopar.capture.location import Locator, user_frame
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
 from autopar.capture.raised_lookups import embedding_bag
@@ -33,7 +37,7 @@ from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear,
 from autopar.capture.raised_random import RANDOM
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
-from autopar.torch_compat import GROUPED_MM
+from autopar.torch_compat import GROUPED_MM, in_transform
 
 Tensor = torch.Tensor
 
@@ -43,22 +47,30 @@ class Raise(TorchFunctionMode):
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
-    all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`).
+    all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
+    of every call of the forward pass, and `calling` is the function that runs, or that failed.
     """
 
     def __init__(
-        self, locator: Locator | None = None, seed: Tensor | None = None, lift: torch.dtype | None = None
+        self,
+        locator: Locator | None = None,
+        seed: Tensor | None = None,
+        lift: torch.dtype | None = None,
+        calls: Calls | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
         self.seed = seed
         self.lift = lift
+        self.calls = calls
+        self.calling: Any = None
+        self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
         self._fork = torch.random.fork_rng(devices=[])
 
     def __enter__(self) -> Raise:
         self._fork.__enter__()
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(_FIRST)
         super().__enter__()
         return self
 
@@ -71,15 +83,23 @@ class Raise(TorchFunctionMode):
         if self.lift is not None:
             func, args, kwargs = _lifted(func, args, kwargs, self.lift)
         place = self.locator.mark() if self.locator else None
+        self.calling = func
+        if self.locator and func in REFUSED and self.locator.phase == "forward":
+            raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
+        if func in NOTED and place and place[1]:
+            self.notes[NOTED[func].format(place[1])] = None
         result: Any = NotImplemented
         if func in _ALWAYS:
             result = _ALWAYS[func](self, *args, **kwargs)
-        elif func in RAISED and self.captures:
+        elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
         if self.locator and place:
             self.locator.adopt(result, place)
+            if self.calls is not None and self.locator.phase == "forward":
+                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]))
+        self.calling = None
         return result
 
     @property
@@ -103,14 +123,16 @@ class Raise(TorchFunctionMode):
     def _number(self) -> int:
         """The number of a random op, which is its key."""
         assert self.seed is not None
-        number = torch.default_generator.initial_seed() + 1
+        number = torch.default_generator.initial_seed() - _FIRST + 1
+        if not 0 < number <= len(self.random_ops) + 1:
+            raise refusal(SEEDED, user_frame(sys._getframe(1)))
         if self.locator and self.locator.phase == "backward" and number not in self.random_ops:
             raise CaptureError(
                 "a random op inside torch.utils.checkpoint(preserve_rng_state=False) would draw other numbers when it "
                 "is computed again, and the gradients would be wrong: leave preserve_rng_state at True."
             )
         self.random_ops.add(number)
-        torch.default_generator.manual_seed(number)
+        torch.default_generator.manual_seed(_FIRST + number)
         return number
 
 
@@ -124,6 +146,9 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         torch.set_default_dtype(before)
 
+
+# Numbers begin here, so that a seed which the model sets is told from a number of ours.
+_FIRST = 1 << 40
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,0 +1,224 @@
+"""What users write that a capture cannot take, by its name in their terms, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.torch_compat import has_hooks
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Construct:
+    """What it is called, and what to do instead."""
+
+    name: str
+    instead: str
+
+
+_WHERE = "Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
+_LATER = "Return the tensor and read its value after the step"
+
+# A tensor as a condition, by what the user's line looks like; the first that fits.
+BRANCHES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
+    (re.compile(pattern), construct)
+    for pattern, construct in (
+        (r"^(el)?if\b", Construct(
+            "an `if` on a tensor", f"{_WHERE}; or decide before the step and pass a Python bool.")),
+        (r"^while\b", Construct(
+            "a `while` on a tensor",
+            "Run a fixed number of rounds and keep the value where it is done: x = torch.where(done, x, step(x)).")),
+        (r"^assert\b", Construct(
+            "an `assert` on a tensor", "Check the batch before the step, or the result after it, and drop this line.")),
+        (r"\bif\b.+\belse\b", Construct("a conditional expression on a tensor", f"{_WHERE}.")),
+        (r"\b(and|or|not)\b", Construct(
+            "`and`, `or` or `not` on a tensor", "Use &, | and ~, which work by element and stay tensors.")),
+        (r"\bin\b", Construct("`in` on a tensor", "Use (x == value).any(), which stays a tensor, with torch.where.")),
+        (r"", Construct("bool() of a tensor", f"{_WHERE}, and multiply by a mask with x * (y > 0).")),
+    )
+)  # fmt: skip
+
+_NUMPY = Construct(
+    "a way to numpy (.numpy(), np.asarray)",
+    "Use the torch function of the same name, or do it to the batch beforehand.",
+)
+_NUMBER = Construct(
+    "{} of a tensor",
+    "Leave it a tensor: sums, products and comparisons work alike. A value for a log is read after the step; "
+    "one that is known before it is passed in as a Python number.",
+)
+_INTEGER = Construct(
+    "a tensor as a Python integer (int(), range, an index or a size)",
+    "Pass the number in as a Python int (each value compiles a program of its own), or use a fixed size and a mask; "
+    "to look a value up, keep the list as a tensor: table[index].",
+)
+_EQUAL = Construct("{}, which gives a Python bool", f"{_WHERE}, with (a == b).all() or torch.isclose(a, b).all().")
+_MASKED = "Keep the size: x * mask, x.masked_fill(~mask, 0) or torch.where; a mean is (x * mask).sum() / mask.sum()."
+
+# Functions that take a value out of a tensor, by the call that failed.
+READS: Mapping[Any, Construct] = {
+    Tensor.item: Construct(".item()", _NUMBER.instead),
+    Tensor.__float__: Construct(_NUMBER.name.format("float()"), _NUMBER.instead),
+    Tensor.__complex__: Construct(_NUMBER.name.format("complex()"), _NUMBER.instead),
+    **dict.fromkeys((Tensor.__int__, Tensor.__index__), _INTEGER),
+    **dict.fromkeys((torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.eye), _INTEGER),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__), _NUMPY),
+    Tensor.__getitem__: Construct(
+        "a slice whose bounds are a tensor", "Use bounds that are Python integers, or keep all rows and mask the rest."
+    ),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), Construct(_EQUAL.name.format("allclose"), _EQUAL.instead)),
+    **dict.fromkeys((torch.equal, Tensor.equal), Construct(_EQUAL.name.format("torch.equal"), _EQUAL.instead)),
+    Tensor.__format__: Construct("the text of a tensor (f-string, format)", f"{_LATER}; or print x.shape."),
+    Tensor.__contains__: BRANCHES[-2][1],
+}
+
+# Torch calls .item() for it.
+TOLIST = Construct(".tolist()", f"{_NUMBER.instead} Sizes for split() must be Python integers.")
+
+# Functions whose result has as many elements as the data say, by the call that failed.
+SIZES: Mapping[Any, Construct] = {
+    Tensor.__getitem__: Construct(
+        "an index by a boolean mask (x[mask])", _MASKED
+    ),
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), Construct(
+        "masked_select", _MASKED)),
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), Construct(
+        "nonzero()", "Work with the mask itself: x * mask, or topk(k) for a number of places that is fixed.")),
+    torch.where: Construct(
+        "torch.where(condition) with one argument", "Give it all three: torch.where(condition, a, b)."),
+    **dict.fromkeys(
+        (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
+        Construct("unique()", "Do it to the batch beforehand, and pad to a fixed size; or torch.sort keeps the size.")),
+    **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
+        "repeat_interleave with a tensor of repeats",
+        "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), Construct(
+        "bincount", "Give it a fixed number of classes: F.one_hot(index, n).sum(0), or zeros(n).index_add(0, ...).")),
+}  # fmt: skip
+
+OTHER_READ = Construct(
+    "a call that reads data",
+    "A branch, loop or size that reads data cannot be compiled once for all batches. "
+    "Use torch.where or a mask, or pass the value in as a Python number.",
+)
+
+_OWN_BACKWARD = Construct(
+    "a backward pass of your own (.backward())",
+    "Only return the loss: autopar runs the backward pass, and the optimizer's step and zero_grad() come after it. "
+    "For a gradient that is part of the loss use autograd.grad(..., create_graph=True).",
+)
+COLLECTIVE = Construct(
+    "a call of torch.distributed inside the model",
+    "Write the model for one device and leave the call out: autopar puts in the collectives.",
+)
+_SPARSE = Construct("a sparse tensor", "Use a dense one, or F.embedding and index_add.")
+_QUANTIZED = Construct(
+    "a quantized tensor", "Train in floating point; round with a straight-through gradient to imitate it."
+)
+
+# Functions that no step may call.
+REFUSED: Mapping[Any, Construct] = {
+    **dict.fromkeys((Tensor.backward, torch.autograd.backward), _OWN_BACKWARD),
+    Tensor.data.__set__: Construct(  # type: ignore[attr-defined]
+        "an assignment to .data",
+        "A compiled step changes no weights, so it would be lost. Compute a new tensor and use that, or change the "
+        "weight after optimizer.step().",
+    ),
+    **dict.fromkeys((Tensor.to_sparse, Tensor.to_sparse_csr), _SPARSE),
+    **dict.fromkeys((torch.sparse_coo_tensor, torch.sparse_csr_tensor), _SPARSE),
+    **dict.fromkeys((torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic),
+                    _QUANTIZED),
+}  # fmt: skip
+SEEDED = Construct(
+    "a random op after the random state of torch was set (torch.manual_seed, set_rng_state)",
+    "Random ops draw anew at each step, by the seed= given to autopar: leave the seeding out, or draw the numbers once "
+    "in __init__ and keep them as a buffer.",
+)
+
+# What has an effect once, at the capture, and not in a step.
+NOTED: Mapping[Any, str] = {
+    Tensor.__repr__: "a tensor is printed at {}: at the capture only, and without its values; "
+    "print the loss after the step",
+}
+
+# Other failures, by the text of the exception.
+FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
+    (re.compile(pattern), construct)
+    for pattern, construct in (
+        (r"a leaf Variable that requires grad|a view of a leaf Variable that requires grad", Construct(
+            "a parameter that is changed in place",
+            "Compute a new tensor (w = self.weight * 2) and use that; a lasting change belongs after optimizer.step(), "
+            "under torch.no_grad().")),
+        (r"unsupported format string passed to .*Tensor", READS[Tensor.__format__]),
+        (r"modified by an inplace operation", Construct(
+            "an in-place change of a tensor that the backward pass of this line needs",
+            "Use the form without the underscore: y = x + 1 instead of x.add_(1).")),
+        (r"backward through the graph a second time", Construct(
+            "a part of a graph whose backward pass has been run already",
+            "Where autograd.grad is a part of the loss, give it create_graph=True; else detach() what it shares.")),
+        (r"Default process group has not been initialized", COLLECTIVE),
+        (r"overrid\w* the setup_context staticmethod|Batching rule not implemented|functorch|vmap", Construct(
+            "torch.vmap or torch.func",
+            "Write the batch dim out (broadcasting, einsum), and gradients as autograd.grad(..., create_graph=True).")),
+        (r"shape_env must not be None|[Nn]ested ?[Tt]ensor", Construct(
+            "a nested tensor", "Pad to one length and pass a mask.")),
+        (r"SparseCPU|SparseCUDA|sparse_", _SPARSE),
+        (r"Quantized|qint8|quint8", _QUANTIZED),
+        (r"dynamo-optimized function", Construct(
+            "a module or function that torch.compile made", "Leave torch.compile out of what autopar compiles.")),
+        (r"Expected all tensors to be on the same device|found at least two devices", Construct(
+            "tensors on several devices",
+            "Make new tensors on that of their operands, e.g. torch.ones(4, device=x.device), and leave .to() out: "
+            "autopar places the model.")),
+        (r"not linked with support for cuda|Torch not compiled with CUDA|No CUDA GPUs", Construct(
+            "a device that is not here", "Leave .cuda() and .to(device) out: autopar places the model and the batch.")),
+        (r"maximum recursion depth", Construct(
+            "a recursion that does not end", "It calls itself without a last case.")),
+        (r"'(async_)?generator' object", Construct(
+            "a generator (a forward with `yield`)", "Return a list or a tuple of the results.")),
+    )
+)  # fmt: skip
+
+# Where numbers come from that are others in each run, by the text of the line that made or used them.
+UNSTEADY: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"\b(np|numpy)\.random|default_rng|\brng\b", "a numpy generator"),
+        (r"\brandom\.", "Python's random module"),
+        (r"\btime\.|perf_counter|datetime", "the clock"),
+        (r"\buuid|urandom|secrets\.", "the operating system's random numbers"),
+    )
+)
+
+Wrapper = tuple[Callable[[Any], bool], Construct]
+
+
+def _named(*names: str) -> Callable[[Any], bool]:
+    return lambda module: any(c.__name__ in names and c.__module__.startswith("torch.") for c in type(module).__mro__)
+
+
+_BARE = "Give autopar the plain module ({}); it makes the parallel program itself."
+
+# Modules that are wrapped in something of torch's that a capture cannot look into.
+WRAPPERS: tuple[Wrapper, ...] = (
+    (_named("DistributedDataParallel", "DataParallel"), Construct("wrapped in {}", _BARE.format("its .module"))),
+    (_named("FullyShardedDataParallel", "FSDPModule"), Construct("wrapped in {}", _BARE.format("before fully_shard"))),
+    (_named("OptimizedModule"), Construct(
+        "compiled by torch.compile", _BARE.format("its ._orig_mod, or leave torch.compile out"))),
+    (_named("TracedModule", "TopLevelTracedModule", "RecursiveScriptModule", "ScriptModule"), Construct(
+        "a {} of torch.jit", _BARE.format("as it was before torch.jit"))),
+)  # fmt: skip
+
+PARAMETERS: tuple[Wrapper, ...] = (
+    (torch.nn.parameter.is_lazy, Construct(
+        "has no shape yet (a lazy module)", "Run the plain module once on a batch before it is compiled.")),
+    (has_hooks, Construct(
+        "has a gradient hook, which a compiled step would not run",
+        "Change .grad between forward_backward and optimizer.step(), or scale the parameter's use in the model.")),
+)  # fmt: skip

@@ -1,0 +1,165 @@
+"""A step must be the same the next time: the model is run once more on shapes, and the two runs are compared.
+
+What differs was a number or a tensor that the model took from outside of its inputs: a clock, a generator, or what it
+kept in Python from the step before. A compiled step would hold the first one for ever.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.attributes import Attributes, Change
+from autopar.capture.calls import Call, Calls, first_difference
+from autopar.capture.constructs import UNSTEADY, Construct
+from autopar.capture.explain import line_of, refusal
+from autopar.capture.lines import Line, line_that_changes, quoted
+from autopar.capture.raised_random import foreign_state
+from autopar.errors import AutoparError, CaptureError
+
+_NAMED = 3  # changes that a message names
+_MADE = {
+    "parameter": Construct(
+        "a parameter '{}' that is made or replaced while the model runs",
+        "No optimizer knows it, and a compiled step never makes it again: make it in __init__.",
+    ),
+    "module": Construct("a module '{}' that is made while the model runs", "Make it in __init__."),
+}
+_STATE = (
+    "Python runs only at the capture, so every later step would see the same. Make it a buffer "
+    "(self.register_buffer in __init__, then write into it), or pass it in with the batch and return the new one."
+)
+_DRAWN = (
+    "A compiled step would keep those of its capture for ever: draw them outside of the model and pass them in, "
+    "or use torch.rand (see docs/random.md)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Two runs of `model`. `run(calls)` runs forward and loss on shapes; `drawn` is the state of the generators of
+    Python and numpy before the first run, whose calls are `first`."""
+
+    model: nn.Module
+    run: Callable[[Calls], object]
+    first: Calls
+    attributes: Attributes
+    replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
+    drawn: Mapping[str, Any]
+    standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
+
+    def check(self) -> list[str]:
+        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
+        changes = self.attributes.changes()
+        for name, now in self.replaced.items():
+            kind = "parameter" if isinstance(now, nn.Parameter) else "value"
+            changes.append(Change(name.removeprefix("model."), kind, now))
+        for change in changes:
+            if change.kind in _MADE:
+                made = _MADE[change.kind]
+                line = self._line_of(change)
+                raise refusal(Construct(made.name.format(change.name), made.instead), line)
+        for name, state in foreign_state().items():
+            if state != self.drawn[name]:
+                line = self._again(partial(_state_of, name))
+                where = f", at {quoted(line)}" if line else ". "
+                raise CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+        second, error = self._second()
+        if error is not None:
+            if changes and self._fresh()[1] is None:
+                text = next(iter(str(error).splitlines()), "")
+                raise self._carried(changes, line_of(error), f": {type(error).__name__}: {text}")
+            return self._notes(changes)
+        difference = first_difference(self.first, second)
+        if difference is not None:
+            if changes and first_difference(self.first, self._fresh()[0]) is None:
+                call = difference[1] or difference[0]
+                raise self._carried(changes, call.line if call else None, "")
+            raise self._unsteady(difference)
+        return self._notes(changes)
+
+    def _second(self) -> tuple[Calls, Exception | None]:
+        calls = Calls(self.first)
+        try:
+            self.run(calls)
+        except AutoparError:
+            raise
+        except Exception as error:
+            return calls, error
+        return calls, None
+
+    def _fresh(self) -> tuple[Calls, Exception | None]:
+        """Another run, from what the model was at first."""
+        self.attributes.restore()
+        self.replaced.clear()
+        return self._second()
+
+    def _again(self, state: Callable[[], object]) -> Line | None:
+        self.attributes.restore()
+        self.replaced.clear()
+        return line_that_changes(lambda: self.run(Calls()), state)
+
+    def _line_of(self, change: Change) -> Line | None:
+        """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
+        owner, _, name = change.name.rpartition(".")
+        if change.name in self.standing:
+            return self._again(lambda: id(getattr(self.model.get_submodule(owner), name, None)))
+        return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
+
+    def _carried(self, changes: list[Change], line: Line | None, rest: str) -> CaptureError:
+        found = [(change, self._line_of(change)) for change in _distinct(changes)]
+        names = ", ".join(f"'{change.name}'{f' ({_short(at)})' if at else ''}" for change, at in found)
+        where = f"at {quoted(line or next((at for _, at in found if at), None) or ('an unknown line', 0))}"
+        return CaptureError(
+            f"a second step would not be the same as the first{rest}, {where}"
+            f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
+        )
+
+    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
+        one, other = difference
+        call = one or other
+        line = call.line if call else None
+        text = linecache.getline(*line) if line else ""
+        source = next((name for pattern, name in UNSTEADY if pattern.search(text)), "")
+        numbers = ""
+        if one and other and len(one.numbers) == len(other.numbers):
+            pairs = [(a, b) for a, b in zip(one.numbers, other.numbers, strict=True) if repr(a) != repr(b)]
+            numbers = f" ({pairs[0][0]:.6g} first, then {pairs[0][1]:.6g})" if pairs else ""
+        where = f"at {quoted(line)}" if line else "at an unknown line:\n"
+        return CaptureError(
+            f"the model computes with a number that is another one each time it runs{numbers}, {where}"
+            f"It comes from {source or 'a clock, a generator, a file or a global variable'}. A compiled step would "
+            f"keep that of its capture for ever: pass it in with the batch as a tensor, or draw by torch.rand."
+        )
+
+    def _notes(self, changes: list[Change]) -> list[str]:
+        """A cached tensor that is made of constants is made again or not, all the same."""
+        told = [c for c in changes if c.name not in self.standing and not self._is_constant(c.new)]
+        found = [(change, self._line_of(change)) for change in _distinct(told)]
+        return [
+            f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "
+            f"so it stays as it is"
+            for change, line in found
+            if line
+        ]
+
+    def _is_constant(self, value: Any) -> bool:
+        return hasattr(value, "grad_fn") and not self.first.comes_from_input(value)
+
+
+def _state_of(name: str) -> object:
+    return foreign_state()[name]
+
+
+def _distinct(changes: list[Change]) -> list[Change]:
+    return list({change.name: change for change in changes}.values())[:_NAMED]
+
+
+def _short(line: Line) -> str:
+    return f"{os.path.basename(line[0])}:{line[1]}"
