@@ -117,7 +117,7 @@ def verify(
     draw from the counter-based generator on both sides, and casts that the model itself makes to another float
     (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. The
     model is copied and not changed; `optimizer` makes one
-    from parameters (AdamW by default). On a difference the report names the first node that differs.
+    from parameters (AdamW by default, see `descent`). On a difference the report names the first node that differs.
     """
     check_model(model)
     parsed = mesh_of(mesh)  # what is cheap to find is found first
@@ -143,7 +143,7 @@ def verify_compiled(
     seed: int = 0,
 ) -> Report:
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in."""
-    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    make = optimizer or descent
     dtype = next(model.parameters()).dtype
     args, kwargs = batch_arguments(batch)
     plain = Plain(copy.deepcopy(model), loss_fn, make)
@@ -159,6 +159,12 @@ def verify_compiled(
         first = _Virtual(copy.deepcopy(model), captured, compiled, make)
         mismatch = first.locate(args, kwargs, torch.tensor([seed, 0]), table.tolerance)
     return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch)
+
+
+def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with an eps far above rounding. With 1e-8 the step of a weight whose gradient is zero but for rounding (a
+    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
