@@ -43,6 +43,16 @@ WINDOWS = {"depths": [1, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size"
 WAVES = {"conv_dim": [16, 16, 16], "conv_stride": [5, 4, 2], "conv_kernel": [10, 4, 2], "num_feat_extract_layers": 3,
          "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False,
          "classifier_proj_size": 16}  # fmt: skip
+GEMMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 TEXT_AND_IMAGE = {
     "text_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
                     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "eos_token_id": 2, "projection_size": 32},
@@ -70,11 +80,12 @@ OWN: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 8, "entity_emb_size": 16},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
-    "swin": WINDOWS, "swinv2": WINDOWS, "donut-swin": WINDOWS,
+    "t5gemma": {**dict.fromkeys(("encoder", "decoder"), GEMMA), **STARTS},
+    "swin": WINDOWS, "swinv2": {**WINDOWS, "embed_dim": 48, "pretrained_window_sizes": [0, 0]}, "donut-swin": WINDOWS,
     "convnext": {**TWO_STAGES, "num_stages": 2}, "convnextv2": {**TWO_STAGES, "num_stages": 2},
     "resnet": TWO_STAGES, "regnet": {**TWO_STAGES, "groups_width": 8}, "bit": {**TWO_STAGES, "num_groups": 4},
     # Their dropout of 0.999 and 0.8 leaves of a small classifier's gradients little but rounding.
-    **dict.fromkeys(("mobilenet_v1", "mobilenet_v2"), {"depth_multiplier": 0.25, "classifier_dropout_prob": 0.1}),
+    **{kind: {"depth_multiplier": 0.25, "classifier_dropout_prob": 0.1} for kind in ("mobilenet_v1", "mobilenet_v2")},
     "poolformer": {"depths": [1, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2],
                    "padding": [2, 1], "num_encoder_blocks": 2},
     "pvt": {"depths": [1, 1], "hidden_sizes": [16, 32], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2],
@@ -85,8 +96,9 @@ OWN: dict[str, dict[str, Any]] = {
     "focalnet": {"embed_dim": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "focal_levels": [2, 2],
                  "focal_windows": [3, 3]},
     "siglip": TEXT_AND_IMAGE, "clip": {**TEXT_AND_IMAGE, "projection_dim": 32},
-    **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm", "sew", "sew-d", "data2vec-audio",
+    **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm", "sew", "data2vec-audio",
                      "wav2vec2-conformer"), WAVES),
+    "sew-d": {**WAVES, "position_buckets": 8, "max_position_embeddings": 16},
     "whisper": {"max_source_positions": 32, "max_target_positions": 32},
     "speech_to_text": {"max_source_positions": 64, "max_target_positions": 32},
     "xmod": {"default_language": "en_XX"},
