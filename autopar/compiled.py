@@ -109,6 +109,11 @@ class Compiled:
         """What a person should know: ops without a rule, weights that stay whole."""
         return self.program.notes
 
+    def with_note(self, note: str) -> Compiled:
+        """The same, with one more note."""
+        *before, (name, last) = self.history
+        return Compiled(self.plan, (*before, (name, last.with_(notes=(*last.notes, note)))))
+
     def text(self, rank: int = 0, graph: str = STEP) -> str:
         """A rank's graph, one line a value."""
         return print_program(self.ranks[rank].programs[graph])

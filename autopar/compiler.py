@@ -15,6 +15,7 @@ from autopar.capture.constructs import PARAMETERS, WRAPPERS
 from autopar.compiled import Compiled
 from autopar.constraints import check_batch, divides_batch, is_sequence_parallel, no_sequence, parse_shard, patterns_of
 from autopar.errors import CaptureError, LayoutError
+from autopar.estimate import step_cost
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -22,6 +23,7 @@ from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
 from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import run_passes
+from autopar.passes.rules.rule import Table
 from autopar.settings import Settings
 
 Shard = Mapping[str, "str | Layout"]
@@ -54,7 +56,8 @@ def compile(
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`.
     sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
-      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it.
+      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
+      longer all compute outweighs the starts of more collectives (`autopar/estimate.py`); a note says so.
 
     Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled; RuleError for an op of your
     own that is called as none of its registered patterns says.
@@ -99,12 +102,27 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
         if choices.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
-        plan = replace(plan, sequence_parallel=False)
-        compiled = Compiled(plan, run_passes(program, plan, table))
+        compiled = whole_sequence(compiled, table)
+    elif choices.sequence_parallel == "auto":
+        compiled = cheaper(compiled, whole_sequence(compiled, table))
     directory = (settings or Settings.read()).dump
     if directory is not None:
         dump(compiled, directory)
     return compiled
+
+
+def whole_sequence(compiled: Compiled, table: Table) -> Compiled:
+    """The same program compiled without sequence parallelism."""
+    plan = replace(compiled.plan, sequence_parallel=False)
+    return Compiled(plan, run_passes(compiled.history[0][1], plan, table))
+
+
+def cheaper(split: Compiled, whole: Compiled) -> Compiled:
+    """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
+    costs = step_cost(split.program), step_cost(whole.program)
+    chosen, is_on = (split, "on") if costs[0].total <= costs[1].total else (whole, "off")
+    note = f"sequence_parallel='auto' is {is_on}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
+    return chosen.with_note(note)
 
 
 def dump(compiled: Compiled, directory: Path) -> None:

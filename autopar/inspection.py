@@ -32,9 +32,9 @@ def memory_of(program: Program) -> Memory:
     kinds = {"parameter": 0, "buffer": 0}
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         if entry.kind in kinds:
-            kinds[entry.kind] += _bytes(node, program)
+            kinds[entry.kind] += bytes_of(node, program)
     gradients = sum(
-        _bytes(node, program)
+        bytes_of(node, program)
         for node, out in zip(program.results, program.outputs, strict=True)
         if node is not None and out.kind == "gradient"
     )
@@ -45,7 +45,7 @@ def memory_of(program: Program) -> Memory:
         for root in (_root(node),)
         if root.op == "call_function"
     }
-    activations = sum(_bytes(node, program) for node in saved)
+    activations = sum(bytes_of(node, program) for node in saved)
     return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)
 
 
@@ -54,17 +54,19 @@ def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function":
         source = node.args[0] if node.args else None
         name = getattr(node.target, "_opname", "")
-        if not isinstance(source, fx.Node) or not (name in _VIEWS or (is_getitem(node) and _is_view(source))):
+        if not isinstance(source, fx.Node) or not (name in _VIEWS or (is_getitem(node) and is_view(source))):
             return node
         node = source
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """True for an op whose result lies in the memory of its operand."""
     return getattr(node.target, "_opname", "") in _VIEWS
 
 
-def _bytes(node: fx.Node, program: Program) -> int:
+def bytes_of(node: fx.Node, program: Program) -> int:
+    """The bytes of a rank's part of all results of a node."""
     total = 0
     for type_, layout in zip(record(node).types, record(node).layouts, strict=False):
         if type_ is not None and layout is not None:
