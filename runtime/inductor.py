@@ -7,6 +7,7 @@ program itself stays as it is: Inductor is a way to run it.
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -64,9 +65,10 @@ class InductorProgram:
 
 
 def compile_program(
-    program: Program, mesh: Mesh, rank: int, groups: Mapping[str, Group], device: torch.device, name: str
+    program: Program, rank: int, groups: Mapping[str, Group], device: torch.device, name: str
 ) -> InductorProgram:
     """Compile a LOCAL program for a rank; moves no data. Raises CompileError, which says `name`, if Inductor fails."""
+    mesh = program.mesh
     where = f"graph '{name}' of rank {rank} on mesh '{mesh}' ({len(program.graph.nodes)} nodes)"
     # A ShapeEnv, though no shape is symbolic: without one Inductor keeps nothing in its cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
@@ -86,6 +88,13 @@ def compile_program(
 
 def check_toolchain(device: torch.device) -> None:
     """Raise CompileError if this machine lacks what Inductor needs to write code for a device."""
+    if device.type != "cpu":
+        if importlib.util.find_spec("triton") is None:
+            raise CompileError(
+                f'compile="inductor" on {device.type} needs Triton, which is not installed: pip install triton, or '
+                f"leave compile= out."
+            )
+        return
     if not has_cpp_compiler():
         raise CompileError(
             'compile="inductor" needs a C++ compiler, and none was found. Install one (Debian and Ubuntu: apt install '
