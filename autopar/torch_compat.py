@@ -13,10 +13,10 @@
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
-- `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already. `torch.compile`
-  would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
-- `torch._functorch.config`: its `enable_autograd_cache` is off meanwhile, for a hit there never comes to `inner_compile`;
-  Inductor's own cache on disk holds the code too, and stays on.
+- `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
+  `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
+- `torch._functorch.config`: its `enable_autograd_cache` is off meanwhile, for a hit there never comes to
+  `inner_compile`; Inductor's own cache on disk holds the code too, and stays on.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/functional.py`); the public functions of
   `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
@@ -111,7 +111,7 @@ def custom_function(node: Any) -> type[torch.autograd.Function] | None:
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., Any], str]:
-    """A graph of aten ops as a function of tensors like `inputs`, and the text of the code that Inductor wrote for it."""
+    """A graph of aten ops as a function of tensors like `inputs`, and the code that Inductor wrote for it."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 1 s of imports, for those who want it
 

@@ -1,9 +1,9 @@
 """Our semantic ops in the terms of a compiler: what Inductor traces through, and what it calls as it stands.
 
 Traced, because they are a few ops that fuse with their neighbours: products, attention, the cross entropy, lookups.
-Called as they stand (opaque): the random ops, whose 32-bit arithmetic wraps, which C++ leaves undefined in the code that
-Inductor would write; the gradient of a table, which Inductor would add up by atomics in any order; and the check of an
-index, which is an error and no value. An opaque op gets contiguous operands, for which its Meta kernel is right.
+Called as they stand (opaque): the random ops, whose 32-bit arithmetic wraps, which C++ leaves undefined in the code
+that Inductor would write; the gradient of a table, which Inductor would add up by atomics in any order; and the check
+of an index, which is an error and no value. An opaque op gets contiguous operands, for which its Meta kernel is right.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class _RankTrace(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and is_mesh_op(n.target):
-            args = self.map_nodes_to_values(schema_arguments(n), n)
-            return self._collectives.trace(n.target, args)
+            values: Any = self.map_nodes_to_values(schema_arguments(n), n)
+            return self._collectives.trace(n.target, values)
         if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return decomposed(n.target, describe(n))(*args, **kwargs)
