@@ -127,10 +127,9 @@ class _RankTrace(fx.Interpreter):
 
 
 def _failed_line(error: BaseException) -> str:
-    """The line of the generated code at which an error came up: that of the innermost frame."""
-    trace, found = error.__traceback__, ""
+    """The line of the generated code at which an error came up: the innermost that calls an op, if one does."""
+    trace, lines = error.__traceback__, [""]
     while trace is not None:
-        code = trace.tb_frame.f_code
-        found = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+        lines.append(linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip())
         trace = trace.tb_next
-    return found
+    return next((line for line in reversed(lines) if "torch.ops." in line), lines[-1])
