@@ -180,7 +180,7 @@ BAD = {
     "mesh": (("verify", "job", "--mesh", "dp=2,tp"), "mesh 'dp=2,tp': cannot read 'tp'. Write axis=size pairs"),
     "function": (("verify", "jobb", "--mesh", "dp=2"), "has no function 'jobb'. Did you mean job or no_job?"),
     "no job": (("verify", "no_job", "--mesh", "dp=2"), "returned int, but must return an autopar.Job."),
-    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:42: KeyError: 'nothing'"),
+    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:50: KeyError: 'nothing'"),
     "batch": (("verify", "job", "--mesh", "dp=5"), "the batch has 12 samples"),
     "rank": (("inspect", "job", "--mesh", "dp=2", "--rank", "2"), "--rank 2: mesh 'dp=2' has ranks 0 to 1."),
     "graph": (("inspect", "job", "--mesh", "dp=2", "--graph", "x"), "--graph x: rank 0 has step."),
