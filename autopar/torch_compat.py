@@ -122,8 +122,9 @@ def compile_with_inductor(
         written.append(getattr(made, "source_code", ""))
         return made
 
+    ours = {"reorder_for_peak_memory": False}  # the order is the passes': Inductor's would wait for buckets at once
     with config.patch(enable_autograd_cache=False):
-        function: Any = compile_fx(graph, inputs, inner_compile=compile_inner)
+        function: Any = compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=ours)
     return function, "\n".join(written)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,25 @@ def test_two_ranks(two: Ranks, name: str, mesh: str, options: dict[str, Any]) ->
 def test_two_axes(four: Ranks) -> None:
     for seen in four.run(_train, "gpt", "dp=2,tp=2", {}, timeout=500):
         assert_inductor_ran(seen)
+
+
+def _wide(rank: int) -> str | None:
+    torch.manual_seed(6)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(1200, 1200), nn.Tanh())]  # 46 MB of gradients
+    model = autopar.parallelize(nn.Sequential(*layers), "dp=2", loss_fn=models.square_loss, compile="inductor")
+    model.prepare(torch.randn(12, 1200), torch.randn(12, 1200))
+    return model.generated_code
+
+
+@needs_compiler
+@pytest.mark.gloo
+def test_gradients_are_reduced_while_others_are_computed(two: Ranks) -> None:
+    """Buckets start between the products of the backward pass, and nobody waits before the last of these."""
+    for code in two.run(_wide, timeout=400):
+        calls = re.findall(r"^ +(?:torch\.ops\.\w+\.|extern_kernels\.)(all_reduce_|wait_tensor|mm)\b", str(code), re.M)
+        last = len(calls) - calls[::-1].index("mm")
+        assert calls[:last].count("all_reduce_") >= 2, calls
+        assert "wait_tensor" not in calls[calls.index("all_reduce_") + 2 : last], calls
 
 
 class Noisy(nn.Module):
