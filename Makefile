@@ -1,11 +1,11 @@
-# What there is to do here: make demo, test, check, golden, install.
+# What there is to do here: make demo, test, test-all, check, golden, install.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2  # test processes
 
-.PHONY: demo test check types golden install clean
+.PHONY: demo test test-all check types golden install clean
 
 # Four local processes train a small GPT, then one device does the same.
 demo: $(STAMP)
@@ -13,6 +13,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# And what takes minutes: the programs that Inductor compiles.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m ""
 
 check: $(STAMP)
 	$(BIN)/ruff check .

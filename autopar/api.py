@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.capture import LossFn
 from autopar.compiler import Choices, SequenceParallel, Shard
 from autopar.errors import MeshError
+from autopar.execution import Compiler
 from autopar.ir.mesh import Mesh
 from autopar.meshes import MeshLike
 from autopar.module import ParallelModule
@@ -29,6 +30,7 @@ class Options(TypedDict, total=False):
     batch: str
     seed: int
     device: str | torch.device | None
+    compile: Compiler | None
 
 
 @overload
@@ -47,6 +49,7 @@ def parallelize(
     batch: str = "global",
     seed: int = 0,
     device: str | torch.device | None = None,
+    compile: Compiler | None = None,
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
 
@@ -62,12 +65,15 @@ def parallelize(
     batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
+    compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
 
-    Raises MeshError, RankError (ranks given different models) and, at the first step, LayoutError, BatchError or
-    CaptureError.
+    Raises MeshError, RankError (ranks given different models), CompileError (no such compiler here) and, at the first
+    step, LayoutError, BatchError, CaptureError or CompileError.
     """
     choices = Choices(dict(shard or {}), sequence_parallel)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device}
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
+    }  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')

@@ -18,6 +18,7 @@ from autopar.capture.capture import capture
 from autopar.compiled import STEP, Compiled, load
 from autopar.compiler import Choices, batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
+from autopar.execution import compiler_of
 from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.text import diff_programs, print_program
 from autopar.job import Job
@@ -40,6 +41,10 @@ SequenceOption = Annotated[
     bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
 ]
 
+CompileOption = Annotated[
+    str | None, typer.Option("--compile", metavar="inductor", help="run the programs as code that Inductor writes")
+]
+
 
 @app.command()
 def run(
@@ -48,13 +53,14 @@ def run(
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    compile: CompileOption = None,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     options = ["run", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed)]
     options += ["--log", str(log)] if log is not None else []
-    options += ["--sequence-parallel"] if sequence_parallel else []
-    _on_ranks(mesh, options, lambda: train(_job(target, seed, sequence_parallel), mesh, steps, seed, log))
+    options += _passed_on(sequence_parallel, compile)
+    _on_ranks(mesh, options, lambda: train(_job(target, seed, sequence_parallel, compile), mesh, steps, seed, log))
 
 
 @app.command("compile")
@@ -136,17 +142,25 @@ def verify(
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    compile: CompileOption = None,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     if backend == "gloo":
         options = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--backend", "gloo"]
-        options += ["--sequence-parallel"] if sequence_parallel else []
-        _on_ranks(
-            mesh, options, lambda: _finish(verify_on_ranks(_job(target, seed, sequence_parallel), mesh, steps, seed))
-        )
+        options += _passed_on(sequence_parallel, compile)
+
+        def check() -> None:
+            _finish(verify_on_ranks(_job(target, seed, sequence_parallel, compile), mesh, steps, seed))
+
+        _on_ranks(mesh, options, check)
         return
     if backend != "virtual":
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
+    if compile is not None:
+        raise TargetError(
+            f"--compile {compile}: it compiles what a process runs, collectives included; add --backend gloo. "
+            f"One process that plays all ranks has only autopar's own executor."
+        )
     job = _job(target, seed, sequence_parallel)
     _finish(
         verify_job(
@@ -171,10 +185,17 @@ def _finish(found: object) -> None:
         raise typer.Exit(1)
 
 
-def _job(target: str, seed: int, sequence_parallel: bool) -> Job:
+def _passed_on(sequence_parallel: bool, compile: str | None) -> list[str]:
+    """Options that each rank is started with."""
+    compiler = compiler_of(compile)
+    return [*(["--sequence-parallel"] if sequence_parallel else []), *(["--compile", compiler] if compiler else [])]
+
+
+def _job(target: str, seed: int, sequence_parallel: bool, compile: str | None = None) -> Job:
     """The TARGET's job, with what the command line says of it."""
     job = load_job(target, seed)
-    return replace(job, sequence_parallel=True) if sequence_parallel else job
+    job = replace(job, sequence_parallel=True) if sequence_parallel else job
+    return replace(job, compile=compiler_of(compile)) if compile is not None else job
 
 
 def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool) -> Compiled:

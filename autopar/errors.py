@@ -23,6 +23,10 @@ class CaptureError(AutoparError):
     """A model or loss that cannot be turned into one graph."""
 
 
+class CompileError(AutoparError):
+    """A compiler that is unknown or not to be had here, or a graph that it does not take."""
+
+
 class BatchError(AutoparError):
     """A batch whose structure, shapes or sizes do not fit the program or the mesh."""
 

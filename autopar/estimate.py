@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.inspection import bytes_of, human, is_view
@@ -9,11 +10,16 @@ from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
+from autopar.passes.search.states import State
 
 # The start of a collective, in bytes that the link of `passes/search/costs.py` would move in that time: 10 us.
 BYTES_PER_START = 1e6
-_STATES = {"all_reduce": ("sum", None), "reduce_scatter": ("sum", (0, 1)), "all_gather": ((0, 1), None),
-           "all_to_all": ((0, 1), (1, 1))}  # fmt: skip
+_STATES: Mapping[str, tuple[State, State]] = {
+    "all_reduce": ("sum", None),
+    "reduce_scatter": ("sum", (0, 1)),
+    "all_gather": ((0, 1), None),
+    "all_to_all": ((0, 1), (1, 1)),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture.capture import LossFn
 from autopar.compiler import SequenceParallel
+from autopar.execution import Compiler
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Job:
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
     sequence_parallel: True, False or "auto", as of `autopar.parallelize`.
+    compile: "inductor" or None, as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -32,6 +34,7 @@ class Job:
     after: Callable[[nn.Module], str | None] | None = None
 
     sequence_parallel: SequenceParallel = False
+    compile: Compiler | None = None
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

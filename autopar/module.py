@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,31 +20,18 @@ from autopar.compiled import Compiled
 from autopar.compiler import Choices, SequenceParallel, lower
 from autopar.distribute import Distributor, join
 from autopar.errors import AutoparError, BatchError
+from autopar.execution import Running, check_compiler, make_runner
 from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
 from autopar.random_state import RandomState
-from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
-from autopar.runtime.executor import Executable, compile_graph
+from autopar.runtime.distributed import axes_of, make_groups
 from autopar.state_dicts import split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
-
-
-@dataclass(slots=True)
-class Running:
-    """One compiled signature, ready to run. `shared`: the outputs that are not memory of their own, once known."""
-
-    captured: Captured
-    compiled: Compiled
-    executable: Executable
-    driver: DistributedDriver
-    slots: tuple[tuple[Input, Layout], ...]
-    constants: Mapping[str, torch.Tensor]
-    shared: frozenset[int] | None = None
 
 
 class ParallelModule(nn.Module):
@@ -61,14 +47,14 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, choices: Choices, batch: str,
-        seed: int, device: str | torch.device | None, lift: torch.dtype | None = None,
+        seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
         self._loss_fn, self._choices, self._local_batch = loss_fn, choices, batch == "local"
-        self._random, self._lift = RandomState(seed), lift
+        self._random, self._lift, self._compiler = RandomState(seed), lift, compile
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)
         self._distributor = Distributor(self._mesh, device_mesh)
@@ -90,7 +76,7 @@ class ParallelModule(nn.Module):
         The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit.
         """
         running, leaves, _ = self._prepare(args, kwargs, train=True)
-        outputs = self._run(running, leaves)
+        outputs = running.run(self._inputs(running, leaves))
         self._random.steps += 1
         loss: torch.Tensor | None = None
         parameters = self._named()
@@ -107,7 +93,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the global batch, without gradients; whole on every rank."""
         running, leaves, _ = self._prepare(args, kwargs, train=False)
-        outputs = self._run(running, leaves)
+        outputs = running.run(self._inputs(running, leaves))
         results = list(running.captured.result_leaves)
         for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
             if out.kind == "value":
@@ -161,6 +147,12 @@ class ParallelModule(nn.Module):
         """The training program used last."""
         steps = [r for (train, *_), r in self._running.items() if train]
         return steps[-1].compiled if steps else None
+
+    @property
+    def generated_code(self) -> str | None:
+        """The Python that runs this rank's part of the training program used last, of our executor or of Inductor."""
+        steps = [r for (train, *_), r in self._running.items() if train]
+        return steps[-1].runner.source if steps else None
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -226,8 +218,10 @@ class ParallelModule(nn.Module):
             f"seed={self._random.seed}",
             f'batch="{"local" if self._local_batch else "global"}"',
             str(self._choices),
+            f"compile={self._compiler}",
         ]
         self._agreement.check("options", lines)
+        self._agreement.together("compiler", lambda: check_compiler(self._compiler, self._device))
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         self._agreement.check("model", [_describe_state(entry, tensor) for entry, tensor in entries])
         self._agreement.together("model", lambda: materialize(model, self._device, self._random.seed))
@@ -309,8 +303,8 @@ class ParallelModule(nn.Module):
             (entry, record(node).layout) for node, entry in zip(program.placeholders, program.inputs, strict=True)
         )
         constants = {name: tensor.to(self._device) for name, tensor in captured.constants.items()}
-        driver = DistributedDriver(self._mesh, self._groups)
-        return Running(captured, compiled, compile_graph(program.graph), driver, slots, constants)
+        runner = make_runner(program, self._groups, self._compiler, self._agreement, self._device)
+        return Running(captured, compiled, runner, slots, constants)
 
     def _relayout(self, layouts: Mapping[str, Layout]) -> None:
         parameters = self._named()
@@ -320,18 +314,6 @@ class ParallelModule(nn.Module):
                 self._layouts[name] = layout
 
     # -- running ------------------------------------------------------------------------------------------------
-
-    def _run(self, running: Running, leaves: list[Any]) -> tuple[Any, ...]:
-        inputs = self._inputs(running, leaves)
-        if running.shared is None:
-            outputs = running.driver.run(running.executable, inputs)
-            running.shared = _shared(outputs, inputs)
-        else:
-            outputs = running.driver.run(running.executable, iter(inputs))
-        if not running.shared:
-            return outputs
-        dense = torch.contiguous_format
-        return tuple(v.clone(memory_format=dense) if i in running.shared else v for i, v in enumerate(outputs))
 
     def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
         parameters, buffers = self._named(), dict(self.original.named_buffers())
@@ -373,19 +355,6 @@ def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
     names = " = ".join(entry.names)
     frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
     return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
-
-
-def _shared(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> frozenset[int]:
-    """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
-    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    seen: set[int] = set()
-    found = set()
-    for i, value in enumerate(outputs):
-        alone = value.untyped_storage().data_ptr() not in given and value.data_ptr() not in seen
-        if not (alone and value.is_contiguous()):
-            found.add(i)
-        seen.add(value.data_ptr())
-    return frozenset(found)
 
 
 def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:

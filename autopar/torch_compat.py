@@ -20,6 +20,13 @@
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
 - `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
+- `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
+  `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
+- `torch._functorch.config`: its `enable_autograd_cache` is off meanwhile, for a hit there never comes to
+  `inner_compile`; Inductor's own cache on disk holds the code too, and stays on.
+- `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
+- `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/functional.py`); the public functions of
+  `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
   public function hides (in `runtime/kernels.py`).
 """
@@ -48,8 +55,10 @@ __all__ = [
     "StridedShard",
     "TreeSpec",
     "backward",
+    "compile_with_inductor",
     "custom_function",
     "gradients",
+    "has_cpp_compiler",
     "has_hooks",
     "in_transform",
     "local_of",
@@ -133,3 +142,35 @@ def in_transform() -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """True if the user hooked something to the gradient of a parameter."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], str]:
+    """A graph of aten ops as a function of tensors like `inputs`, and the code that Inductor wrote for it."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 1 s of imports, for those who want it
+
+    written: list[str] = []
+
+    def compile_inner(*args: Any, **kwargs: Any) -> Any:
+        made = compile_fx_inner(*args, **kwargs)
+        written.append(getattr(made, "source_code", ""))
+        return made
+
+    ours = {"reorder_for_peak_memory": False}  # the order is the passes': Inductor's would wait for buckets at once
+    with config.patch(enable_autograd_cache=False):
+        function: Any = compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=ours)
+    return function, "\n".join(written)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler here."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True

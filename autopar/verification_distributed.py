@@ -29,6 +29,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         batch="global",
         seed=seed,
         device="cpu",
+        compile=job.compile,
         lift=dtype,
     )
     parallel.prepare(*args, **kwargs)
@@ -51,4 +52,5 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
             table.compare(expected, found, {})
     if dist.get_rank() != 0:
         return None
-    return Report(f"{mesh_of(mesh, dist.get_world_size())} over gloo", dtype, steps, table.tolerance, table.rows())
+    where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
+    return Report(f"{mesh_of(mesh, dist.get_world_size())} {where}", dtype, steps, table.tolerance, table.rows())

@@ -200,7 +200,7 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
         source, index = node.args
         return f"{writer.argument(source)}[{writer.argument(index)}]"
     if is_mesh_op(node.target):
-        args = _positional(node)
+        args = schema_arguments(node)
         last_use = not observed and isinstance(args[0], fx.Node) and lives.may_overwrite(args[0], node)
         request = writer.bind(functools.partial(Request, node, node.target, last_use))
         return f"(yield {request}({writer.argument(args)})).pop()"
@@ -227,7 +227,7 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
     return None
 
 
-def _positional(node: fx.Node) -> tuple[Any, ...]:
+def schema_arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of one of our ops in the order of its schema."""
     schema = node.target._schema  # type: ignore[union-attr]
     rest = [argument.name for argument in schema.arguments][len(node.args) :]

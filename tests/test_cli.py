@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar import cli
+from autopar.torch_compat import has_cpp_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,6 +110,16 @@ def test_run_trains_as_one_device_does(jobs: Path, tmp_path: Path):
 
 
 @pytest.mark.gloo
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")
+def test_compiled_by_inductor(jobs: Path):
+    done = call("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo", "--compile", "inductor")
+    assert done.returncode == 0, done.stderr
+    assert "all equal" in done.stdout and "dp=2 over gloo, compiled by inductor" in done.stdout
+    done = call("run", f"{jobs}:job", "--mesh", "dp=1", "--steps", 2, "--compile", "inductor")
+    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
+
+
+@pytest.mark.gloo
 def test_a_rank_that_dies_ends_the_others_and_is_named(jobs: Path):
     start = time.monotonic()
     done = call("run", f"{jobs}:dies", "--mesh", "dp=2,tp=2", "--steps", 100000)
@@ -169,12 +180,17 @@ BAD = {
     "mesh": (("verify", "job", "--mesh", "dp=2,tp"), "mesh 'dp=2,tp': cannot read 'tp'. Write axis=size pairs"),
     "function": (("verify", "jobb", "--mesh", "dp=2"), "has no function 'jobb'. Did you mean job or no_job?"),
     "no job": (("verify", "no_job", "--mesh", "dp=2"), "returned int, but must return an autopar.Job."),
-    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:42: KeyError: 'nothing'"),
+    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:50: KeyError: 'nothing'"),
     "batch": (("verify", "job", "--mesh", "dp=5"), "the batch has 12 samples"),
     "rank": (("inspect", "job", "--mesh", "dp=2", "--rank", "2"), "--rank 2: mesh 'dp=2' has ranks 0 to 1."),
     "graph": (("inspect", "job", "--mesh", "dp=2", "--graph", "x"), "--graph x: rank 0 has step."),
     "pass": (("inspect", "job", "--mesh", "dp=2", "--pass", "x"), "there is no program after pass 'x'"),
     "no mesh": (("inspect", "job"), "a TARGET needs --mesh"),
+    "compiler": (
+        ("run", "job", "--mesh", "dp=2", "--compile", "triton"),
+        "compile='triton': write \"inductor\", or leave",
+    ),
+    "virtual compiler": (("verify", "job", "--mesh", "dp=2", "--compile", "inductor"), "add --backend gloo."),
     "backend": (("verify", "job", "--mesh", "dp=2", "--backend", "mpi"), "--backend mpi: write virtual or gloo."),
 }
 

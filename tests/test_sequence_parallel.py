@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.compiled import Compiled
 from autopar.compiler import compile
 from autopar.errors import LayoutError
+from autopar.estimate import StepCost, step_cost
 from autopar.inspection import memory_of
 from autopar.ir.program import record
 from autopar.verification import verify
@@ -166,14 +167,42 @@ def test_it_needs_a_tensor_parallel_axis() -> None:
     )
 
 
-def test_where_it_can_auto_is_on() -> None:
-    tokens = torch.randint(VOCABULARY, (4, 8))
-    batch = (tokens, tokens)
-    plans = [
-        compile(gpt(2), "tp=2", loss_fn=token_loss, batch=batch, sequence_parallel=wish).text()
-        for wish in (True, "auto")
-    ]
-    assert plans[0] == plans[1]
+def auto(time: int, width: int, tp: int) -> Compiled:
+    """A layer of a GPT with `sequence_parallel="auto"`."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(VOCABULARY, time, layers=2, heads=8, width=width))
+        tokens = torch.empty(2, time, dtype=torch.int64)
+        return compile(model, f"tp={tp}", loss_fn=token_loss, batch=(tokens, tokens), sequence_parallel="auto")
+
+
+@pytest.mark.parametrize(("time", "width", "wish"), [(4096, 4096, True), (8, 64, False)])
+def test_auto_goes_by_cost_and_says_so(time: int, width: int, wish: bool) -> None:
+    """On where the norms of a long sequence cost more than starting more collectives, off for a toy."""
+    found = auto(time, width, 8)
+    assert ("reduce_scatter" in {row.op for row in found.collectives}) == wish
+    (note,) = [note for note in found.notes if "sequence_parallel" in note]
+    assert note.startswith(f"sequence_parallel='auto' is {'on' if wish else 'off'}: with it a step is ")
+
+
+def test_the_cost_of_a_step_by_hand() -> None:
+    """Per layer the sums of Megatron's plan: 2 all-reduces forward and 2 backward, of b*s*h elements each."""
+    rows, time, width, tp = 2, 64, 256, 4
+
+    def cost(layers: int, sequence_parallel: bool) -> StepCost:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(VOCABULARY, time, layers=layers, heads=4, width=width))
+            tokens = torch.empty(rows, time, dtype=torch.int64)
+            made = compile(
+                model, f"tp={tp}", loss_fn=token_loss, batch=(tokens, tokens), sequence_parallel=sequence_parallel
+            )
+        return step_cost(made.program)
+
+    whole, split = ((cost(3, wish), cost(2, wish)) for wish in (False, True))
+    whole_bytes = rows * time * width * 4
+    assert whole[0].collectives - whole[1].collectives == 4
+    assert whole[0].moved - whole[1].moved == pytest.approx(4 * 2 * (tp - 1) / tp * whole_bytes, rel=1e-3)
+    assert split[0].moved - split[1].moved == pytest.approx(whole[0].moved - whole[1].moved, rel=0.02)
+    assert split[0].computed < whole[0].computed
 
 
 def test_the_pieces_of_a_layer_lie_on_the_sequence() -> None:

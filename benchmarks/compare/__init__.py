@@ -1,0 +1,15 @@
+"""Training steps of ours beside those of what people write by hand, in one call, interleaved.
+
+    timeout 900 .venv/bin/python -m benchmarks.compare [--steps 20] [--seconds 60] [--only 'llama tp=2']
+
+A GPT and a Llama (4 layers, width 256, 128 tokens, batch 16, vocabulary 8192, one thread a rank) and AdamW; a step is
+forward, backward, optimizer.step and zero_grad. On 2 Gloo ranks dp=2 beside DistributedDataParallel, and tp=2 beside
+DTensor's parallelize_module, without and with its loss_parallel, and sequence parallelism beside the plan of PyTorch's
+tutorial; on one rank ours beside eager. With `compile="inductor"` ours stands beside torch.compile of the same, on one
+rank and, with DistributedDataParallel, on two. With a GPU: one rank over NCCL beside eager and torch.compile.
+
+All sides live in the same processes and take turns, and whose turn is first goes round, so that what else the machine
+does meets all alike. A ratio is the median of the ratios of simultaneous steps: of the slowest rank's wall time, and of
+the CPU time of all ranks. Memory is measured in fresh processes, one side each: the peak of the resident set of the
+largest rank, and in brackets how much of it came after the imports; that of a compiling side holds the compiler.
+"""

@@ -1,0 +1,107 @@
+"""The models that are trained, the same on every rank and side: a GPT, and a Llama of the same size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from gpt import GPT, GPTConfig  # noqa: E402
+
+LAYERS, HEADS, WIDTH, CONTEXT, BATCH, VOCABULARY = 4, 4, 256, 128, 16, 8192
+KEY_HEADS, HIDDEN = 2, 704
+
+
+class Attention(nn.Module):
+    """Causal, with rotary positions and two query heads a key head. Works on any part of the heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k = nn.Linear(WIDTH, KEY_HEADS * self.head, bias=False)
+        self.v = nn.Linear(WIDTH, KEY_HEADS * self.head, bias=False)
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        frequencies = 10000.0 ** (-torch.arange(0, self.head, 2) / self.head)
+        angles = torch.outer(torch.arange(CONTEXT), frequencies).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o(a.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = nn.RMSNorm(WIDTH), Attention()
+        self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), SwiGLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """RMSNorm, rotary positions, grouped heads, SwiGLU, a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)
+        for block in self.blocks:
+            h = block(h)
+        out: Tensor = self.head(self.norm(h))
+        return out
+
+
+def model_of(name: str) -> nn.Module:
+    """The same weights on every rank and side."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(VOCABULARY, CONTEXT, LAYERS, HEADS, WIDTH)) if name == "gpt" else Llama()
+
+
+def batch_of(device: str) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    return loss
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
