@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     seed: int
     device: str | torch.device | None
     compile: Compiler | None
+    specialize: bool
 
 
 @overload
@@ -50,6 +51,7 @@ def parallelize(
     seed: int = 0,
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
+    specialize: bool = False,
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
 
@@ -66,11 +68,13 @@ def parallelize(
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
+    specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of the first batch of
+      each signature, and each step is checked to have the same; BatchError if not. Needs batch="global".
 
     Raises MeshError, RankError (ranks given different models), CompileError (no such compiler here) and, at the first
     step, LayoutError, BatchError, CaptureError or CompileError.
     """
-    choices = Choices(dict(shard or {}), sequence_parallel)
+    choices = Choices(dict(shard or {}), sequence_parallel, specialize=specialize)
     options: dict[str, Any] = {
         "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
     }  # fmt: skip

@@ -41,6 +41,9 @@ SequenceOption = Annotated[
     bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
 ]
 
+SpecializeOption = Annotated[
+    bool, typer.Option("--specialize", help="take values that the model reads from tensors from the example batch")
+]
 CompileOption = Annotated[
     str | None, typer.Option("--compile", metavar="inductor", help="run the programs as code that Inductor writes")
 ]
@@ -53,14 +56,17 @@ def run(
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    specialize: SpecializeOption = False,
     compile: CompileOption = None,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     options = ["run", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed)]
     options += ["--log", str(log)] if log is not None else []
-    options += _passed_on(sequence_parallel, compile)
-    _on_ranks(mesh, options, lambda: train(_job(target, seed, sequence_parallel, compile), mesh, steps, seed, log))
+    options += _passed_on(sequence_parallel, specialize, compile)
+    _on_ranks(
+        mesh, options, lambda: train(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed, log)
+    )
 
 
 @app.command("compile")
@@ -70,9 +76,10 @@ def compile_(
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    specialize: SpecializeOption = False,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
-    compiled = _compile(target, mesh, seed, sequence_parallel)
+    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
     compiled.save(out_dir)
     moved = sum(row.bytes for row in compiled.collectives)
     out.print(
@@ -93,6 +100,7 @@ def inspect(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    specialize: SpecializeOption = False,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if Path(target).is_dir():
@@ -100,7 +108,7 @@ def inspect(
     elif mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     else:
-        compiled = _compile(target, mesh, seed, sequence_parallel)
+        compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
     if html is not None:
         _write_page(compiled, html, target)
         return
@@ -127,9 +135,10 @@ def explain(
     mesh: MeshOption,
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    specialize: SpecializeOption = False,
 ) -> None:
     """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
-    compiled = _compile(target, mesh, seed, sequence_parallel)
+    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
     out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
@@ -142,15 +151,16 @@ def verify(
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
     seed: Seed = 0,
     sequence_parallel: SequenceOption = False,
+    specialize: SpecializeOption = False,
     compile: CompileOption = None,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     if backend == "gloo":
         options = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--backend", "gloo"]
-        options += _passed_on(sequence_parallel, compile)
+        options += _passed_on(sequence_parallel, specialize, compile)
 
         def check() -> None:
-            _finish(verify_on_ranks(_job(target, seed, sequence_parallel, compile), mesh, steps, seed))
+            _finish(verify_on_ranks(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed))
 
         _on_ranks(mesh, options, check)
         return
@@ -161,7 +171,7 @@ def verify(
             f"--compile {compile}: it compiles what a process runs, collectives included; add --backend gloo. "
             f"One process that plays all ranks has only autopar's own executor."
         )
-    job = _job(target, seed, sequence_parallel)
+    job = _job(target, seed, sequence_parallel, specialize)
     _finish(
         verify_job(
             job.model,
@@ -172,6 +182,7 @@ def verify(
             optimizer=job.optimizer,
             seed=seed,
             sequence_parallel=job.sequence_parallel,
+            specialize=job.specialize,
         )
     )
 
@@ -185,26 +196,27 @@ def _finish(found: object) -> None:
         raise typer.Exit(1)
 
 
-def _passed_on(sequence_parallel: bool, compile: str | None) -> list[str]:
+def _passed_on(sequence_parallel: bool, specialize: bool, compile: str | None) -> list[str]:
     """Options that each rank is started with."""
     compiler = compiler_of(compile)
-    return [*(["--sequence-parallel"] if sequence_parallel else []), *(["--compile", compiler] if compiler else [])]
+    flags = {"--sequence-parallel": sequence_parallel, "--specialize": specialize}
+    return [*(flag for flag, is_on in flags.items() if is_on), *(["--compile", compiler] if compiler else [])]
 
 
-def _job(target: str, seed: int, sequence_parallel: bool, compile: str | None = None) -> Job:
+def _job(target: str, seed: int, sequence_parallel: bool, specialize: bool, compile: str | None = None) -> Job:
     """The TARGET's job, with what the command line says of it."""
     job = load_job(target, seed)
     job = replace(job, sequence_parallel=True) if sequence_parallel else job
+    job = replace(job, specialize=True) if specialize else job
     return replace(job, compile=compiler_of(compile)) if compile is not None else job
 
 
-def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool) -> Compiled:
+def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool, specialize: bool) -> Compiled:
     parsed = mesh_of(mesh)
-    job = _job(target, seed, sequence_parallel)
+    job = _job(target, seed, sequence_parallel, specialize)
     args, kwargs = batch_arguments(job.batch)
-    return lower(
-        capture(job.model, job.loss_fn, args, kwargs), parsed, Choices(sequence_parallel=job.sequence_parallel)
-    )
+    captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize)
+    return lower(captured, parsed, Choices(sequence_parallel=job.sequence_parallel))
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:

@@ -32,12 +32,14 @@ SequenceParallel = bool | Literal["auto"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is decided beside the mesh: layouts by parameter pattern, sequence parallelism, and whether a batch that its
-    axes cannot divide is computed whole by every rank instead of refused."""
+    """What is decided beside the mesh: layouts by parameter pattern, sequence parallelism, whether a batch that its
+    axes cannot divide is computed whole by every rank instead of refused, and whether values that the model reads from
+    tensors are taken from the example batch."""
 
     shard: Shard | None = None
     sequence_parallel: SequenceParallel = False
     uneven: bool = False
+    specialize: bool = False
 
 
 def compile(
@@ -48,6 +50,7 @@ def compile(
     batch: Any,
     shard: Shard | None = None,
     sequence_parallel: SequenceParallel = False,
+    specialize: bool = False,
 ) -> Compiled:
     """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
 
@@ -58,6 +61,8 @@ def compile(
     sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
       in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
       longer all compute outweighs the starts of more collectives (`autopar/estimate.py`); a note says so.
+    specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of this batch, which
+      needs data; they must depend on the batch and on buffers alone. Each is noted, and leaves the program as a guard.
 
     Raises MeshError, LayoutError, BatchError or CaptureError for what cannot be compiled; RuleError for an op of your
     own that is called as none of its registered patterns says.
@@ -65,7 +70,7 @@ def compile(
     check_model(model)
     parsed = mesh_of(mesh)
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs)
+    captured = capture(model, loss_fn, args, kwargs, specialize=specialize)
     return lower(captured, parsed, Choices(shard, sequence_parallel))
 
 

@@ -23,6 +23,7 @@ class Job:
     data: the batch of a step (global); by default the example at every step.
     sequence_parallel: True, False or "auto", as of `autopar.parallelize`.
     compile: "inductor" or None, as of `autopar.parallelize`.
+    specialize: True or False, as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -35,6 +36,7 @@ class Job:
 
     sequence_parallel: SequenceParallel = False
     compile: Compiler | None = None
+    specialize: bool = False
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

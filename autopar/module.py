@@ -76,7 +76,7 @@ class ParallelModule(nn.Module):
         The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit.
         """
         running, leaves, _ = self._prepare(args, kwargs, train=True)
-        outputs = running.run(self._inputs(running, leaves))
+        outputs = self._run(running, leaves)
         self._random.steps += 1
         loss: torch.Tensor | None = None
         parameters = self._named()
@@ -85,7 +85,7 @@ class ParallelModule(nn.Module):
                 loss = value
             elif out.kind == "gradient":
                 _accumulate(parameters[out.name], value)
-            else:
+            elif out.kind == "buffer":
                 self._set_buffer(out.name, value)
         assert loss is not None
         return loss
@@ -93,12 +93,12 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the global batch, without gradients; whole on every rank."""
         running, leaves, _ = self._prepare(args, kwargs, train=False)
-        outputs = running.run(self._inputs(running, leaves))
+        outputs = self._run(running, leaves)
         results = list(running.captured.result_leaves)
         for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
             if out.kind == "value":
                 results[int(out.name)] = value
-            else:
+            elif out.kind == "buffer":
                 self._set_buffer(out.name, value)
         assert running.captured.result_spec is not None
         return tree_unflatten(results, running.captured.result_spec)
@@ -277,13 +277,16 @@ class ParallelModule(nn.Module):
         def make() -> tuple[Captured, Compiled]:
             batch = (args, kwargs)
             global_args, global_kwargs = at_global_size(batch, self._mesh) if self._local_batch else batch
-            captured = capture(self.original, self._loss_fn, global_args, global_kwargs, train=train, lift=self._lift)
             choices = self._choices
+            captured = capture(
+                self.original, self._loss_fn, global_args, global_kwargs,
+                train=train, lift=self._lift, specialize=choices.specialize,
+            )  # fmt: skip
             if not first:
                 known = {name: str(layout) for name, layout in self._layouts.items()}
                 sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
                 # What divided the first batch need not divide the last of an epoch, nor every sequence.
-                choices = Choices(known, sequence, uneven=True)
+                choices = Choices(known, sequence, uneven=True, specialize=choices.specialize)
             compiled = lower(captured, self._mesh, choices)
             if self._local_batch:
                 check_split(compiled.program, leaves)
@@ -314,6 +317,14 @@ class ParallelModule(nn.Module):
                 self._layouts[name] = layout
 
     # -- running ------------------------------------------------------------------------------------------------
+
+    def _run(self, running: Running, leaves: list[Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of this rank; the values that the program was specialised to are those of this batch too."""
+        outputs = running.run(self._inputs(running, leaves))
+        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+            if out.kind == "guard":
+                running.captured.reads[int(out.name)].check(value)
+        return outputs
 
     def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
         parameters, buffers = self._named(), dict(self.original.named_buffers())

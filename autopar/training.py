@@ -23,7 +23,13 @@ from autopar.torch_compat import tree_flatten
 def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
     """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step."""
     model = parallelize(
-        job.model, mesh, loss_fn=job.loss_fn, seed=seed, sequence_parallel=job.sequence_parallel, compile=job.compile
+        job.model,
+        mesh,
+        loss_fn=job.loss_fn,
+        seed=seed,
+        sequence_parallel=job.sequence_parallel,
+        compile=job.compile,
+        specialize=job.specialize,
     )
     first = dist.get_rank() == 0
     console = Console(quiet=not first)

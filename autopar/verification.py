@@ -109,6 +109,7 @@ def verify(
     optimizer: OptimizerFactory | None = None,
     shard: Shard | None = None,
     sequence_parallel: SequenceParallel = False,
+    specialize: bool = False,
     seed: int = 0,
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
@@ -124,7 +125,7 @@ def verify(
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs, lift=dtype)
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=specialize)
     compiled = lower(captured, parsed, Choices(shard, sequence_parallel))
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
@@ -226,6 +227,9 @@ class _Virtual:
         layouts = record(program.graph.output_node()).operands
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             parts = [rank[i] for rank in outputs]
+            if out.kind == "guard":
+                self.captured.reads[int(out.name)].check(combine(parts, layout, mesh))
+                continue
             found[out.kind, out.name] = combine(parts, layout, mesh)
             self.replicas[out.kind, out.name] = replica_error(parts, layout, mesh)
         self._update(found)

@@ -25,7 +25,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model,
         mesh,
         loss_fn=job.loss_fn,
-        choices=Choices(sequence_parallel=job.sequence_parallel),
+        choices=Choices(sequence_parallel=job.sequence_parallel, specialize=job.specialize),
         batch="global",
         seed=seed,
         device="cpu",

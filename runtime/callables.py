@@ -121,6 +121,9 @@ _CONTIGUOUS: frozenset[Any] = frozenset(
         _aten.nll_loss2d_backward.default,
         _aten._grouped_mm.default,
         _aten.view_as_complex.default,
+        _aten.as_strided.default,
+        _aten.as_strided_copy.default,
+        _aten.as_strided_scatter.default,
     }
 )
 

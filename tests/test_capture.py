@@ -201,4 +201,5 @@ def test_the_command_line_shows_the_message_alone(tmp_path: Any) -> None:
         "    return super().forward(x) * x.max().item()\n"
         "This line has .item(). Leave it a tensor: sums, products and comparisons work alike. A value for a log is "
         "read after the step; one that is known before it is passed in as a Python number.\n"
+        "Or specialize=True takes the value from the example batch, and checks at each step that it still holds.\n"
     )

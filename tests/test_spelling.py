@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.errors import CaptureError
 from autopar.ir.program import operand_nodes
 from autopar.verification import verify
 
@@ -142,3 +143,32 @@ def test_bags_of_one_size_are_split_by_dp_and_tp(mode: str, weighted: bool):
     compiled = compile(model, "dp=3,tp=2", loss_fn=bag_loss, batch=batch)
     assert str(compiled.layouts["table.weight"]) == "[tp,-]" and not compiled.notes
     assert {row.op for row in compiled.collectives} == {"all_reduce"}
+
+
+class Windows(nn.Module):
+    """Overlapping windows by `as_strided`, of heads that lie crosswise in memory (as in Longformer)."""
+
+    def __init__(self, part: bool = False) -> None:
+        super().__init__()
+        self.up, self.part = nn.Linear(8, 12), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, time, _ = x.shape
+        heads = self.up(x.transpose(0, 1)).view(time, rows, 3, 4).transpose(0, 1).transpose(1, 2)
+        heads = heads.reshape(rows * 3, time, 4)
+        if self.part:
+            heads = heads[:, 1:]
+        a, b, c = heads.stride()
+        return (heads.as_strided((rows * 3, time - 2, 3, 4), (a, b, b, c)) * torch.arange(4)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "tp=2", "dp=2,tp=3"])
+def test_as_strided_speaks_of_the_memory_of_the_traced_value(mesh: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Windows(), mesh, batch=(torch.randn(6, 5, 8),))
+    assert report.ok, report
+
+
+def test_as_strided_of_a_part_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"as_strided at test_spelling.py:\d+ .* reads memory beside the tensor"):
+        verify(Windows(part=True), "dp=2", batch=(torch.randn(6, 5, 8),))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,6 +23,7 @@ from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype
+from autopar.capture.reads import STEADY, Read, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
 from autopar.capture.writes import check_collectives, check_writes
@@ -47,13 +48,15 @@ class Captured:
     """A captured step.
 
     `constants` are the tensors that the model made or keeps outside of parameters and buffers. `result_spec` and
-    `result_leaves` rebuild the model's output of a forward-only program (None stands for a tensor result).
+    `result_leaves` rebuild the model's output of a forward-only program (None stands for a tensor result). `reads` are
+    the values taken from the example batch, in the order of the program's outputs of kind "guard".
     """
 
     program: Program
     constants: Mapping[str, torch.Tensor]
     result_spec: TreeSpec | None = None
     result_leaves: tuple[Any, ...] = ()
+    reads: tuple[Read, ...] = ()
 
 
 def capture(
@@ -64,15 +67,18 @@ def capture(
     *,
     train: bool = True,
     lift: torch.dtype | None = None,
+    specialize: bool = False,
 ) -> Captured:
     """Trace one step of `model` on a batch (any nesting of tensors; their values are not read).
 
     With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
     otherwise the model's output, without gradients. `loss_fn(model, *args, **kwargs)` gives the loss; None if the
-    module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own. Raises
+    module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
+    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data. Raises
     CaptureError with the user's line where the model cannot be captured.
     """
-    return _Capture(model, loss_fn, args, dict(kwargs), train, lift).run()
+    reads = Reads() if specialize else None
+    return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads).run()
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -99,9 +105,10 @@ class _Step(nn.Module):
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None,
+        lift: torch.dtype | None, reads: Reads | None,
     ) -> None:  # fmt: skip
-        self.model, self.loss_fn, self.train, self.lift = model, loss_fn, train, lift
+        self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
+        self.unknown: Unknown | None = None
         self.leaves, self.spec = tree_flatten((args, kwargs))
         self.state = state_of(model)
         self.locator = Locator()
@@ -127,9 +134,11 @@ class _Capture:
         before, drawn = Attributes(self.model), foreign_state()
         try:
             with self.locator.follow(self.model), quiet(), default_dtype(self.lift):
-                traced = make_fx(
-                    self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake",
-                )(*fakes)  # fmt: skip
+                traced = self._trace(fakes)
+                while self.reads is not None and self.unknown is not None:
+                    self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
+                    before.restore()
+                    traced = self._trace(fakes)
                 check_collectives(traced, self.locator)
                 notes = self.notes + check_writes(traced, inputs, self.locator)
                 self._check_buffers(fakes)
@@ -147,16 +156,44 @@ class _Capture:
         if not self.has_random_ops:
             program = _without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
-        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result)
+        reads = tuple(self.reads.known) if self.reads else ()
+        notes += [read.note for read in reads]
+        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result, reads)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
+    def _trace(self, fakes: list[torch.Tensor]) -> fx.GraphModule:
+        """The whole step, or all of it before a read whose value is not known yet (`self.unknown`)."""
+        self.calls, self.replaced, self.unknown = Calls(), {}, None
+        return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
+
+    def _known_inputs(
+        self, traced: fx.GraphModule, unknown: Unknown
+    ) -> tuple[fx.GraphModule, list[torch.Tensor | None]]:
+        """The trace without what the value does not need, and the data that it needs."""
+        given: list[tuple[str, str, Any]] = [(entry.kind, entry.name, tensor) for entry, tensor in self.state.entries]
+        given += [("batch", str(i), leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        given.append(("seed", "seed", None))
+        found: list[torch.Tensor | None] = [None] * len(given)
+        for position in needed(traced):
+            kind, name, tensor = given[position]
+            if kind in STEADY and not fake_like(tensor):
+                found[position] = tensor
+                continue
+            raise refusal(not_steady(kind, name), unknown.line)
+        return traced, found
+
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        mode = Raise(self.locator, inputs[-1], self.lift, self.calls)
+        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads)
+        if self.reads is not None:
+            self.reads.start()
         try:
             result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
+        except Unknown as found:
+            self.unknown = found
+            return (found.tensor,)
         finally:
             self.calling = mode.calling
             self.notes = list(mode.notes)
@@ -165,8 +202,10 @@ class _Capture:
 
     def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already."""
+        if self.reads is not None:
+            self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
-            mode = Raise(Locator(), inputs[-1], self.lift, calls)
+            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads)
             self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
@@ -235,7 +274,7 @@ class _Capture:
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
-            return [loss.detach(), *grads, *(tensor for _, tensor in buffers)]
+            return [loss.detach(), *grads, *(tensor for _, tensor in buffers), *self._guards()]
 
         return body
 
@@ -250,9 +289,15 @@ class _Capture:
             buffers = self._buffers()
             self.outputs = [Output("value", str(i)) for i in self._positions]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
-            return [*tensors, *(tensor for _, tensor in buffers)]
+            return [*tensors, *(tensor for _, tensor in buffers), *self._guards()]
 
         return body
+
+    def _guards(self) -> list[torch.Tensor]:
+        """The tensors whose values were taken from the example batch; they leave last."""
+        found = list(self.reads.tensors) if self.reads is not None else []
+        self.outputs += [Output("guard", str(i)) for i in range(len(found))]
+        return found
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}

@@ -9,8 +9,10 @@ from typing import Any
 from autopar.capture.constructs import BRANCHES, FAILURES, OTHER_READ, READS, SIZES, TOLIST, Construct
 from autopar.capture.lines import quoted
 from autopar.capture.location import Line, Locator, is_typed, is_user_file
+from autopar.capture.reads import READERS
 from autopar.errors import CaptureError
 
+SPECIALIZE = "\nOr specialize=True takes the value from the example batch, and checks at each step that it still holds."
 _SIZE = ("DynamicOutputShape",)
 _READ = (
     "DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor", ".numpy() is not supported",
@@ -25,7 +27,8 @@ def explain(error: Exception, calling: Any, locator: Locator) -> CaptureError:
     by_size = any(mark in text for mark in _SIZE)
     if by_size or any(mark in text for mark in _READ):
         construct = _of_size(calling) if by_size else _of_read(calling, line)
-        return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}")
+        offer = SPECIALIZE if calling in READERS else ""
+        return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}{offer}")
     first = str(error).strip().split("\n")[0].partition(" Hint: ")[0][:500]
     raised = f"{type(error).__name__}: {first}" if first else f"{type(error).__name__}, without a text"
     raised = raised.replace("FakeTensor", "Tensor")

@@ -13,10 +13,10 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import place_of
-from autopar.capture.spelling import filled, joined, own_dtype, squeezed_dims, table_gradient
+from autopar.capture.spelling import filled, joined, memory_order, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
-from autopar.ir.program import Input, Output, Program, Record, TensorType, set_record
+from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
 
 aten = torch.ops.aten
 
@@ -27,6 +27,8 @@ _IDLE = frozenset(
 )  # fmt: skip
 # A view's strides are those of the whole value; a piece has others. Reshape is right for both.
 _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
+# They speak of memory: a piece of a value, or one that was moved, lies otherwise.
+_STRIDED = frozenset((aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default))
 _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
@@ -133,12 +135,33 @@ class _Normaliser:
         if target in _RESHAPE:
             target = aten.reshape.default
         args, kwargs = fx.node.map_arg((args, kwargs), self.value.__getitem__)
+        if node.target in _STRIDED:
+            args = (self._in_memory_order(node, args[0]), *args[1:])
         gradient = table_gradient(node)
         if gradient is not None:
             values, index, rows = gradient
             place = self._make(index, aten.remainder.Scalar, (self.value[index], rows), {}, like=node)
             target, args, kwargs = op("embedding_backward"), (self.value[values], place, rows, -1), {}
         self.value[node] = self._make(node, target, args, kwargs, like=node)
+
+    def _in_memory_order(self, node: fx.Node, value: Any) -> fx.Node:
+        """The operand of an `as_strided`, contiguous as it lay in memory when it was traced."""
+        order = memory_order(node)
+        is_kept = order == list(range(len(order or ())))
+        if order is None or (node.target is not aten.as_strided.default and not is_kept):
+            _, module, source = place_of(node)
+            raise CaptureError(
+                f"as_strided at {source or 'an unknown line'} (module '{module}') reads memory beside the tensor that "
+                f"it is called on. Call .contiguous() before it, or use unfold, slices or reshape."
+            )
+        if is_kept:
+            return value
+        _, module, source = place_of(node)
+        made = self.graph.create_node("call_function", aten.permute.default, (value, order), {}, name="permute")
+        type_ = record(value).type
+        permuted = TensorType(tuple(type_.shape[dim] for dim in order), type_.dtype)
+        set_record(made, Record((permuted,), module=module, source=source, phase=place_of(node)[0], origin=made.name))
+        return made
 
     def _make(self, typed: fx.Node, target: Any, args: Any, kwargs: Any, *, like: fx.Node) -> fx.Node:
         """A call whose results have the types of `typed`, in the place of `like`."""

@@ -35,6 +35,7 @@ from autopar.capture.raised_losses import (
 )
 from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear, matmul, rmatmul, with_bias_apart
 from autopar.capture.raised_random import RANDOM
+from autopar.capture.reads import READERS, Reads
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.torch_compat import GROUPED_MM, in_transform
@@ -48,7 +49,8 @@ class Raise(TorchFunctionMode):
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
     all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
-    of every call of the forward pass, and `calling` is the function that runs, or that failed.
+    of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
+    the model reads a value; without it that is an error.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Raise(TorchFunctionMode):
         seed: Tensor | None = None,
         lift: torch.dtype | None = None,
         calls: Calls | None = None,
+        reads: Reads | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
         self.seed = seed
         self.lift = lift
         self.calls = calls
+        self.reads = reads
         self.calling: Any = None
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
@@ -84,6 +88,8 @@ class Raise(TorchFunctionMode):
             func, args, kwargs = _lifted(func, args, kwargs, self.lift)
         place = self.locator.mark() if self.locator else None
         self.calling = func
+        if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
+            return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
         if self.locator and func in REFUSED and self.locator.phase == "forward":
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:

@@ -53,6 +53,19 @@ def filled(node: fx.Node) -> Call | None:
     return aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
 
 
+def memory_order(node: fx.Node) -> list[int] | None:
+    """The dims of the operand of an `as_strided` in the order in which they lie in memory, from the outermost; None if
+    it is a part of a larger memory, or no other op's.
+
+    Its sizes and strides speak of the memory of the traced value; that of a value in a program is another.
+    """
+    value = _value(node.args[0])
+    strides = value.stride()
+    order = sorted(range(value.ndim), key=lambda dim: (-strides[dim], value.shape[dim] != 1))
+    is_all = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    return order if is_all and value.permute(order).is_contiguous() else None
+
+
 def own_dtype(node: fx.Node) -> dict[str, torch.dtype]:
     """The dtype of a tensor made from nothing, where the call leaves it to torch's default of the moment."""
     target: Any = node.target

@@ -76,6 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "longformer": {"attention_window": 8}, "led": {"attention_window": 8},
     "squeezebert": {"embedding_size": 32},
     "luke": {"entity_vocab_size": 8, "entity_emb_size": 16},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
@@ -248,6 +249,9 @@ def loss_fn(model: nn.Module, **batch: Any) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
 
+
+# They read values of the batch (is any token global? are the lengths right?): taken with `specialize=True`.
+SPECIALIZED = frozenset(("longformer", "led", "flaubert", "xlm", "prophetnet"))
 
 # Networks without attention: tp divides what it can of them.
 NOT_TRANSFORMERS = frozenset(

@@ -72,7 +72,8 @@ def _fill(row: Row) -> None:
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     start = time.process_time()
-    captured = capture(model, loss_fn, args, kwargs, lift=dtype)
+    specialize = row.name in architectures.SPECIALIZED
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=specialize)
     row.capture_s = time.process_time() - start
     for mesh in MESHES:
         start = time.process_time()

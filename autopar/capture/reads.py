@@ -1,0 +1,115 @@
+"""Values that a model reads from its tensors, taken from the example batch if the user wants it so (`specialize=True`).
+
+A read ends the trace; what was traced so far computes the value, and the next trace goes on with it. The tensor leaves
+the program beside its results, so that each step is checked to have the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.constructs import Construct
+from autopar.capture.location import Line
+from autopar.errors import BatchError
+
+Tensor = torch.Tensor
+Value = bool | int | float | complex
+
+READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
+    Tensor.__bool__: ("bool()", bool),
+    Tensor.__int__: ("int()", int),
+    Tensor.__index__: ("int()", int),
+    Tensor.__float__: ("float()", float),
+    Tensor.item: (".item()", Tensor.item),
+}
+
+# What a value may depend on: what a step leaves as it is.
+STEADY = ("batch", "constant", "buffer")
+
+
+def not_steady(kind: str, name: str) -> Construct:
+    """A read that nothing is known of: what it depends on changes with each step, or has no data."""
+    if kind in STEADY:
+        return Construct(
+            f"a value that is read from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
+            "Give an example batch on a real device with specialize=True.",
+        )
+    what = "random numbers" if kind == "seed" else f"parameter '{name}'"
+    return Construct(
+        f"a value that is read from a tensor and depends on {what}: each step has another",
+        "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One value that was read: by which function, where, and what it is for the example batch."""
+
+    function: Any
+    line: Line | None
+    value: Value
+
+    def __str__(self) -> str:
+        where = f"{self.line[0]}:{self.line[1]}" if self.line else "an unknown line"
+        return f"{READERS[self.function][0]} of a tensor at {where}"
+
+    @property
+    def note(self) -> str:
+        return f"{self} is taken as {self.value}, as in the example batch; a batch for which it is not is refused"
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise BatchError if the value is another one in this step."""
+        now = READERS[self.function][1](tensor)
+        if now != self.value and not (now != now and self.value != self.value):
+            raise BatchError(
+                f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
+                f"(specialize=True). Nothing was changed by this step. Give batches that agree in it, or keep it a "
+                f"tensor: compute both sides and choose with torch.where."
+            )
+
+
+class Unknown(BaseException):
+    """Ends a trace at a read whose value is not known yet. No error: a user's `except Exception` must not stop it."""
+
+    def __init__(self, function: Any, tensor: Tensor, line: Line | None) -> None:
+        super().__init__()
+        self.function, self.tensor, self.line = function, tensor, line
+
+
+@dataclass(slots=True)
+class Reads:
+    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come."""
+
+    known: list[Read] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def start(self) -> None:
+        """A run begins."""
+        self.tensors.clear()
+
+    def take(self, function: Any, tensor: Tensor, line: Line | None) -> Value:
+        """The value of the next read. Raises Unknown if no trace has come this far."""
+        if len(self.tensors) == len(self.known):
+            raise Unknown(function, tensor, line)
+        read = self.known[len(self.tensors)]
+        self.tensors.append(tensor.detach())
+        return read.value
+
+    def learn(self, found: Unknown, traced: fx.GraphModule, inputs: Sequence[Tensor | None]) -> None:
+        """Compute the value that ended a trace; `traced` returns its tensor."""
+        with torch.no_grad():
+            tensor = fx.Interpreter(traced).run(*inputs)[0]
+        self.known.append(Read(found.function, found.line, READERS[found.function][1](tensor)))
+
+
+def needed(traced: fx.GraphModule) -> list[int]:
+    """The positions of the inputs that the results depend on. Drops all else from the graph."""
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return [i for i, node in enumerate(placeholders) if node.users]
