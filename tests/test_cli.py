@@ -62,6 +62,12 @@ def branches():
     made = job()
     return autopar.Job(made.model, loss, made.batch)
 
+def masked():
+    def loss(model, x, y, mask):
+        return ((model(x) - y) * (mask.unsqueeze(-1) if mask.min() < 1 else 1)).square().mean()
+    made = job()
+    return autopar.Job(made.model, loss, (*made.batch, torch.ones(12)))
+
 def no_job():
     return 3
 
@@ -117,6 +123,15 @@ def test_compiled_by_inductor(jobs: Path):
     assert "all equal" in done.stdout and "dp=2 over gloo, compiled by inductor" in done.stdout
     done = call("run", f"{jobs}:job", "--mesh", "dp=1", "--steps", 2, "--compile", "inductor")
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
+
+
+def test_values_of_the_batch_are_taken_when_asked(jobs: Path, tmp_path: Path):
+    refused = call("compile", f"{jobs}:masked", "--mesh", "dp=2", "--out", tmp_path / "a")
+    assert refused.returncode == 1 and "Or specialize=True takes the value" in refused.stderr
+    taken = call("verify", f"{jobs}:masked", "--mesh", "dp=2", "--specialize")
+    assert taken.returncode == 0, taken.stderr
+    made = call("compile", f"{jobs}:masked", "--mesh", "dp=2", "--specialize", "--out", tmp_path / "b")
+    assert made.returncode == 0 and "is taken as False" in " ".join(made.stdout.split())
 
 
 @pytest.mark.gloo
@@ -176,11 +191,13 @@ def test_inspect_shows_passes(jobs: Path, tmp_path: Path):
     assert "+ %all_reduce" in diff.stdout and "- SHARDED" in diff.stdout
 
 
+FAILS = 1 + JOBS.splitlines().index('    return {}["nothing"]')  # its line
+
 BAD = {
     "mesh": (("verify", "job", "--mesh", "dp=2,tp"), "mesh 'dp=2,tp': cannot read 'tp'. Write axis=size pairs"),
     "function": (("verify", "jobb", "--mesh", "dp=2"), "has no function 'jobb'. Did you mean job or no_job?"),
     "no job": (("verify", "no_job", "--mesh", "dp=2"), "returned int, but must return an autopar.Job."),
-    "fails": (("verify", "fails", "--mesh", "dp=2"), "jobs.py:50: KeyError: 'nothing'"),
+    "fails": (("verify", "fails", "--mesh", "dp=2"), f"jobs.py:{FAILS}: KeyError: 'nothing'"),
     "batch": (("verify", "job", "--mesh", "dp=5"), "the batch has 12 samples"),
     "rank": (("inspect", "job", "--mesh", "dp=2", "--rank", "2"), "--rank 2: mesh 'dp=2' has ranks 0 to 1."),
     "graph": (("inspect", "job", "--mesh", "dp=2", "--graph", "x"), "--graph x: rank 0 has step."),
