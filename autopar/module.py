@@ -16,6 +16,7 @@ from autopar.agreement import Agreement, lost_peers
 from autopar.batches import at_global_size, check_data, check_split, describe, signature_lines
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
+from autopar.capture.raising import default_dtype
 from autopar.compiled import Compiled
 from autopar.compiler import Choices, SequenceParallel, lower
 from autopar.distribute import Distributor, join
@@ -320,7 +321,8 @@ class ParallelModule(nn.Module):
 
     def _run(self, running: Running, leaves: list[Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of this rank; the values that the program was specialised to are those of this batch too."""
-        outputs = running.run(self._inputs(running, leaves))
+        with default_dtype(self._lift):
+            outputs = running.run(self._inputs(running, leaves))
         for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
             if out.kind == "guard":
                 running.captured.reads[int(out.name)].check(value)

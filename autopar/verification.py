@@ -216,13 +216,15 @@ class _Virtual:
         self.model, self.captured, self.compiled = model, captured, compiled
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
+        self.dtype = next(model.parameters()).dtype
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
         program = self.compiled.program
         mesh = self.compiled.mesh
         whole = self._inputs(program, args, kwargs, seed)
-        outputs = VirtualMesh(mesh).run(compile_graph(program.graph), _scatter(program, whole, mesh))
+        with default_dtype(self.dtype):  # a number and a bool add up to it
+            outputs = VirtualMesh(mesh).run(compile_graph(program.graph), _scatter(program, whole, mesh))
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
@@ -267,14 +269,15 @@ class _Virtual:
                 expected[node.name] = value
 
         one = Mesh(())
-        VirtualMesh(one).run(compile_graph(captured.graph), [self._inputs(captured, args, kwargs, seed)], keep)
+        with default_dtype(self.dtype):
+            VirtualMesh(one).run(compile_graph(captured.graph), [self._inputs(captured, args, kwargs, seed)], keep)
         parts: dict[fx.Node, list[torch.Tensor]] = {}
 
         def collect(_rank: int, node: fx.Node, value: Any) -> None:
             if isinstance(value, torch.Tensor) and record(node).origin in expected:
                 parts.setdefault(node, [None] * mesh.size)[_rank] = value  # type: ignore[list-item]
 
-        with suppress(RuntimeError):  # the values up to there say enough
+        with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
             VirtualMesh(mesh).run(compile_graph(final.graph), _scatter(final, whole, mesh), collect)
         leaving = zip(captured.results, captured.outputs, strict=True)
         gradients = _norm({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")

@@ -203,3 +203,36 @@ def test_the_command_line_shows_the_message_alone(tmp_path: Any) -> None:
         "read after the step; one that is known before it is passed in as a Python number.\n"
         "Or specialize=True takes the value from the example batch, and checks at each step that it still holds.\n"
     )
+
+
+class Recorder(nn.Linear):
+    """Installs a hook at its first run and remembers that it did, as transformers does to collect hidden states."""
+
+    installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.seen: list[Tensor] = []
+            self.register_forward_hook(lambda module, args, result: module.seen.append(result))
+            self.installed = True
+        return super().forward(x)
+
+
+def test_a_flag_and_the_hooks_that_it_speaks_of_are_put_back_together() -> None:
+    model = nn.Sequential(Recorder(8, 8), nn.Linear(8, 4))
+    compile(model, "dp=2", loss_fn=lambda m, x: m(x).square().mean(), batch=(torch.randn(6, 8),))
+    model(torch.randn(6, 8))
+    model(torch.randn(6, 8))
+    assert len(model[0]._forward_hooks) == 1 and len(model[0].seen) == 2  # type: ignore[arg-type]
+
+
+class Promoted(nn.Linear):
+    """A number and a bool add up to torch's default dtype, in the plain module and in the program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.add(0.3333, x > 0, alpha=0.6667)
+
+
+def test_a_number_and_a_bool_add_up_to_the_same_dtype() -> None:
+    report = verify(Promoted(8, 8), "dp=2", loss_fn=lambda m, x: m(x).square().mean(), batch=(torch.randn(6, 8),))
+    assert report.ok and report.max_error < 1e-12, report

@@ -17,15 +17,17 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from models import Case, Llama, NanoGPT, token_loss
 from models_special import ZOO
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.compiled import Collective, Compiled
 from autopar.compiler import compile
 from autopar.ir.layout import local_shape
 from autopar.ir.program import record
+from autopar.verification import verify
 
 FLOAT = 4
 ROWS, TIME, WIDTH, VOCABULARY, HIDDEN = 12, 8, 32, 40, 128
@@ -223,3 +225,27 @@ def test_rows_say_what_moves_and_why() -> None:
     assert row.shape == (ROWS // 2, TIME, WIDTH) and row.bytes == FLOAT * math.prod(row.shape)
     assert row.module == "blocks.0.attn.o" and row.source.startswith("gpt.py:")
     assert "partial(tp)" in row.reason and "wants" in row.reason
+
+
+class Standardised(nn.Module):
+    """Convolutions whose weights are standardised (arXiv 1903.10520), as in BiT: computed, and yet split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 12, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in (self.first, self.second):
+            flat = conv.weight.flatten(1)
+            flat = (flat - flat.mean(1, keepdim=True)) / (flat.var(1, keepdim=True) + 1e-5).sqrt()
+            x = F.relu(F.conv2d(x, flat.view_as(conv.weight)))
+        return x.square().mean()
+
+
+def test_a_weight_that_is_computed_from_parameters_is_split() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 3, 9, 9),)
+    found = compile(Standardised(), "dp=3,tp=2", batch=batch)
+    assert str(found.layouts["first.weight"]) == "[tp,-,-,-]"
+    assert str(found.layouts["second.weight"]) in ("[tp,-,-,-]", "[-,tp,-,-]")
+    assert verify(Standardised(), "dp=3,tp=2", batch=batch).ok

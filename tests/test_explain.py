@@ -45,7 +45,7 @@ dp (2 ranks): whole, decided by intent: 'dp' splits the batch; all other inputs 
 
 tp (2 ranks): splits dim 0, decided by cost: the cheapest of 2 states within the intent
   [tp,-]  chosen
-  [-,-]   forbidden               moves +20.5 kB  'tp' splits a weight wherever it can and never gathers it
+  [-,-]   forbidden               moves +16.4 kB  'tp' splits a weight wherever it can and never gathers it
   [-,tp]  possible   cost +82 kB  moves +57.4 kB  it would all-reduce %contract_27 of blocks.0.mlp.down, all-reduce \
 %contract_4 of blocks.0.mlp.up and move 2 more and not all-reduce %contract_29 of blocks.0.mlp.up, all-reduce \
 %contract_5 of blocks.0.mlp.down

@@ -41,6 +41,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self.kept: dict[int, _Kept] = {}
+        self.hooks = [(table, set(table)) for module in model.modules() for table in _hooks_of(module)]
         for path, module in model.named_modules():
             values = vars(module)
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
@@ -67,7 +68,10 @@ class Attributes:
         return [change for kept in self.kept.values() for change in _changes(kept)]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back. Hooks too: a flag that says they are in place and the hooks go together."""
+        for table, names in self.hooks:
+            for name in set(table) - names:
+                del table[name]
         for kept in self.kept.values():
             if not any(True for _ in _changes(kept)):
                 continue
@@ -80,6 +84,11 @@ class Attributes:
                 for key in [key for key in kept.holder if key not in kept.items and key not in _OWN]:
                     del kept.holder[key]
                 kept.holder.update(kept.items)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The tables of hooks that torch keeps in a module."""
+    return (value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
 
 
 def _changes(kept: _Kept) -> Iterator[Change]:

@@ -133,7 +133,7 @@ class _Capture:
             fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
         before, drawn = Attributes(self.model), foreign_state()
         try:
-            with self.locator.follow(self.model), quiet(), default_dtype(self.lift):
+            with quiet(), default_dtype(self.lift):
                 traced = self._trace(fakes)
                 while self.reads is not None and self.unknown is not None:
                     self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
@@ -167,7 +167,8 @@ class _Capture:
     def _trace(self, fakes: list[torch.Tensor]) -> fx.GraphModule:
         """The whole step, or all of it before a read whose value is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
-        return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
+        with self.locator.follow(self.model):
+            return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
 
     def _known_inputs(
         self, traced: fx.GraphModule, unknown: Unknown

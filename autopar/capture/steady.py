@@ -146,7 +146,7 @@ class Steady:
             f"'{change.name}' is changed at {_short(line)} while the model runs; a compiled step runs no Python, "
             f"so it stays as it is"
             for change, line in found
-            if line
+            if line and "site-packages" not in line[0]  # a library's own books: nobody would change them
         ]
 
     def _is_constant(self, value: Any) -> bool:

@@ -76,6 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{kind: {"attention_type": "original_full"} for kind in ("big_bird", "bigbird_pegasus")},
     "longformer": {"attention_window": 8}, "led": {"attention_window": 8},
     "squeezebert": {"embedding_size": 32},
     "luke": {"entity_vocab_size": 8, "entity_emb_size": 16},

@@ -212,8 +212,8 @@ def _looks_up(item: Item, position: int) -> bool:
 
 
 def _is_multiplied(classes: Classes, i: int) -> bool:
-    """True if a value is an operand of a matrix product, as it is or after a view, or (as experts are) picked by an
-    index."""
+    """True if a value is an operand of a matrix product, as it is or after a view, picked by an index (as experts are),
+    or after what is computed of parameters alone (a weight that is standardised, or made of a norm and a direction)."""
     known, pending = {i}, [i]
     while pending:
         for user, position in classes.users(pending.pop()):
@@ -222,7 +222,8 @@ def _is_multiplied(classes: Classes, i: int) -> bool:
             if item.rule.flops:
                 return True
             picks = position == 0 and all(not type_.dtype.is_floating_point for type_ in operand_types(item.node)[1:])
-            if picks and frozenset({0}) in item.rule.linear and user not in known:
+            follows = (picks and frozenset({0}) in item.rule.linear) or user in classes.of_parameters
+            if follows and user not in known:
                 known.add(user)
                 pending.append(user)
     return False
