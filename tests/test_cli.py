@@ -186,7 +186,7 @@ def test_inspect_shows_passes(jobs: Path, tmp_path: Path):
     target = f"{jobs}:job"
     after = call("inspect", target, "--mesh", "tp=2", "--pass", "propagate", AUTOPAR_DUMP=str(tmp_path))
     assert "SHARDED" in after.stdout and "all_reduce" not in after.stdout
-    assert after.stdout.strip() == (tmp_path / "01-propagate.txt").read_text().strip()
+    assert after.stdout.strip() == (tmp_path / "02-propagate.txt").read_text().strip()
     diff = call("inspect", target, "--mesh", "tp=2", "--diff", "reshard")
     assert "+ %all_reduce" in diff.stdout and "- SHARDED" in diff.stdout
 
