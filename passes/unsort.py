@@ -88,7 +88,7 @@ class _Sorted:
 
     def is_unseen(self) -> bool:
         """True if nothing that leaves the program depends on the order of the sort."""
-        if self.size < 2 or record(self.keys).type.dtype.is_floating_point:
+        if self.size < 2 or record(self.keys).type.dtype.is_floating_point or _is_descending(self.sort):
             return False
         self._mark_sort()
         for node in self.sort.graph.nodes:
@@ -191,10 +191,12 @@ class _Sorted:
         """The expert of each sorted row, found from where the rows of each expert end. They are counted, added up and
         looked up: the sorted keys again."""
         args = _args(node)
-        if node.target is not aten.searchsorted.Tensor or not node.kwargs.get("right"):
+        if node.target is not aten.searchsorted.Tensor or dict(node.kwargs) != {"right": True}:
             return False
         ends = _uncast(args[0])
-        counts = _uncast(_args(ends)[0]) if ends.target is aten.cumsum.default else ends
+        if ends.target is not aten.cumsum.default:
+            return False
+        counts = _uncast(_args(ends)[0])
         if counts.target is not aten.histc.default or not _is_range(args[1], self.size):
             return False
         keys, groups, low, high = (*_args(counts), None, None, None)[:4]
@@ -277,6 +279,12 @@ def _shaped(like: Record, *shape: int) -> Record:
 def _args(node: fx.Node) -> Any:
     """Its positional arguments, which the op's schema types."""
     return node.args
+
+
+def _is_descending(sort: fx.Node) -> bool:
+    """Of its arguments after the tensor, `stable` and `dim` do not matter: the tensor has one dim."""
+    given = _args(sort)[2:] if sort.target in (aten.sort.default, aten.argsort.default) else _args(sort)[1:]
+    return bool(sort.kwargs.get("descending")) or any(value is True for value in given)
 
 
 def _is_floor_division(node: fx.Node) -> bool:

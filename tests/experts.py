@@ -35,9 +35,7 @@ class Experts(nn.Module):
         sorted_experts, order = torch.sort(experts)
         counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         y = self._products(rows[order // CHOSEN], sorted_experts, counts) * weights[order].unsqueeze(-1)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.shape[0])
-        return y[inverse].view(-1, CHOSEN, WIDTH).sum(1)
+        return self._back(y, order)
 
     def _argsort(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The counts of the rows as they stand; the way back by writing to their places."""
@@ -61,18 +59,14 @@ class Experts(nn.Module):
         sorted_experts, order = torch.sort(experts, stable=True)
         counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         y = self._products(rows[order // CHOSEN], sorted_experts, counts).cumsum(0)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.shape[0])
-        return y[inverse].view(-1, CHOSEN, WIDTH).sum(1)
+        return self._back(y, order)
 
     def _dropped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The order shows: what dropout keeps depends on where a row stands."""
         sorted_experts, order = torch.sort(experts, stable=True)
         counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         y = F.dropout(self._products(rows[order // CHOSEN], sorted_experts, counts), 0.3)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.shape[0])
-        return y[inverse].view(-1, CHOSEN, WIDTH).sum(1)
+        return self._back(y, order)
 
     def _first(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The order shows: only the first half of the sorted rows counts."""
@@ -87,6 +81,23 @@ class Experts(nn.Module):
         counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         y = self._products(rows[order // CHOSEN], sorted_experts, counts)
         y = y * weights.unsqueeze(-1)
+        return self._back(y, order)
+
+    def _counts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """No ends, but counts: rows go to other experts than their own."""
+        sorted_experts, order = torch.sort(experts, stable=True)
+        counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        counts = counts.to(torch.int32)
+        return self._back(F.grouped_mm(rows[order // CHOSEN], self.up @ self.down, offs=counts), order)
+
+    def _descending(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The other way round: rows go to other experts than their own."""
+        sorted_experts, order = torch.sort(experts, descending=True)
+        counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        return self._back(self._products(rows[order // CHOSEN], sorted_experts, counts), order)
+
+    def _back(self, y: Tensor, order: Tensor) -> Tensor:
+        """Sorted rows in their own order again, summed by token."""
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0])
         return y[inverse].view(-1, CHOSEN, WIDTH).sum(1)
@@ -98,7 +109,7 @@ class Experts(nn.Module):
 
 
 UNSEEN = ("sort", "argsort", "added")
-SEEN = ("running", "dropped", "first", "compared")
+SEEN = ("running", "dropped", "first", "compared", "descending")
 
 
 def experts_case(way: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -125,3 +125,31 @@ def check(
     for pair in both:
         check_split(trial, pair)
     return Checked(len(splits) + len(both), linear, len(rule.names()))
+
+
+def check_permuted(name: str, one: Sample, row: Row | None = None) -> int:
+    """Every name that may be split at any place may be permuted too: what `passes/unsort.py` rests on. The number of
+    names that were; a name that makes up a dim with others, or that an index points along, is none of them."""
+    call, operands, results = make_call(name, one)
+    rule = (row or TABLE[name]).rule(call)
+    tensors = (*rule.operands, *rule.results)
+    alone = [
+        free
+        for free in rule.names()
+        if free not in rule.indexed
+        and any((free,) in dims for dims in rule.operands)
+        and all(sum(free in dim for dim in dims) == ((free,) in dims) for dims in tensors)
+    ]
+    for free in alone:
+        order = torch.arange(rule.sizes[free]).roll(1)
+        given = [_permuted(t, dims, free, order) for t, dims in zip(operands, rule.operands, strict=True)]
+        args, kwargs = with_tensors([list(one.args), dict(one.kwargs)], given)
+        for got, want, dims in zip(run(name, args, kwargs), results, rule.results, strict=True):
+            wanted = _permuted(want, dims, free, order)
+            if one.compare and not torch.allclose(got, wanted, rtol=1e-6, atol=1e-6, equal_nan=True):
+                raise WrongRule(f"{name}: '{free}' may be split, but rows along it do not go through one by one")
+    return len(alone)
+
+
+def _permuted(tensor: torch.Tensor, dims: Any, name: str, order: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(dims.index((name,)), order) if (name,) in dims else tensor

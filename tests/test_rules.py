@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_brute_force import Sample, WrongRule, check, make_call, sample
+from rule_brute_force import Sample, WrongRule, check, check_permuted, make_call, sample
 from rule_samples import (
     creation_samples,
     index_samples,
@@ -258,3 +258,19 @@ def test_flops_are_those_that_pytorch_counts(samples: dict[str, list[Sample]]) -
                 call, _, _ = make_call(f"aten.{name}.default", one)
             pair = rule_of(call)
             assert pair is not None and pair[0].flops == counter.get_total_flops(), (name, call)
+
+
+_DRAWS = ("autopar.dropout.default", "autopar.random.default")  # where an element stands decides what is drawn
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE).difference(_DRAWS)))
+def test_what_may_be_split_may_be_permuted(name: str, samples: dict[str, list[Sample]]) -> None:
+    torch.manual_seed(0)
+    for one in samples[name]:
+        check_permuted(name, one)
+
+
+def test_an_op_that_sees_the_order_is_noticed() -> None:
+    """Test the tester: a running sum, taken for an op that goes element by element."""
+    with pytest.raises(WrongRule, match="do not go through one by one"):
+        check_permuted("aten.cumsum.default", sample(torch.rand(4, 6), 0), Row(_free))

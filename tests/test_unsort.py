@@ -64,6 +64,13 @@ def test_a_sort_that_shows_stays(way: str) -> None:
     assert report.ok and report.max_error < 1e-10, report
 
 
+def test_counts_are_no_ends() -> None:
+    """Of a program that is wrong already: it must not become another one."""
+    model, batch = experts_case("counts")
+    captured = capture(model, loss_fn, batch, {}).program
+    assert unsort(captured, Plan(mesh_of("dp=2"), {})) is captured
+
+
 def test_a_wrong_count_is_no_proof() -> None:
     """Ends that count something else than the sorted rows say nothing of their experts."""
 
