@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.torch_compat import op_names
+from autopar.torch_compat import OpOverload, op_names
 
 _OURS = {
     "aten": "is an op of PyTorch; autopar has the rules of these (passes/rules), and checks them in its own tests",
@@ -56,7 +56,7 @@ def find_op(name: object) -> tuple[Any, Signature]:
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None) if base.isidentifier() else None
     found = getattr(packet, overload or "default", None) if packet is not None else None
-    if packet is None or not isinstance(found, torch._ops.OpOverload):
+    if packet is None or not isinstance(found, OpOverload):
         raise RuleError(_unknown(name, namespace, packet))
     return found, _signature(name, found)
 

@@ -19,6 +19,7 @@
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
+- `torch._ops.OpOverload`: the type of the targets of a traced graph; it has no public name.
 - `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
 - `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
   `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
@@ -40,6 +41,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
@@ -52,6 +54,7 @@ __all__ = [
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "StridedShard",
     "TreeSpec",
     "backward",

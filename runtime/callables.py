@@ -15,6 +15,7 @@ from autopar.ir.ops import is_mesh_op, op
 from autopar.runtime.dropout import dropout_inplace
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward_inplace
+from autopar.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -139,7 +140,7 @@ def function_of(target: Any) -> Function:
 
 def _is_foreign(target: Any) -> bool:
     """True for an op of a user's own: many kernels are written for contiguous operands, and few say so."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "autopar", "prims")
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "autopar", "prims")
 
 
 def _on_contiguous(function: Function) -> Function:

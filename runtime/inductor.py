@@ -28,7 +28,7 @@ from autopar.runtime.decompositions import decomposed
 from autopar.runtime.distributed import Group
 from autopar.runtime.executor import Outputs, describe, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
-from autopar.torch_compat import FakeTensorMode, compile_with_inductor, has_cpp_compiler
+from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
 
@@ -120,7 +120,7 @@ class _RankTrace(fx.Interpreter):
         if n.op == "call_function" and is_mesh_op(n.target):
             values: Any = self.map_nodes_to_values(schema_arguments(n), n)
             return self._collectives.trace(n.target, values)
-        if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload):
+        if n.op == "call_function" and isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return decomposed(n.target, describe(n))(*args, **kwargs)
         return super().run_node(n)

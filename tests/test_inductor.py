@@ -43,6 +43,15 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module", autouse=True)
+def vector_instructions() -> None:
+    """Inductor asks the compiler once a process what the machine can do: before a test puts another in its place."""
+    if has_cpp_compiler():
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        assert pick_vec_isa() is not None
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A test that trains in this process leaves no group behind."""

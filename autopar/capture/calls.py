@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from autopar.capture.location import Line
+from autopar.torch_compat import OpOverload
 
 _BYTES = 1 << 20  # of a numpy array: larger ones are compared by their first ones
 
@@ -57,9 +58,7 @@ class Calls:
         numbers: list[Any] = []
         key, depends = self._key((args, kwargs), numbers)
         key = hash((name or repr(function), owner, key))
-        if depends and not isinstance(
-            function, torch._ops.OpOverload
-        ):  # torch's machinery calls those, not always alike
+        if depends and not isinstance(function, OpOverload):  # torch's machinery calls those, not always alike
             self.made.append(Call(key, owner or name, line, tuple(numbers)))
         written = result is None or (name.endswith("_") and not name.endswith("__"))
         for position, item in enumerate(args[:1] if written else results):

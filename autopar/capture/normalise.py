@@ -17,6 +17,7 @@ from autopar.capture.spelling import filled, joined, memory_order, own_dtype, sq
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
+from autopar.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
 def is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -113,7 +114,7 @@ class _Normaliser:
             self.value[node] = self.value[same]
             return
         _, module, source = place_of(node)
-        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             raise CaptureError(
                 f"random op '{target}' at {source or 'an unknown line'} (module '{module}') cannot be made the same "
                 f"on every rank. Draw the numbers outside of the model and pass them in with the batch; "

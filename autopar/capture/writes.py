@@ -6,13 +6,13 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.capture.constructs import COLLECTIVE, Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import Locator, place_of
 from autopar.ir.program import Input
+from autopar.torch_compat import OpOverload
 
 _WEIGHT = (
     "a write to the parameter '{}'",
@@ -76,7 +76,7 @@ def _root(node: Any) -> fx.Node | None:
 
 def _operands(node: fx.Node, write: bool) -> Iterator[Any]:
     """The operands that a call writes into, or else those that its results share memory with."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
     for position, argument in enumerate(node.target._schema.arguments):
         alias = argument.alias_info
