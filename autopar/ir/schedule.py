@@ -1,0 +1,155 @@
+"""What the ranks of a pipeline do, in order: actions, instructions, and what a simulation says of their times.
+
+An *action* is one graph of one stage on one micro-batch, written as in torch.distributed.pipelining: `2F5` is the forward
+graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an action, sends values or receives them. `rank` in
+this file is a coordinate on the axis "pp"; ranks that differ on other axes do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.program import TensorType
+
+ONCE = -1  # the micro-batch of what is done once a step
+
+# kind -> what is run. Those above the line are once for each micro-batch of a stage.
+KINDS: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",  # of inputs and weights in one: I and W together
+    "I": "input_grad",
+    "W": "weight_grad",
+    # of a rank, and not of a stage
+    "C": "count",  # once for each micro-batch, before the prologue: what it needs of the whole batch
+    "P": "prologue",
+    "E": "epilogue",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One graph on one micro-batch. `stage` is the rank itself for the kinds C, P and E."""
+
+    stage: int
+    kind: str
+    microbatch: int = ONCE
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch != ONCE else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a rank's list.
+
+    op: RUN, SEND or RECV. action: what is run, or after which the values exist. peer: the other rank. values, types:
+    what is sent or received, with one rank's shapes. frees: the values that nothing needs afterwards.
+    """
+
+    op: str
+    action: Action
+    peer: int = -1
+    values: tuple[str, ...] = ()
+    types: tuple[TensorType, ...] = ()
+    frees: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.op == "RUN":
+            return str(self.action)
+        way = "to" if self.op == "SEND" else "from"
+        return f"{self.op} {self.action} {way} rank {self.peer}: {', '.join(f'%{name}' for name in self.values)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an action reads and writes, by name.
+
+    Values of its micro-batch: `reads` and `writes`. Values of the step, one for all micro-batches: `step_reads`,
+    `step_writes`, and `sums`, to which each micro-batch adds its part once.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    step_reads: tuple[str, ...] = ()
+    step_writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How values flow between the actions of a pipeline. A name is a value of the micro-batch or of the step, not both.
+
+    ranks: the rank of each stage. works: by (stage, kind). types: of all values, with one rank's shapes. homes: the
+    values of the step that are there before it (parameters), with the ranks that have them.
+    """
+
+    ranks: tuple[int, ...]
+    microbatches: int
+    works: Mapping[tuple[int, str], Work]
+    types: Mapping[str, TensorType] = field(default_factory=dict)
+    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return max(self.ranks) + 1
+
+    def rank_of(self, action: Action) -> int:
+        """Who runs an action."""
+        return self.ranks[action.stage] if action.kind in "FBIW" else action.stage
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """times_us: of a graph on one micro-batch, by (stage, kind); B is I + W where it is not given, anything else 0.
+    A transfer takes latency_us and its bytes at bytes_per_us."""
+
+    times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    latency_us: float = 0.0
+    bytes_per_us: float = float("inf")
+
+    def time_us(self, action: Action) -> float:
+        known = self.times_us.get((action.stage, action.kind))
+        if known is None and action.kind == "B":
+            return self.times_us.get((action.stage, "I"), 0.0) + self.times_us.get((action.stage, "W"), 0.0)
+        return known or 0.0
+
+    def transfer_us(self, types: tuple[TensorType, ...]) -> float:
+        return self.latency_us + sum(type_.bytes_ for type_ in types) / self.bytes_per_us
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an instruction ran. Of a transfer: from its start to its arrival."""
+
+    instruction: Instruction
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each rank did what, simulated or measured: `ranks[r]` in order of start."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    def runs(self, rank: int) -> tuple[Span, ...]:
+        """The spans of the actions, without transfers."""
+        return tuple(span for span in self.ranks[rank] if span.instruction.op == "RUN")
+
+    @property
+    def span_us(self) -> float:
+        """The longest time from a rank's first action to its last (the measure of arXiv 2401.10241, Table 5)."""
+        return max(
+            (runs[-1].end_us - runs[0].start_us for r in range(len(self.ranks)) if (runs := self.runs(r))), default=0
+        )
+
+    def bubble(self, rank: int) -> float:
+        """The share of the longest span in which a rank computes nothing."""
+        busy = sum(span.end_us - span.start_us for span in self.runs(rank))
+        return 1 - busy / self.span_us if self.span_us else 0.0
