@@ -1,8 +1,8 @@
 """What the ranks of a pipeline do, in order: actions, instructions, and what a simulation says of their times.
 
-An *action* is one graph of one stage on one micro-batch, written as in torch.distributed.pipelining: `2F5` is the forward
-graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an action, sends values or receives them. `rank` in
-this file is a coordinate on the axis "pp"; ranks that differ on other axes do the same.
+An *action* is one graph of one stage on one micro-batch, written as in torch.distributed.pipelining: `2F5` is the
+forward graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an action, sends values or receives them.
+`rank` in this file is a coordinate on the axis "pp"; ranks that differ on other axes do the same.
 """
 
 from __future__ import annotations
@@ -145,9 +145,8 @@ class Timeline:
     @property
     def span_us(self) -> float:
         """The longest time from a rank's first action to its last (the measure of arXiv 2401.10241, Table 5)."""
-        return max(
-            (runs[-1].end_us - runs[0].start_us for r in range(len(self.ranks)) if (runs := self.runs(r))), default=0
-        )
+        runs = [found for rank in range(len(self.ranks)) if (found := self.runs(rank))]
+        return max((found[-1].end_us - found[0].start_us for found in runs), default=0.0)
 
     def bubble(self, rank: int) -> float:
         """The share of the longest span in which a rank computes nothing."""
