@@ -8,13 +8,7 @@ from torch import fx
 
 from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Program, is_getitem, record
-
-# Ops whose result lies in the memory of their operand.
-_VIEWS = frozenset(
-    ("reshape", "view", "transpose", "permute", "t", "expand", "squeeze", "unsqueeze", "select", "slice", "split",
-     "split_with_sizes", "unbind", "alias", "wait")
-)  # fmt: skip
+from autopar.ir.program import Program, is_getitem, is_view, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +47,10 @@ def _root(node: fx.Node) -> fx.Node:
     """The node in whose memory a value lies."""
     while node.op == "call_function":
         source = node.args[0] if node.args else None
-        name = getattr(node.target, "_opname", "")
-        if not isinstance(source, fx.Node) or not (name in _VIEWS or (is_getitem(node) and is_view(source))):
+        if not isinstance(source, fx.Node) or not (is_view(node) or (is_getitem(node) and is_view(source))):
             return node
         node = source
     return node
-
-
-def is_view(node: fx.Node) -> bool:
-    """True for an op whose result lies in the memory of its operand."""
-    return getattr(node.target, "_opname", "") in _VIEWS
 
 
 def bytes_of(node: fx.Node, program: Program) -> int:

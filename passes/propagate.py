@@ -28,7 +28,7 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no weight.
     Method: einsum-like names (GSPMD, arXiv 2105.04663) and an integer programme (Alpa, arXiv 2201.12023).
     """
-    mesh = plan.mesh
+    mesh = plan.layout_mesh
     states = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
     classes = build_classes(program, table, states)
     notes: list[str] = []
@@ -125,7 +125,8 @@ def _sharded(program: Program, node: fx.Node, classes: Classes, results: Compose
         return old.with_(layouts=(results[number][result],))
     given = iter(results[number])
     layouts = tuple(None if type_ is None else next(given) for type_ in old.types)
-    return old.with_(layouts=layouts, operands=tuple(operands[number]))
+    rule = classes.items[number].rule
+    return old.with_(layouts=layouts, operands=tuple(operands[number]), flops=rule.flops if rule else 0)
 
 
 def _result_layouts(program: Program, classes: Classes, results: Composed) -> list[Layout]:

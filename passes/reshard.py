@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.layout import Factor, Layout
 from autopar.ir.ops import is_collective, op
-from autopar.ir.plan import Plan
+from autopar.ir.plan import MICROBATCH, Plan
 from autopar.ir.program import Builder, Level, Program, operand_nodes, record
 
 MADE_BY = "reshard"
@@ -95,6 +95,7 @@ class _Reshard:
             like = given.with_(
                 layouts=(step.layout,),
                 operands=(record(made).layout,),
+                flops=0,
                 module=given.module or record(user).module,
                 source=given.source or record(user).source,
                 phase=record(user).phase if node.op == "placeholder" or self._is_kept(node, user) else given.phase,
@@ -165,7 +166,8 @@ class _Moves:
                     self._step("shard", axis, *place)
 
     def _reduce(self) -> None:
-        for axis, kind in list(self.partial):
+        # Micro-batches first: what they add up to is moved once, not once for each.
+        for axis, kind in sorted(self.partial, key=lambda part: part[0] != MICROBATCH):
             if (axis, kind) in self.wanted.partial:
                 continue
             self.partial.remove((axis, kind))

@@ -23,6 +23,7 @@ class Level(enum.IntEnum):
     SHARDED = 1  # every value has a layout, every operand a wanted layout
     EXPLICIT = 2  # every operand has the layout its consumer wants: the collectives stand in the graph
     LOCAL = 3  # shapes and arguments are one rank's
+    STAGED = 4  # a part of a pipeline: what one action of a schedule computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Record:
     made_by: str = "capture"  # the pass that made the node
     origin: str = ""  # the captured node whose logical value this holds, e.g. "mul_3" or "split.1"
     reason: str = ""  # why the node exists, if a pass made it
+    flops: int = field(default=0, compare=False)  # of the whole call, if it is a product; not part of the text form
 
     @property
     def type(self) -> TensorType:
@@ -124,7 +126,8 @@ def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch or seed.
+    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch or seed; in a pipeline also saved (a
+    value of the micro-batch, from another action) or step (one for all micro-batches).
 
     `names` are the module's names of it (several if tied), or its place in the batch.
     """
@@ -139,7 +142,8 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result of the graph: `kind` is loss, gradient, buffer or value; `name` is the parameter's or buffer's."""
+    """A result of the graph: `kind` is loss, gradient, buffer, value or guard; `name` is the parameter's or buffer's.
+    In a pipeline also saved and step (see `Input`), or part: what the micro-batch adds to a value of the step."""
 
     kind: str
     name: str
@@ -176,6 +180,18 @@ class Program:
     def calls(self) -> Iterator[fx.Node]:
         """The nodes that compute something."""
         return (node for node in self.graph.nodes if node.op == "call_function")
+
+
+# Ops whose result lies in the memory of their operand.
+_VIEWS = frozenset(
+    ("reshape", "view", "transpose", "permute", "t", "expand", "squeeze", "unsqueeze", "select", "slice", "split",
+     "split_with_sizes", "unbind", "alias", "wait")
+)  # fmt: skip
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for an op whose result lies in the memory of its operand."""
+    return getattr(node.target, "_opname", "") in _VIEWS
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -115,7 +115,7 @@ def explain_briefly(
 
 def _axes(program: Program, plan: Plan, table: Table) -> Iterator[_Axis]:
     """As `propagate` searches: each axis knows what those before it have chosen."""
-    mesh = plan.mesh
+    mesh = plan.layout_mesh
     pins = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
     classes = build_classes(program, table, pins)
     names = {node: f"%{node.name}" for node in program.graph.nodes}

@@ -1,0 +1,66 @@
+"""A program cut into stages, with what every rank does in order: what `partition` and `schedule` make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How a value of the step is made of its parts: their sum, max, min or logsumexp; or `gather`, side by side on a
+    dim that reads (outer, micro-batches, rest)."""
+
+    kind: str
+    dim: int = 0
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The graphs of all stages and the lists of all ranks.
+
+    mesh: of the devices, with "pp" if there are several ranks of a pipeline. graphs: by (stage, kind); of the kinds C,
+    P and E by rank. C is run for all micro-batches side by side, and gives the prologue what they add up to. joins: the
+    values of the step that micro-batches add up to. homes: the stage that keeps each parameter, by its first name.
+    lists: of each rank of the pipeline, empty before `schedule`.
+    """
+
+    mesh: Mesh
+    flow: Flow
+    graphs: Mapping[tuple[int, str], Program]
+    joins: Mapping[str, Join]
+    homes: Mapping[str, int]
+    costs: Costs
+    schedule: str = ""
+    lists: tuple[tuple[Instruction, ...], ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        return self.flow.microbatches
+
+    def rank_of(self, parameter: str) -> int:
+        """The rank of the pipeline that keeps a parameter."""
+        return self.flow.ranks[self.homes[parameter]]
+
+    def graphs_of(self, rank: int) -> dict[str, Program]:
+        """The graphs that a rank runs, by name: `forward_0`, `backward_0`, ... and `epilogue`."""
+        found = {}
+        for (place, kind), program in self.graphs.items():
+            if kind in "FBIW":
+                if self.flow.ranks[place] == rank:
+                    found[f"{KINDS[kind]}_{place}"] = program
+            elif place == rank:
+                found[KINDS[kind]] = program
+        return found
+
+    def graph(self, action: Action) -> Program:
+        return self.graphs[action.stage, action.kind]
+
+    def with_(self, **changes: Any) -> Pipeline:
+        return replace(self, **changes)

@@ -1,0 +1,200 @@
+"""Where the forward pass is cut into stages: by an exact dynamic program, or as the user says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autopar.errors import LayoutError
+from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.pipeline.node_costs import LATENCY_US, LINK_BYTES_PER_US, by_origin, local_bytes, node_times
+from autopar.passes.pipeline.when import Times, When
+
+Stages = dict[fx.Node, int]
+AWAY_US = 1e6  # for a parameter that is used on another stage than the one that keeps it: only if nothing else is left
+STATE = 4  # a parameter, its gradient and Adam's two moments
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """memory: bytes that a stage may hold, None if it does not matter. in_flight: of each stage, the micro-batches
+    whose activations it holds at once. homes: the stages of parameters that are placed already, by name."""
+
+    in_flight: Sequence[int]
+    memory: int | None = None
+    homes: Mapping[str, int] | None = None
+
+
+def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
+    """What stages are made of, in the order of the program."""
+    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).phase == "forward"]
+
+
+def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
+    """The stage of every forward node: pieces of the program's order, such that the slowest stage, with the transfers
+    over its two borders, is as fast as can be; among those, with the fewest bytes moved.
+
+    A stage costs its forward calls, the backward calls of the same source lines, and what crosses its borders both
+    ways. Raises LayoutError if there are more stages than places to cut, or if no cut keeps to the memory.
+    """
+    line = _Line(program, times, limits)
+    if len(line.places) - 1 < stages:
+        raise LayoutError(
+            f"{stages} stages need {stages - 1} cuts, but the forward pass has only {len(line.places) - 2} places to "
+            f"cut: fewer stages (a smaller pp, or fewer chunks a rank) would do."
+        )
+    slowest = line.best(stages, math.inf)
+    if math.isinf(slowest[0]):
+        raise LayoutError(
+            f"no cut into {stages} stages keeps each within {limits.memory} bytes: all parameters with gradients and "
+            f"Adam's state take {line.held[-1]:.0f}, all activations of a micro-batch {line.saved[-1]:.0f}. "
+            f"Use more stages or micro-batches, or a larger stage_memory."
+        )
+    borders = line.best(stages, slowest[0] * (1 + 1e-9))[1]
+    return line.stages(borders)
+
+
+class _Line:
+    """The forward pass as a line, with prefix sums at each place where it may be cut."""
+
+    def __init__(self, program: Program, times: Times, limits: Limits) -> None:
+        self.nodes = forward_nodes(program, times)
+        self.limits = limits
+        cost = node_times(program)
+        position = {node: i for i, node in enumerate(self.nodes)}
+        own = np.array([cost[node] for node in self.nodes])
+        total = own + self._backward(program, cost, own)
+        crossing, saved = self._values(program, position)
+        train = any(out.kind == "gradient" for out in program.outputs)
+        transfer = (1 + train) * (LATENCY_US + crossing / LINK_BYTES_PER_US)
+        # a place is the number of nodes before it; views stay with what they are views of
+        inner = [i for i in range(1, len(self.nodes)) if own[i - 1] > 0 and own[i:].any()]
+        self.places = [0, *inner, len(self.nodes)]
+        self.times = _prefix(total)[self.places]
+        self.saved = _prefix(saved)[self.places]
+        self.transfer = np.array([0.0, *transfer[inner], 0.0]) if inner else np.zeros(2)
+        uses = self._parameters(program, position)
+        self.held = _prefix(uses)[self.places]
+        self.uses = self._away(program, position)
+
+    def _backward(self, program: Program, cost: Mapping[fx.Node, float], own: np.ndarray) -> np.ndarray:
+        """The time of the backward calls of each forward call's line, shared out by the forward times."""
+        backward = by_origin(program, cost)
+        keys = [(record(node).module, record(node).source) for node in self.nodes]
+        shares: dict[tuple[str, str], float] = {}
+        for key, time in zip(keys, own, strict=True):
+            shares[key] = shares.get(key, 0.0) + time
+        lines = zip(keys, own, strict=True)
+        return np.array([time / shares[key] * backward.get(key, 0.0) if shares[key] else 0.0 for key, time in lines])
+
+    def _values(self, program: Program, position: Mapping[fx.Node, int]) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes needed on both sides of each place, and those that each node leaves for the backward pass."""
+        count = len(self.nodes)
+        steps, saved = np.zeros(count + 1), np.zeros(count)
+        for i, node in enumerate(self.nodes):
+            users = [user for user in node.users if not is_getitem(user)]
+            if record(node).several:
+                continue
+            last = max((position[user] for user in users if user in position), default=i)
+            bytes_ = local_bytes(node, program.mesh)
+            if last > i:
+                steps[i + 1] += bytes_
+                steps[last + 1 if last + 1 <= count else count] -= bytes_
+            if any(user.op != "output" and record(user).phase == "backward" for user in users):
+                saved[i] = bytes_
+        return np.cumsum(steps), saved
+
+    def _first_uses(self, program: Program, position: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[str, int]]:
+        """The first forward node that needs each parameter, maybe by way of what is computed before."""
+        found: dict[fx.Node, tuple[str, int]] = {}
+        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+            if entry.kind != "parameter":
+                continue
+            known, pending, first = {node}, [node], len(position)
+            while pending:
+                for user in pending.pop().users:
+                    if user in position:
+                        first = min(first, position[user])
+                    elif user not in known and user.op != "output" and record(user).phase == "forward":
+                        known.add(user)
+                        pending.append(user)
+            if first < len(position):
+                found[node] = entry.name, first
+        return found
+
+    def _parameters(self, program: Program, position: Mapping[fx.Node, int]) -> np.ndarray:
+        held = np.zeros(len(self.nodes))
+        for node, (_, first) in self._first_uses(program, position).items():
+            held[first] += STATE * local_bytes(node, program.mesh)
+        return held
+
+    def _away(self, program: Program, position: Mapping[fx.Node, int]) -> dict[int, np.ndarray]:
+        """Of each stage, the number of parameters up to a place that another stage keeps."""
+        homes = self.limits.homes
+        if not homes:
+            return {}
+        firsts = [(homes[name], first) for name, first in self._first_uses(program, position).values() if name in homes]
+        found = {}
+        for stage in range(max(homes.values()) + 1):
+            away = np.zeros(len(self.nodes))
+            for home, first in firsts:
+                away[first] += home != stage
+            found[stage] = _prefix(away)[self.places]
+        return found
+
+    def best(self, stages: int, limit: float) -> tuple[float, list[int]]:
+        """Without a limit the least time of the slowest stage; with one the cut that moves least within it. And where
+        that cut is, as indices of places."""
+        count = len(self.places)
+        moves = math.isfinite(limit)
+        before = np.full(count, math.inf)
+        before[0] = 0.0
+        choice = np.zeros((stages, count), dtype=int)
+        for stage in range(stages):
+            now = np.full(count, math.inf)
+            for end in range(1, count):
+                cost = self._cost(stage, end)
+                if moves:
+                    value = np.where(cost <= limit, before[:end] + self.transfer[end], math.inf)
+                else:
+                    value = np.maximum(before[:end], cost)
+                choice[stage, end] = at = int(value.argmin())
+                now[end] = value[at]
+            before = now
+        borders, end = [], count - 1
+        for stage in reversed(range(stages)):
+            borders.append(end)
+            end = int(choice[stage, end])
+        return float(before[-1]), borders[::-1]
+
+    def _cost(self, stage: int, end: int) -> np.ndarray:
+        """The time of a stage that ends at a place, for all places where it may begin."""
+        cost = self.times[end] - self.times[:end] + self.transfer[:end] + self.transfer[end]
+        away = self.uses.get(stage)
+        if away is not None:
+            cost = cost + AWAY_US * (away[end] - away[:end])
+        if self.limits.memory is not None:
+            flying = self.limits.in_flight[stage]
+            held = self.held[end] - self.held[:end] + flying * (self.saved[end] - self.saved[:end])
+            cost = np.where(held <= self.limits.memory, cost, math.inf)
+        return cost
+
+    def stages(self, borders: list[int]) -> Stages:
+        """The stage of each node; the results of a call stay with it."""
+        found: Stages = {}
+        stage = 0
+        for i, node in enumerate(self.nodes):
+            while i >= self.places[borders[stage]]:
+                stage += 1
+            source = node.args[0] if is_getitem(node) else None
+            found[node] = found[source] if isinstance(source, fx.Node) and source in found else stage
+        return found
+
+
+def _prefix(values: np.ndarray) -> np.ndarray:
+    """The sum of what stands before each place."""
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -1,0 +1,62 @@
+"""What a node costs on one rank, in microseconds of a server's GPU: only ratios count, and they place the cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import fx
+
+from autopar.ir.layout import local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import is_collective, is_mesh_op
+from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
+
+FLOPS_PER_US = 4e8  # 4e14 a second, as in search/costs.py
+MEMORY_BYTES_PER_US = 2e6
+LINK_BYTES_PER_US = 1e5
+LATENCY_US = 10.0  # of a collective or a message
+
+
+def node_times(program: Program) -> dict[fx.Node, float]:
+    """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
+    return {node: _time(node, program.mesh) for node in program.calls()}
+
+
+def local_bytes(node: fx.Node, mesh: Mesh) -> int:
+    """The bytes of one rank's part of all tensor results of a node."""
+    found = record(node)
+    return sum(
+        math.prod(local_shape(type_.shape, layout, mesh)) * type_.dtype.itemsize
+        for type_, layout in zip(found.types, found.layouts, strict=False)
+        if type_ is not None and layout is not None
+    )
+
+
+def _time(node: fx.Node, mesh: Mesh) -> float:
+    if is_getitem(node) or is_view(node):
+        return 0.0
+    if is_mesh_op(node.target):
+        if not is_collective(node.target):
+            return 0.0
+        return LATENCY_US + 2 * local_bytes(node, mesh) / LINK_BYTES_PER_US
+    moved = local_bytes(node, mesh) + sum(local_bytes(operand, mesh) for operand in operand_nodes(node))
+    flops = record(node).flops / math.prod(mesh[axis] for axis in _axes(node))
+    return max(moved / MEMORY_BYTES_PER_US, flops / FLOPS_PER_US)
+
+
+def _axes(node: fx.Node) -> set[str]:
+    found = record(node)
+    layouts = [layout for layout in (*found.layouts, *found.operands) if layout is not None]
+    return {axis for layout in layouts for axis in layout.axes}
+
+
+def by_origin(program: Program, times: Mapping[fx.Node, float]) -> dict[tuple[str, str], float]:
+    """The time of the backward pass by module and source line: it belongs to the forward calls of that line."""
+    found: dict[tuple[str, str], float] = {}
+    for node, time in times.items():
+        known = record(node)
+        if known.phase == "backward":
+            key = (known.module, known.source)
+            found[key] = found.get(key, 0.0) + time
+    return found

@@ -1,0 +1,282 @@
+"""partition: a LOCAL program becomes the graphs of a pipeline's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.layout import local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Program, Record, TensorType, is_view, record
+from autopar.ir.schedule import Costs, Flow, Work
+from autopar.passes.pipeline.by_hand import by_hand
+from autopar.passes.pipeline.cut import Limits, Stages, cut
+from autopar.passes.pipeline.node_costs import LATENCY_US, LINK_BYTES_PER_US, local_bytes, node_times
+from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
+from autopar.passes.pipeline.place import place_backward, weight_nodes
+from autopar.passes.pipeline.sums import join_of, sums_by_stage
+from autopar.passes.pipeline.when import Times, When, times_of
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a program is to be cut. ranks: the rank of each stage. split: gradients of weights apart from those of
+    inputs. in_flight: of each stage, how many micro-batches it holds at once. stages: the user's modules, a stage an
+    entry. memory: bytes that a stage may hold. homes: the stages of parameters that are placed already."""
+
+    ranks: tuple[int, ...]
+    split: bool = False
+    in_flight: Sequence[int] = ()
+    stages: Sequence[str] | None = None
+    memory: int | None = None
+    homes: Mapping[str, int] | None = None
+
+
+def partition(program: Program, mesh: Mesh, microbatches: int, staging: Staging) -> Pipeline:
+    """LOCAL -> STAGED. The graphs of all stages: forward, backward (or input_grad and weight_grad), and of all ranks:
+    prologue and epilogue; with what flows between them.
+
+        %contract_5 ... # blocks.1            ->  forward_1: %contract_5 = ...        return saved "contract_5"
+        %all_reduce = all_reduce(%x, "mb")    ->  backward_1: return part "all_reduce" = %x
+        %all_reduce_1 = all_reduce(.., "dp")  ->  epilogue: %all_reduce = step "all_reduce"; %all_reduce_1 = ...
+
+    The layouts name the axis of micro-batches: what differs along it is a stage's, what is the same for all is computed
+    once before them (prologue), and what they add up to after them (epilogue). mesh: of the devices.
+    """
+    return _Partition(program, mesh, microbatches, staging).run()
+
+
+class _Partition:
+    def __init__(self, program: Program, mesh: Mesh, microbatches: int, staging: Staging) -> None:
+        self.mesh, self.microbatches, self.staging = mesh, microbatches, staging
+        self.ranks, self.count = staging.ranks, len(staging.ranks)
+        self.pieces: dict[Key, Piece] = {}
+        self.outside: dict[Key, dict[fx.Node, Outside]] = {}
+        times = times_of(program)
+        forward = self._cut(program, times)
+        backward = place_backward(program, times, forward, self.count)
+        self.program, new = sums_by_stage(program, times, {**forward, **backward})
+        self.forward = {new[node]: stage for node, stage in forward.items() if new[node].op == "call_function"}
+        self.stages: Stages = {new[node]: stage for node, stage in {**forward, **backward}.items() if node in new}
+        self.times = times_of(self.program)
+        self.stages = {node: stage for node, stage in self.stages.items() if self.times.of[node] is When.EACH}
+        self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
+        self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+
+    def _cut(self, program: Program, times: Times) -> Stages:
+        if self.staging.stages is not None:
+            return by_hand(program, times, self.staging.stages)
+        in_flight = self.staging.in_flight or (self.microbatches,) * self.count
+        limits = Limits(in_flight, self.staging.memory, self.staging.homes)
+        return cut(program, times, self.count, limits)
+
+    def run(self) -> Pipeline:
+        self.homes = self._homes()
+        trains = any(out.kind == "gradient" for out in self.program.outputs)
+        for stage in range(self.count):
+            for kind in self._kinds() if trains else ("F",):
+                self._piece((stage, kind))
+        for node, stage in self.stages.items():
+            self._piece((stage, self._kind(node))).own.add(node)
+        for node in self.program.nodes:
+            if node in self.times.joins and self.times.of[node] is When.AFTER:
+                part = node.args[0]
+                assert isinstance(part, fx.Node)
+                self._piece((self.stages[part], self._kind(part))).leave("part", node.name, part)
+        for stage in range(self.count):
+            self._take_in(stage)
+        for rank in range(max(self.ranks) + 1):
+            self._epilogue(rank)
+        for rank in range(max(self.ranks) + 1):
+            self._prologue(rank)
+        return self._pipeline()
+
+    def _piece(self, key: Key) -> Piece:
+        self.outside.setdefault(key, {})
+        return self.pieces.setdefault(key, Piece())
+
+    # -- where things are ---------------------------------------------------------------------------------------
+
+    def _kinds(self) -> tuple[str, ...]:
+        return ("F", "I", "W") if self.staging.split else ("F", "B")
+
+    def _kind(self, node: fx.Node) -> str:
+        if node in self.forward:
+            return "F"
+        if not self.staging.split:
+            return "B"
+        return "W" if node in self.weights else "I"
+
+    def _homes(self) -> dict[str, int]:
+        """The stage of each parameter: the first one that uses it, or the one that keeps it already."""
+        given = self.staging.homes or {}
+        return {
+            entry.name: given[entry.name] if entry.name in given else min(self._stages_that_use(node), default=0)
+            for node, entry in self.entries.items()
+            if entry.kind == "parameter"
+        }
+
+    def _stages_that_use(self, node: fx.Node) -> set[int]:
+        known, pending, found = {node}, [node], set()
+        while pending:
+            for user in pending.pop().users:
+                if user in self.stages:
+                    found.add(self.stages[user])
+                elif user not in known and user.op != "output" and self.times.of[user] is When.BEFORE:
+                    known.add(user)
+                    pending.append(user)
+        return found
+
+    def _ranks_needed(self, node: fx.Node) -> set[int]:
+        """The ranks that keep the parameters of which a value of the step is made."""
+        found = set()
+        for known in reach([node], ()):
+            entry = self.entries.get(known)
+            if entry is not None and entry.kind == "parameter":
+                found.add(self.ranks[self.homes[entry.name]])
+        return found
+
+    # -- what each action takes from others ---------------------------------------------------------------------
+
+    def _take_in(self, stage: int) -> None:
+        """What the actions of a stage need that is not their own."""
+        made: dict[fx.Node, str] = {}  # values of the batch alone, with the action of this stage that computes them
+        for kind in self._kinds():
+            if (stage, kind) not in self.pieces:
+                continue
+            own = self.pieces[stage, kind].own
+            known: set[fx.Node] = set()
+            pending = [operand for node in own for operand in node.all_input_nodes]
+            while pending:
+                node = pending.pop()
+                if node in own or node in known or node.op == "placeholder":
+                    continue
+                known.add(node)
+                if self._enters(node, stage, kind, made):
+                    pending += node.all_input_nodes
+
+    def _enters(self, node: fx.Node, stage: int, kind: str, made: dict[fx.Node, str]) -> bool:
+        """Let a value into a piece; True if the piece makes it itself."""
+        outside, when = self.outside[stage, kind], self.times.of[node]
+        if when is When.EACH:
+            if _is_free(node, self.program.mesh):
+                return True
+            outside[node] = Outside("saved", node.name, record(node))
+            self._piece((self.stages[node], self._kind(node))).leave("saved", node.name, node)
+            return False
+        if is_copied(node) or record(node).several:
+            return True
+        if when is When.BEFORE:
+            self._from_prologue(outside, node, self.ranks[stage])
+            return False
+        if made.setdefault(node, kind) == kind:
+            return True
+        name = f"{node.name}_s{stage}"
+        outside[node] = Outside("saved", name, record(node))
+        self._piece((stage, made[node])).leave("saved", name, node)
+        return False
+
+    def _from_prologue(self, outside: dict[fx.Node, Outside], node: fx.Node, rank: int) -> None:
+        name = f"{node.name}_p{rank}"
+        outside[node] = Outside("step", name, record(node))
+        self._piece((rank, "P")).leave("step", name, node)
+
+    def _epilogue(self, rank: int) -> None:
+        """Gradients of this rank's parameters, the loss, buffers and values."""
+        piece, outside = self._piece((rank, "E")), self.outside[rank, "E"]
+        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+            assert node is not None
+            if out.kind != "gradient" or self.ranks[self.homes[out.name]] == rank:
+                piece.leave(out.kind, out.name, node)
+        known: set[fx.Node] = set()
+        pending = [node for _, node in piece.leaving]
+        while pending:
+            node = pending.pop()
+            if node in known or node.op == "placeholder":
+                continue
+            known.add(node)
+            if node in self.times.joins and self.times.of[node] is When.AFTER:
+                outside[node] = Outside("step", node.name, record(node))
+                continue
+            if is_before(self.times, node) and not is_copied(node) and not record(node).several:
+                needed = self._ranks_needed(node)
+                if len(needed) <= 1:  # of one rank's parameters: computed there, since a result is smaller
+                    self._from_prologue(outside, node, needed.pop() if needed else rank)
+                    continue
+            pending += node.all_input_nodes
+
+    def _prologue(self, rank: int) -> None:
+        """What is the same for all micro-batches, with what they add up to without any stage (counts of labels)."""
+        if (rank, "P") not in self.pieces:
+            return
+        piece, outside = self._piece((rank, "P")), self.outside[rank, "P"]
+        joins = [
+            node for node in reach((node for _, node in piece.leaving), self.times.joins) if node in self.times.joins
+        ]
+        if not joins:
+            return
+        count = self._piece((rank, "C"))
+        for node in self.program.nodes:
+            if node in joins:
+                outside[node] = Outside("step", node.name, record(node))
+                count.leave("step", node.name, node)
+
+    # -- putting it together ------------------------------------------------------------------------------------
+
+    def _pipeline(self) -> Pipeline:
+        graphs = {key: build(self.program, piece, self.outside[key]) for key, piece in sorted(self.pieces.items())}
+        works: dict[Key, Work] = {}
+        types: dict[str, TensorType] = {}
+        homes: dict[str, tuple[int, ...]] = {}
+        for key, graph in graphs.items():
+            if key[1] == "C":
+                continue
+            rank = self.ranks[key[0]] if key[1] in "FBIW" else key[0]
+            foreign = self._foreign(graph, rank)
+            homes.update(foreign)
+            works[key] = _work(graph, tuple(foreign))
+            types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
+            leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
+            types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
+        flow = Flow(self.ranks, self.microbatches, works, types, homes)
+        joins = {node.name: join_of(node) for node in self.program.nodes if node in self.times.joins}
+        types.update((node.name, _local_type(record(node), self.program.mesh)) for node in self.times.joins)
+        return Pipeline(self.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
+
+    def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a graph that another rank keeps, with that rank."""
+        return {
+            node.name: (self.ranks[self.homes[entry.name]],)
+            for node, entry in zip(graph.placeholders, graph.inputs, strict=True)
+            if entry.kind == "parameter" and self.ranks[self.homes[entry.name]] != rank
+        }
+
+    def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
+        times = {node.name: time for node, time in node_times(self.program).items()}
+        spent = {key: sum(times[node.name] for node in graph.calls()) for key, graph in graphs.items()}
+        return Costs(spent, LATENCY_US, LINK_BYTES_PER_US)
+
+
+def _is_free(node: fx.Node, mesh: Mesh) -> bool:
+    """True for a view that is no smaller than what it is a view of: where it is needed it is made again."""
+    source = node.args[0] if node.args else None
+    if not is_view(node) or not isinstance(source, fx.Node) or not record(node).is_tensor:
+        return False
+    return record(source).is_tensor and local_bytes(node, mesh) >= local_bytes(source, mesh)
+
+
+def _work(graph: Program, foreign: tuple[str, ...]) -> Work:
+    def entering(kind: str) -> tuple[str, ...]:
+        return tuple(entry.name for entry in graph.inputs if entry.kind == kind)
+
+    def leaving(kind: str) -> tuple[str, ...]:
+        return tuple(out.name for out in graph.outputs if out.kind == kind)
+
+    return Work(entering("saved"), leaving("saved"), leaving("part"), (*entering("step"), *foreign), leaving("step"))
+
+
+def _local_type(found: Record, mesh: Mesh) -> TensorType:
+    return TensorType(local_shape(found.type.shape, found.layout, mesh), found.type.dtype)

@@ -1,0 +1,101 @@
+"""The stage of every backward node, and whether it belongs to the gradients of inputs or of weights: by data flow."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.when import Times, When
+
+Everywhere = None  # the stages of a value that any stage can compute
+
+
+def backward_nodes(program: Program, times: Times) -> list[fx.Node]:
+    """The backward nodes of a micro-batch that need parameters, in the order of the program."""
+    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).phase == "backward"]
+
+
+def place_backward(program: Program, times: Times, stages: Stages, count: int) -> Stages:
+    """The stage of every backward node: the last one, not behind the gradients that it needs, which has the forward
+    values and the parameters that it needs. So a call's gradient is computed where the call is.
+
+    Gradients flow towards the first stage only. Any stage that keeps to that is right; this one moves least.
+    """
+    present = _present(program, times, stages)
+    homes = _homes(program, stages, present)
+    found: Stages = {}
+    for node in backward_nodes(program, times):
+        source = node.args[0] if is_getitem(node) else None
+        if isinstance(source, fx.Node) and source in found:
+            found[node] = found[source]
+            continue
+        operands = node.all_input_nodes
+        limit = min((found[operand] for operand in operands if operand in found), default=count - 1)
+        needs = [where for operand in operands if (where := present.get(operand, Everywhere)) is not Everywhere]
+        if node in homes:
+            needs.append(frozenset({homes[node]}))
+        fits = [stage for stage in range(limit + 1) if all(stage in where for where in needs)]
+        best = max((stages[operand] for operand in operands if operand in stages), default=limit)
+        found[node] = max(fits, default=min(limit, best))
+    return found
+
+
+def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, frozenset[int]]:
+    """The stages that have a value after the forward pass: where it is made and where it is used."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in reversed(program.nodes):
+        if node.op == "output" or record(node).phase == "backward":
+            continue
+        where = frozenset(stages[user] for user in node.users if user in stages)
+        if node in stages:
+            found[node] = where | {stages[node]}
+        elif times.of[node] is When.BEFORE:  # parameters, and what is computed of them, go with their users
+            users = (found[user] for user in node.users if user in found and times.of[user] is When.BEFORE)
+            where = where.union(*users)
+            if where:
+                found[node] = where
+    return found
+
+
+def _homes(program: Program, stages: Stages, present: dict[fx.Node, frozenset[int]]) -> dict[fx.Node, int]:
+    """The stage of what leads, one gradient at a time, to one parameter and to nothing else. Of a bias no forward value
+    is needed, so only this tells where it belongs."""
+    by_name = {entry.name: node for node, entry in zip(program.placeholders, program.inputs, strict=True)}
+    found: dict[fx.Node, int] = {}
+    for result, out in zip(program.results, program.outputs, strict=True):
+        where = present.get(by_name[out.name], frozenset()) if out.kind == "gradient" else frozenset()
+        if result is None or len(where) != 1:
+            continue
+        node: fx.Node | None = result
+        while node is not None:
+            found[node] = next(iter(where))
+            gradients = [operand for operand in node.all_input_nodes if _is_backward(operand)]
+            alone = len(gradients) == 1 and set(gradients[0].users) == {node}
+            node = gradients[0] if alone else None
+    return found
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.op == "call_function" and record(node).phase == "backward"
+
+
+def weight_nodes(program: Program, placed: Stages) -> frozenset[fx.Node]:
+    """The backward nodes that compute gradients of weights and nothing else: what a schedule may put off.
+
+    A node is one if it leads to what is added up over the micro-batches, by way of at most one product, and to no other
+    stage (zero bubble, arXiv 2401.10241, section 2: x^T grad, and what follows it).
+    """
+    products: dict[fx.Node, int] = {}
+    for node in reversed(program.nodes):
+        if node not in placed:
+            continue
+        users = [user for user in node.users if user in placed]
+        # a user that is not placed adds up micro-batches
+        if any(user not in products or placed[user] != placed[node] for user in users):
+            continue
+        count = max((products[user] for user in users), default=0) + bool(record(node).flops)
+        if count <= 1:
+            products[node] = count
+    # several results stay with the call that makes them
+    return frozenset(node for node in products if not (is_getitem(node) and node.args[0] not in products))

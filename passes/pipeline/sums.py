@@ -1,0 +1,87 @@
+"""What the micro-batches add up to: every stage adds its own part, and what stages add to one another moves once."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout
+from autopar.ir.ops import op
+from autopar.ir.pipeline import Join
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import Builder, Program, Record, record, set_record
+from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.when import Times, When
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def join_of(node: fx.Node) -> Join:
+    """How a join takes the parts together."""
+    if node.target is op("all_reduce"):
+        return Join(str(node.args[2]))
+    _, _, dim, outer = node.args
+    assert isinstance(dim, int) and isinstance(outer, int)
+    return Join("gather", dim, outer)
+
+
+def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
+    each old one.
+
+        %add = aten.add.Tensor(%a, %b)         %a of stage 0, %b of stage 3: the gradient of a tied weight
+        %all_reduce = all_reduce(%add, "mb")
+    becomes
+        %a_total = all_reduce(%a, "mb"); %b_total = all_reduce(%b, "mb")
+        %add = aten.add.Tensor(%a_total, %b_total)
+    """
+    joins = {node: node.args[0] for node in times.joins if times.of[node] is When.AFTER}
+    late = {
+        one: join
+        for join, part in joins.items()
+        if isinstance(part, fx.Node) and join_of(join).kind == "sum"
+        for one in _additions(part, stages)
+    }
+    build = Builder("partition")
+    for node in program.nodes:
+        if node in late:
+            continue
+        if node in joins and joins[node] in late:
+            _total(build, joins[node], node, late)
+            build.value[node] = build.value[joins[node]]
+        else:
+            build.copy(node)
+    return program.with_(graph=build.graph), build.value
+
+
+def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
+    """The sums of terms of different stages, that nothing but a join and one another reads."""
+    left, right = (*node.args, None, None)[:2]
+    plain = node.target is ADD and not node.kwargs and len(node.users) == 1
+    if not (plain and isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right):
+        return []
+    inner = [*_additions(left, stages), *_additions(right, stages)]
+    terms = {arg for one in (node, *inner) for arg in one.all_input_nodes} - set(inner)
+    if len({stages.get(term) for term in terms}) == 1 or not all(term in stages for term in terms):
+        return []
+    return [node, *inner]
+
+
+def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A value summed over the micro-batches."""
+    assert isinstance(node, fx.Node)
+    like = _summed(record(node))
+    if node not in late:
+        made = build.call(join.target, build.value[node], *join.args[1:], like=like, name=f"{node.name}_total")  # type: ignore[arg-type]
+        set_record(made, record(made).with_(operands=(record(node).layout,)))
+        return made
+    if node not in build.value:
+        args = [_total(build, arg, join, late) for arg in node.args]
+        like = like.with_(operands=tuple(record(arg).layout for arg in args))
+        build.value[node] = build.call(ADD, *args, like=like, name=node.name)
+    return build.value[node]
+
+
+def _summed(found: Record) -> Record:
+    partial = tuple((axis, kind) for axis, kind in found.layout.partial if axis != MICROBATCH)
+    return found.with_(layouts=(Layout(found.layout.dims, partial),), flops=0)

@@ -1,0 +1,118 @@
+"""When each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import LayoutError
+from autopar.ir.ops import is_collective, is_mesh_op, op
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import Program, Record, record
+
+COORD = op("coord")
+# What adds up, or puts side by side, the parts of all micro-batches.
+JOINS = (op("all_reduce"), op("all_gather"))
+
+
+class When(enum.Enum):
+    """The time of a node in a step."""
+
+    BEFORE = "before"  # the same for all micro-batches, and there before the first
+    GIVEN = "given"  # of a micro-batch, but made of the batch alone: any rank can compute it
+    EACH = "each"  # of a micro-batch, and of parameters: what stages are made of
+    AFTER = "after"  # needs what all micro-batches add up to
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The time of every node. `joins`: the nodes that take the parts of all micro-batches together."""
+
+    of: dict[fx.Node, When]
+    joins: frozenset[fx.Node]
+
+
+def times_of(program: Program) -> Times:
+    """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches.
+
+    Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
+    batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
+    """
+    of: dict[fx.Node, When] = {}
+    joins: set[fx.Node] = set()
+    weighted: set[fx.Node] = set()  # depends on parameters
+    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            split = MICROBATCH in record(node).layout.axes
+            of[node] = When.GIVEN if split else When.BEFORE
+            if entries[node].kind == "parameter":
+                weighted.add(node)
+            continue
+        operands = node.all_input_nodes
+        if any(operand in weighted for operand in operands):
+            weighted.add(node)
+        if is_join(node):
+            joins.add(node)
+            source = of[operands[0]]
+            of[node] = When.AFTER if source in (When.EACH, When.AFTER) else When.BEFORE
+            continue
+        differs = _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
+        after = [operand for operand in operands if of[operand] is When.AFTER]
+        if differs and after:
+            raise LayoutError(_coupled(node, _join_before(after[0], joins)))
+        if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
+            raise LayoutError(_coupled(node, node))
+        if after:
+            of[node] = When.AFTER
+        elif not differs:
+            of[node] = When.BEFORE
+        else:
+            of[node] = When.EACH if node in weighted else When.GIVEN
+    return Times(of, frozenset(joins))
+
+
+def is_join(node: fx.Node) -> bool:
+    """True for what takes the parts of all micro-batches together."""
+    return node.op == "call_function" and node.target in JOINS and _axis(node) == MICROBATCH
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """True for the piece of a micro-batch, and for its number."""
+    if not is_mesh_op(node.target) or is_collective(node.target):
+        return False
+    return _axis(node) == MICROBATCH
+
+
+def _axis(node: fx.Node) -> str:
+    position = 0 if node.target is COORD else 1
+    return str(node.args[position]) if len(node.args) > position else ""
+
+
+def _join_before(node: fx.Node, joins: set[fx.Node]) -> fx.Node:
+    """The nearest join that a value comes from."""
+    pending = [node]
+    while pending:
+        found = pending.pop(0)
+        if found in joins:
+            return found
+        pending += found.all_input_nodes
+    return node
+
+
+def _coupled(node: fx.Node, join: fx.Node) -> str:
+    user, source = record(node), record(join)
+    return (
+        f"micro-batches cannot be computed one after another: {_place(source)} needs a value of the whole batch "
+        f"(%{join.name}), and {_place(user)} uses it before the micro-batch is done (%{node.name}). BatchNorm in "
+        f"training and losses between samples of one batch do this. Use microbatches=1, or a module without it "
+        f"(GroupNorm, LayerNorm; BatchNorm in eval mode)."
+    )
+
+
+def _place(found: Record) -> str:
+    return " at ".join(part for part in (f"'{found.module}'" if found.module else "", found.source) if part) or "an op"
