@@ -14,7 +14,10 @@ from torch import fx
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
-from autopar.runtime.executor import Executable, Outputs, Request, Steps, describe, run
+from autopar.ir.plan import PIPELINE
+from autopar.ir.schedule import Instruction
+from autopar.runtime.executor import Executable, Outputs, Request, describe, run
+from autopar.runtime.mail import Mail
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -29,6 +32,7 @@ from autopar.runtime.mesh_ops import (
     pieces,
     reduce_parts,
 )
+from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
 
 RankObserve = Callable[[int, fx.Node, Any], None]
 
@@ -65,9 +69,24 @@ class VirtualMesh:
             ]
             return self._drive(steps)
 
-    def _drive(self, steps: list[Steps]) -> list[Outputs]:
-        waiting: dict[int, Request] = {}
-        outputs: dict[int, Outputs] = {}
+    def run_pipeline(
+        self, codes: Sequence[RankCode], given: Sequence[Given], watches: Sequence[Watch] | None = None
+    ) -> list[Finals]:
+        """What a step gives on every rank. `codes[k]` is run by the ranks with coordinate k on "pp"."""
+        with torch.no_grad():
+            places = [coord.get(PIPELINE, 0) for coord in self._coords]
+            watch = watches or [None] * self.mesh.size  # type: ignore[list-item]
+            steps = [steps_of(codes[place], given[rank], watch[rank]) for rank, place in enumerate(places)]
+            finals = self._drive(steps)
+        left = self._mail.left()
+        if left:
+            raise RankError("messages are left over:\n" + "\n".join(f"  {line}" for line in left))
+        return finals
+
+    def _drive(self, steps: Sequence[Any]) -> list[Any]:
+        self._mail = Mail()
+        waiting: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
         answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(steps)))
         while len(outputs) < len(steps):
             if not answers:
@@ -75,23 +94,35 @@ class VirtualMesh:
             for rank in sorted(answers):
                 self._advance(rank, steps[rank], answers.pop(rank), waiting, outputs)
             for rank in range(len(steps)):
-                if rank in waiting:
+                if rank not in waiting:
+                    continue
+                if isinstance(waiting[rank], Await):
+                    answers.update(self._arrived(rank, waiting))
+                else:
                     answers.update(self._meet(rank, waiting, outputs))
         return [outputs[rank] for rank in range(len(steps))]
 
     def _advance(
         self,
         rank: int,
-        step: Steps,
+        step: Any,
         answer: list[Any] | None,
-        waiting: dict[int, Request],
-        outputs: dict[int, Outputs],
+        waiting: dict[int, Any],
+        outputs: dict[int, Any],
     ) -> None:
         """Run one rank until it needs the others or is done."""
         try:
             while True:
                 request = step.send(answer)
-                if request.op == WAIT:
+                if isinstance(request, Send):
+                    self._mail.send(rank, self._peer(rank, request.instruction), request)
+                    answer = [None]
+                elif isinstance(request, Receive):
+                    answer = [self._mail.expect(self._peer(rank, request.instruction), rank, request.instruction)]
+                elif isinstance(request, Await):
+                    waiting[rank] = request
+                    return
+                elif request.op == WAIT:
                     answer = [request.args[0]]
                 elif is_local(request.op):
                     answer = [local_answer(self.mesh, self._coords[rank], request.op, request.args)]
@@ -105,13 +136,24 @@ class VirtualMesh:
             error.add_note(f"on rank {rank} at {self._at(rank)}")
             raise
 
+    def _peer(self, rank: int, instruction: Instruction) -> int:
+        return self.mesh.rank({**self._coords[rank], PIPELINE: instruction.peer})
+
+    def _arrived(self, rank: int, waiting: dict[int, Any]) -> dict[int, list[Any]]:
+        """The tensors that a rank waits for, if they are there."""
+        ticket = waiting[rank].posted
+        if ticket.tensors is None:
+            return {}
+        del waiting[rank]
+        return {rank: [ticket.tensors]}
+
     def _meet(self, rank: int, waiting: dict[int, Request], outputs: dict[int, Outputs]) -> dict[int, list[Any]]:
         """The answers for the group that `rank` waits for, if all of it is there."""
         axis = _axis(waiting[rank])
         group = self._group(rank, axis)
         if any(member in outputs for member in group):
             raise RankError(self._report("a rank waits for one that has finished", waiting, outputs, group))
-        if any(member not in waiting or _axis(waiting[member]) != axis for member in group):
+        if any(not isinstance(waiting.get(member), Request) or _axis(waiting[member]) != axis for member in group):
             return {}  # the others may still come here; if not, `_drive` sees that nothing moves
         requests = [waiting[member] for member in group]
         if len({_signature(request) for request in requests}) > 1:
@@ -138,8 +180,10 @@ class VirtualMesh:
         lines = [f"{what}:"]
         for rank in range(self.mesh.size) if ranks is None else ranks:
             state = "finished" if rank in outputs else "running"
-            if rank in waiting:
-                request = waiting[rank]
+            request = waiting.get(rank)
+            if isinstance(request, Await):
+                state = f"waits for rank {request.posted.source} at '{request.instruction}'"
+            elif request is not None:
                 wants = ", ".join(_show(arg) for arg in request.args)
                 state = f"waits at {describe(request.node)}\n    with ({wants})"
             lines.append(f"  rank {rank} ({self._at(rank)}) {state}")

@@ -17,7 +17,7 @@ from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.node_costs import LATENCY_US, LINK_BYTES_PER_US, local_bytes, node_times
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import place_backward, weight_nodes
-from autopar.passes.pipeline.sums import join_of, sums_by_stage
+from autopar.passes.pipeline.sums import join_of, sums_by_stage, with_joins
 from autopar.passes.pipeline.when import Times, When, times_of
 
 
@@ -55,13 +55,14 @@ class _Partition:
         self.ranks, self.count = staging.ranks, len(staging.ranks)
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        times = times_of(program)
+        program = program if microbatches > 1 else with_joins(program)
+        times = times_of(program, microbatches)
         forward = self._cut(program, times)
         backward = place_backward(program, times, forward, self.count)
         self.program, new = sums_by_stage(program, times, {**forward, **backward})
         self.forward = {new[node]: stage for node, stage in forward.items() if new[node].op == "call_function"}
         self.stages: Stages = {new[node]: stage for node, stage in {**forward, **backward}.items() if node in new}
-        self.times = times_of(self.program)
+        self.times = times_of(self.program, microbatches)
         self.stages = {node: stage for node, stage in self.stages.items() if self.times.of[node] is When.EACH}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
         self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
-from autopar.ir.ops import op
+from autopar.ir.ops import is_collective, op
 from autopar.ir.pipeline import Join
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Builder, Program, Record, record, set_record
@@ -23,6 +23,40 @@ def join_of(node: fx.Node) -> Join:
     _, _, dim, outer = node.args
     assert isinstance(dim, int) and isinstance(outer, int)
     return Join("gather", dim, outer)
+
+
+def with_joins(program: Program) -> Program:
+    """The program of a single micro-batch with a join, of one part, before all that leaves it; before the collective by
+    which it leaves, if there is one, so that gradients are reduced once a step here too."""
+    output = program.graph.output_node()
+    build = Builder("partition")
+    joined: dict[fx.Node, fx.Node] = {}
+
+    def join(node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            return build.value[node]
+        if node not in joined:
+            like = record(node).with_(operands=record(node).layouts, flops=0)  # type: ignore[arg-type]
+            made = build.call(
+                op("all_reduce"), build.value[node], MICROBATCH, "sum", like=like, name=f"{node.name}_total"
+            )
+            joined[node] = made
+        return joined[node]
+
+    last = {node for node in program.results if node is not None and set(node.users) == {output}}
+    last = {node for node in last if node.op == "call_function" and is_collective(node.target)}
+    for node in program.nodes:
+        if node is output:
+            results = [join(result) if result not in last else build.value[result] for result in program.results]
+            made = build.graph.output(tuple(results))
+            set_record(made, record(node))
+        elif node in last:
+            total = join(node.args[0])  # type: ignore[arg-type]
+            made = build.call(node.target, total, *node.args[1:], like=record(node), name=node.name)  # type: ignore[arg-type]
+            build.value[node] = made
+        else:
+            build.copy(node)
+    return program.with_(graph=build.graph)
 
 
 def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:

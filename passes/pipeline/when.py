@@ -34,8 +34,8 @@ class Times:
     joins: frozenset[fx.Node]
 
 
-def times_of(program: Program) -> Times:
-    """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches.
+def times_of(program: Program, microbatches: int) -> Times:
+    """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
@@ -48,9 +48,10 @@ def times_of(program: Program) -> Times:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            split = MICROBATCH in record(node).layout.axes
+            kind = entries[node].kind
+            split = MICROBATCH in record(node).layout.axes or (microbatches == 1 and kind == "batch")
             of[node] = When.GIVEN if split else When.BEFORE
-            if entries[node].kind == "parameter":
+            if kind == "parameter":
                 weighted.add(node)
             continue
         operands = node.all_input_nodes
