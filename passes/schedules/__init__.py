@@ -1,6 +1,6 @@
 """Schedules: what each rank of a pipeline runs, in order.
 
-    a name, a function or a table -> parse_schedule -> with_transfers -> check_schedule -> the runtime, or simulate
+a name, a function or a table -> parse_schedule -> with_transfers -> check_schedule -> the runtime, or simulate
 """
 
 from autopar.passes.schedules.check import check_schedule

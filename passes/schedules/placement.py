@@ -25,5 +25,7 @@ def chunks_of(name: str, stages: int, ranks: int, wanted: int | None = None) -> 
     chunks = stages // ranks
     if wanted not in (None, chunks):
         each = "one stage" if wanted == 1 else f"{wanted} stages"
-        raise ScheduleError(f"schedule '{name}' has {each} on each rank; {stages} stages on {ranks} ranks are {chunks}.")
+        raise ScheduleError(
+            f"schedule '{name}' has {each} on each rank; {stages} stages on {ranks} ranks are {chunks}."
+        )
     return chunks
