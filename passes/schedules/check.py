@@ -135,8 +135,8 @@ class _Run:
     def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> None:
         if send.action != recv.action or send.values != recv.values or send.types != recv.types:
             where = f"instruction {self.at[target]} of rank {target} ({recv})"
-            types = "" if send.types == recv.types else f": {_texts(send)} and {_texts(recv)}"
-            self.fault(source, f"this meets {where}, which is another message{types}")
+            sizes = "" if send.types == recv.types else f": {_texts(send)} and {_texts(recv)}"
+            self.fault(source, f"this meets {where}, which is another message{sizes}")
         k = send.action.microbatch
         if not ONCE <= k < self.flow.microbatches:
             return self.fault(source, "the flow has no such micro-batch")

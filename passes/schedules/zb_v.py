@@ -1,4 +1,4 @@
-"""zb_v: two stages on each rank, in a V, in the memory of 1F1B and, where all actions take as long, without a bubble."""
+"""zb_v: two stages on each rank, in a V: the memory of 1F1B and, where all actions take as long, no bubble."""
 
 from __future__ import annotations
 
