@@ -23,6 +23,10 @@ class CaptureError(AutoparError):
     """A model or loss that cannot be turned into one graph."""
 
 
+class ScheduleError(AutoparError):
+    """A schedule that does not exist, cannot be read, or cannot be run."""
+
+
 class CompileError(AutoparError):
     """A compiler that is unknown or not to be had here, or a graph that it does not take."""
 

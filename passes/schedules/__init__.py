@@ -1,0 +1,25 @@
+"""Schedules: what each rank of a pipeline runs, in order.
+
+a name, a function or a table -> parse_schedule -> with_transfers -> check_schedule -> the runtime, or simulate
+"""
+
+from autopar.passes.schedules.check import check_schedule
+from autopar.passes.schedules.forward_only import forward_only
+from autopar.passes.schedules.parse import Schedule, UserSchedule, parse_schedule
+from autopar.passes.schedules.simulate import in_flight, simulate
+from autopar.passes.schedules.table import SCHEDULES, Entry, Orders
+from autopar.passes.schedules.transfers import with_transfers
+
+__all__ = [
+    "SCHEDULES",
+    "Entry",
+    "Orders",
+    "Schedule",
+    "UserSchedule",
+    "check_schedule",
+    "forward_only",
+    "in_flight",
+    "parse_schedule",
+    "simulate",
+    "with_transfers",
+]

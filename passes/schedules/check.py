@@ -1,0 +1,214 @@
+"""check_schedule: a proof that the lists of all ranks run to their end and use every value rightly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.errors import ScheduleError
+from autopar.ir.program import TensorType
+from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
+from autopar.passes.schedules.flows import check_writers, step_values
+
+_SHOWN = 5  # faults named in one message
+_FREED, _THERE, _HOME = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
+
+
+def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
+    """Run the lists without numbers and refuse what could go wrong with them; nothing comes back.
+
+    A SEND and its RECV happen together: each blocks its rank until the other rank is there. This is stricter than any
+    way to run the lists. Who meets whom does not depend on which rank is faster, so one run is a proof for all:
+
+    - no rank waits for ever, and each message is received as it was sent: values, shapes, dtypes;
+    - each action of the flow is run once, by the rank of its stage, when all it reads is there;
+    - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are.
+    """
+    check_writers(flow)
+    run = _Run(lists, flow)
+    run.advance_all()
+    run.check_end()
+    if run.faults:
+        more = f"; and {len(run.faults) - _SHOWN} more" if len(run.faults) > _SHOWN else ""
+        raise ScheduleError(f"these lists of instructions are wrong: {'; '.join(run.faults[:_SHOWN])}{more}.")
+
+
+class _Run:
+    """`values[rank][k]`: the values of micro-batch k on a rank and their states; the last, of the step (k = ONCE)."""
+
+    def __init__(self, lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
+        self.lists, self.flow = lists, flow
+        self.faults: list[str] = []
+        self.step = step_values(flow)
+        self.at = [0] * len(lists)
+        self.values: list[list[dict[str, int]]] = [[{} for _ in range(flow.microbatches + 1)] for _ in lists]
+        for name, homes in flow.homes.items():
+            for rank in homes:
+                if rank < len(lists):
+                    self.values[rank][ONCE][name] = _HOME
+        # by stage and kind: the rank, the work, and for each micro-batch whether it was done
+        self.todo: dict[tuple[int, str], tuple[int, Work, bytearray]] = {
+            (stage, kind): (
+                flow.rank_of(Action(stage, kind)),
+                work,
+                bytearray(1 if kind in "PE" else flow.microbatches),
+            )
+            for (stage, kind), work in flow.works.items()
+        }
+        self.split = {stage for stage, kind in flow.works if kind == "B"} & {
+            stage for stage, kind in flow.works if kind in "IW"
+        }  # stages that may run a micro-batch either way
+        self.parts: Counter[str] = Counter()  # of each sum, that are not added yet
+        for stage, kind in flow.works:
+            if kind not in "IW" or stage not in self.split:
+                self.parts.update(dict.fromkeys(flow.works[stage, kind].sums, flow.microbatches))
+        self.known_types: dict[tuple[str, ...], tuple[TensorType, ...]] = {}
+
+    def fault(self, rank: int, text: str) -> None:
+        self.faults.append(f"rank {rank}, instruction {self.at[rank]} ({self.lists[rank][self.at[rank]]}): {text}")
+
+    def advance_all(self) -> None:
+        """Let each rank go on until it waits for one that has not come to the same message."""
+        lists, at = self.lists, self.at
+        ready = list(range(len(lists)))
+        while ready:
+            rank = ready.pop()
+            lines = lists[rank]
+            while at[rank] < len(lines):
+                line = lines[at[rank]]
+                if line.op == "RUN":
+                    self.run(rank, line)
+                else:
+                    peer = line.peer
+                    if not self.meets(rank, line):
+                        break
+                    other = lists[peer][at[peer]]
+                    if line.op == "SEND":
+                        self.transfer(rank, line, peer, other)
+                    else:
+                        self.transfer(peer, other, rank, line)
+                    at[peer] += 1
+                    ready.append(peer)
+                at[rank] += 1
+
+    def meets(self, rank: int, line: Instruction) -> bool:
+        """Whether the peer stands at the other half of a message, right or wrong."""
+        peer = line.peer
+        if not 0 <= peer < len(self.lists) or peer == rank or self.at[peer] == len(self.lists[peer]):
+            return False
+        other = self.lists[peer][self.at[peer]]
+        return other.peer == rank and other.op == ("RECV" if line.op == "SEND" else "SEND")
+
+    def run(self, rank: int, line: Instruction) -> None:
+        action = line.action
+        found = self.todo.get((action.stage, action.kind))
+        if found is None:
+            return self.fault(rank, "the flow has no such action")
+        owner, work, done = found
+        k = action.microbatch
+        if k != ONCE if action.kind in "PE" else not 0 <= k < len(done):
+            return self.fault(rank, "the flow has no such micro-batch")
+        if owner != rank:
+            self.fault(rank, f"this is an action of rank {owner}")
+        if done[k]:
+            self.fault(rank, "this action is run twice")
+        done[k] = 1
+        here, step = self.values[rank][k], self.values[rank][ONCE]
+        for name in work.reads:
+            if not here.get(name):
+                self.fault(rank, f"it reads %{name}, which {_is(here, name)}")
+        for name in work.step_reads:
+            if not step.get(name):
+                left = self.parts.get(name)
+                self.fault(rank, f"it reads %{name}, which {f'lacks {left} parts' if left else _is(step, name)}")
+        for name in work.writes:
+            self.put(rank, here, name)
+        for name in work.step_writes:
+            self.put(rank, step, name)
+        for name in work.sums:
+            self.parts[name] -= 1
+            if not self.parts[name]:
+                self.put(rank, step, name)
+        if line.frees:
+            self.free(rank, line, here, step)
+
+    def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> None:
+        if send.action != recv.action or send.values != recv.values or send.types != recv.types:
+            where = f"instruction {self.at[target]} of rank {target} ({recv})"
+            sizes = "" if send.types == recv.types else f": {_texts(send)} and {_texts(recv)}"
+            self.fault(source, f"this meets {where}, which is another message{sizes}")
+        k = send.action.microbatch
+        if not ONCE <= k < self.flow.microbatches:
+            return self.fault(source, "the flow has no such micro-batch")
+        types = self.known_types.get(send.values)
+        if types is None:
+            types = self.known_types[send.values] = tuple(
+                self.flow.types[name] for name in send.values if name in self.flow.types
+            )
+        if send.types != types:
+            self.fault(source, f"the values are not {_texts(send)}")
+        here, step = self.values[source][k], self.values[source][ONCE]
+        for name in send.values:
+            if not (here.get(name) or step.get(name)):
+                self.fault(source, f"it sends %{name}, which {_is(here, name)}")
+        if send.frees:
+            self.free(source, send, here, step)
+        here, step = self.values[target][k], self.values[target][ONCE]
+        for name in recv.values:
+            self.put(target, step if name in self.step else here, name)
+        if recv.frees:
+            self.free(target, recv, here, step)
+
+    def put(self, rank: int, values: dict[str, int], name: str) -> None:
+        state = values.get(name)
+        if state is None:
+            values[name] = _THERE
+        elif state != _HOME or self.lists[rank][self.at[rank]].op == "RECV":  # the epilogue may renew what is at home
+            self.fault(rank, f"%{name} comes to this rank twice")
+
+    def free(self, rank: int, line: Instruction, here: dict[str, int], step: dict[str, int]) -> None:
+        for name in line.frees:
+            values = step if name in self.step else here
+            if values.get(name) == _THERE:
+                values[name] = _FREED
+            elif values.get(name) == _HOME:
+                self.fault(rank, f"it frees %{name}, whose home is this rank")
+            else:
+                self.fault(rank, f"it frees %{name}, which {_is(values, name)}")
+
+    def check_end(self) -> None:
+        stuck = [rank for rank, lines in enumerate(self.lists) if self.at[rank] < len(lines)]
+        for rank in stuck:
+            peer = self.lists[rank][self.at[rank]].peer
+            if not 0 <= peer < len(self.lists):
+                state = "does not exist"
+            elif self.at[peer] == len(self.lists[peer]):
+                state = "has come to its end"
+            else:
+                state = f"waits at instruction {self.at[peer]} ({self.lists[peer][self.at[peer]]})"
+            self.fault(rank, f"it waits for rank {peer}, which {state}")
+        if self.faults:  # what follows would be their consequences
+            return
+        for (stage, kind), (owner, _, done) in self.todo.items():
+            for k, is_done in enumerate(done):
+                if stage in self.split and kind in "BIW":
+                    others = "IW" if kind == "B" else "B"
+                    is_due = not any(self.todo[stage, other][2][k] for other in others if (stage, other) in self.todo)
+                else:
+                    is_due = True
+                if is_due != bool(is_done):
+                    action = Action(stage, kind, ONCE if kind in "PE" else k)
+                    self.faults.append(f"rank {owner}: {action} is not run")
+        for rank, all_values in enumerate(self.values):
+            for k, values in enumerate(all_values):
+                left = [name for name, state in values.items() if state == _THERE]
+                of = f" of micro-batch {k}" if k < self.flow.microbatches else ""
+                self.faults += [f"rank {rank}: %{name}{of} is never freed" for name in left]
+
+
+def _is(values: dict[str, int], name: str) -> str:
+    return "is freed already" if name in values else "is not there"
+
+
+def _texts(line: Instruction) -> str:
+    return ", ".join(f"%{name}: {type_}" for name, type_ in zip(line.values, line.types, strict=False))

@@ -1,0 +1,23 @@
+"""What transfers and checks both read from a flow."""
+
+from __future__ import annotations
+
+from autopar.errors import ScheduleError
+from autopar.ir.schedule import Action, Flow
+
+
+def step_values(flow: Flow) -> frozenset[str]:
+    """The values of which there is one for all micro-batches."""
+    works = flow.works.values()
+    return frozenset(flow.homes).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
+
+
+def check_writers(flow: Flow) -> None:
+    """A value is made on one rank. Parts of a sum on two ranks are two values, and somebody adds them."""
+    found: dict[str, set[int]] = {}
+    for (stage, kind), work in flow.works.items():
+        for name in (*work.writes, *work.sums, *work.step_writes):
+            found.setdefault(name, set()).add(flow.rank_of(Action(stage, kind)))
+    wrong = [f"%{name} on ranks {sorted(ranks)}" for name, ranks in sorted(found.items()) if len(ranks) > 1]
+    if wrong:
+        raise ScheduleError(f"a value is made on one rank, but {'; '.join(wrong[:5])}.")

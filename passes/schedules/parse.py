@@ -1,0 +1,154 @@
+"""parse_schedule: what a user calls a schedule (a name, a function, a table) -> the actions of each rank."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ScheduleError
+from autopar.ir.schedule import Action, Costs
+from autopar.passes.schedules.table import SCHEDULES, Orders
+
+# Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
+UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
+
+_SHOWN = 5  # faults named in one message
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_BOTH = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")  # two actions that may run side by side
+_DERIVED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*)")  # follows from the data flow
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """name: for messages. orders: the actions of each rank. ranks: the rank of each stage."""
+
+    name: str
+    orders: Orders
+    ranks: tuple[int, ...]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of its actions: which graphs a stage has to be cut into."""
+        return frozenset(action.kind for order in self.orders for action in order)
+
+
+def parse_schedule(
+    wanted: str | Path | UserSchedule,
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """Read a schedule and check that it runs each action once, on one rank per stage.
+
+    wanted: a name of `SCHEDULES`; a function (see `UserSchedule`); or the path or text of a table in the notation of
+    torch.distributed.pipelining, with a row for each rank: `0F0,0F1,,0B0,0B1`. Its transfers are skipped: they follow
+    from the flow of data. stages: of the model; each schedule has its own usual number.
+    """
+    costs = costs or Costs()
+    if isinstance(wanted, str) and (entry := SCHEDULES.get(wanted)):
+        stages = stages or ranks * entry.chunks
+        orders = entry.order(stages, ranks, microbatches, costs)
+        return Schedule(wanted, orders, entry.place(stages, ranks))
+    if callable(wanted):
+        stages = stages or ranks
+        name = f"schedule '{getattr(wanted, '__name__', type(wanted).__name__)}'"
+        rows: Any = wanted(stages, max(stages // ranks, 1), microbatches, costs)
+        spots = [[(f"rank {r}, entry {i}", cell) for i, cell in enumerate(row)] for r, row in enumerate(rows)]
+    else:
+        name, text = _table(wanted)
+        lines = list(csv.reader(io.StringIO(text.strip("\r\n")), skipinitialspace=True)) if text.strip() else []
+        spots = [[(f"row {r}, column {i}", cell) for i, cell in enumerate(row, 1)] for r, row in enumerate(lines, 1)]
+    orders = _read(name, spots)
+    if len(orders) != ranks:
+        raise ScheduleError(f"{name} has rows for {len(orders)} ranks; the axis 'pp' has {ranks}.")
+    return Schedule(name, orders, _placed(name, orders, microbatches, stages))
+
+
+def _table(wanted: str | Path) -> tuple[str, str]:
+    """A name for messages, and the text."""
+    if isinstance(wanted, str) and ("\n" in wanted or "," in wanted):
+        return "the schedule", wanted
+    path = Path(wanted)
+    if path.is_file():
+        return f"schedule '{wanted}'", path.read_text()
+    if path.suffix == ".csv":
+        raise ScheduleError(f"schedule '{wanted}': there is no such file.")
+    known = ", ".join(SCHEDULES)
+    raise ScheduleError(f"schedule '{wanted}' is unknown. Known are {known}; or give a function or a CSV file.")
+
+
+def _read(name: str, spots: Iterable[Iterable[tuple[str, object]]]) -> Orders:
+    faults: list[str] = []
+    orders = []
+    for row in spots:
+        order: list[Action] = []
+        for where, cell in row:
+            found = list(_actions(cell))
+            order += [action for action in found if action is not None]
+            if None in found:
+                faults.append(f"{where}: {cell!r} is not an action such as '0F1' (stage, F, B, I or W, micro-batch)")
+        orders.append(tuple(order))
+    _raise(name, faults)
+    return tuple(orders)
+
+
+def _actions(cell: object) -> Iterator[Action | None]:
+    """The actions of a cell; None for what does not read."""
+    if isinstance(cell, Action):
+        yield cell
+    elif not isinstance(cell, str):
+        yield None
+    elif found := _ACTION.fullmatch(cell.strip()):
+        yield Action(int(found[1]), found[2], int(found[3]))
+    elif found := _BOTH.fullmatch(cell.strip()):
+        yield from _actions(found[1])
+        yield from _actions(found[2])
+    elif cell.strip() and not _DERIVED.fullmatch(cell.strip()):
+        yield None
+
+
+def _placed(name: str, orders: Orders, microbatches: int, stages: int | None) -> tuple[int, ...]:
+    """The rank of each stage: the one that runs its forwards. All actions must be there, once."""
+    found = Counter(action for order in orders for action in order)
+    stages = stages or 1 + max((action.stage for action in found), default=0)
+    faults = []
+    for action in sorted(found):
+        if action.kind not in "FBIW" or action.stage >= stages or not 0 <= action.microbatch < microbatches:
+            faults.append(f"{action} is not of {stages} stages and {microbatches} micro-batches")
+        elif found[action] > 1:
+            faults.append(f"{action} is run {found[action]} times")
+    for stage in range(stages):
+        for k in range(microbatches):
+            forward, *backward = (Action(stage, kind, k) in found for kind in "FBIW")
+            if not forward:
+                faults.append(f"{stage}F{k} is missing")
+            if backward == [False, False, False]:
+                faults.append(f"{stage}B{k} is missing")
+            elif backward[0] and any(backward[1:]):
+                faults.append(f"{stage}B{k} is I and W in one, and there are {stage}I{k} or {stage}W{k} too")
+            elif backward[1] != backward[2]:
+                faults.append(f"{stage}{'W' if backward[1] else 'I'}{k} is missing")
+    owners: dict[int, list[int]] = {}
+    for rank, order in enumerate(orders):
+        for stage in {action.stage for action in order}:
+            owners.setdefault(stage, []).append(rank)
+    faults += [f"stage {s} is on ranks {_and(at)}" for s, at in sorted(owners.items()) if len(at) > 1]
+    _raise(name, faults)
+    return tuple(owners[stage][0] for stage in range(stages))
+
+
+def _and(ranks: list[int]) -> str:
+    return " and ".join((", ".join(map(str, ranks[:-1])), str(ranks[-1])))
+
+
+def _raise(name: str, faults: list[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ScheduleError(f"{name}: {'; '.join(faults[:_SHOWN])}{more}.")

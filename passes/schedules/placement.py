@@ -1,0 +1,31 @@
+"""Which rank has which stage."""
+
+from __future__ import annotations
+
+from autopar.errors import ScheduleError
+
+
+def in_rounds(stages: int, ranks: int) -> tuple[int, ...]:
+    """Stage s on rank s modulo p: with as many stages as ranks, one on each."""
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def in_a_v(stages: int, ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again, so that one rank has the first stage and the last (arXiv 2405.15362)."""
+    return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+
+
+def chunks_of(name: str, stages: int, ranks: int, wanted: int | None = None) -> int:
+    """The stages of each rank; `wanted` where the schedule knows no other number."""
+    if stages % ranks or not stages:
+        raise ScheduleError(
+            f"schedule '{name}': {stages} stages cannot be spread evenly over {ranks} ranks. "
+            f"Take a multiple of {ranks}, e.g. {ranks * (wanted or 2)}."
+        )
+    chunks = stages // ranks
+    if wanted not in (None, chunks):
+        each = "one stage" if wanted == 1 else f"{wanted} stages"
+        raise ScheduleError(
+            f"schedule '{name}' has {each} on each rank; {stages} stages on {ranks} ranks are {chunks}."
+        )
+    return chunks
