@@ -59,6 +59,7 @@ class RankCode:
     pipeline: Pipeline
     rank: int
     executables: Mapping[tuple[int, str], Executable]
+    step_values: frozenset[str]
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -73,7 +74,7 @@ def compile_rank(pipeline: Pipeline, rank: int) -> RankCode:
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
     }
-    return RankCode(pipeline, rank, mine)
+    return RankCode(pipeline, rank, mine, flow.step_values())
 
 
 @dataclass(slots=True)
@@ -147,13 +148,13 @@ class _Step:
             elif instruction.op == "SEND":
                 tensors = []
                 for name in instruction.values:
-                    tensors.append((yield from self._value(name, instruction.action.microbatch)))
+                    tensors.append((yield from self._value(*self._key(name, instruction))))
                 yield Send(instruction, tuple(tensors))
                 del tensors
             else:
                 (posted,) = yield Receive(instruction)
                 for name in instruction.values:
-                    self.posted[name, instruction.action.microbatch] = posted, instruction
+                    self.posted[self._key(name, instruction)] = posted, instruction
             self._free(instruction)
             if self.watch is not None:
                 self.watch(Span(instruction, start * 1e6, time.perf_counter() * 1e6))
@@ -201,8 +202,8 @@ class _Step:
             posted, instruction = self.posted[key]
             (tensors,) = yield Await(posted, instruction)
             for other, tensor in zip(instruction.values, tensors, strict=True):
-                self.values[other, microbatch] = tensor
-                del self.posted[other, microbatch]
+                self.values[self._key(other, instruction)] = tensor
+                del self.posted[self._key(other, instruction)]
         if key in self.values:
             return self.values[key]
         if name in self.totals.parts:
@@ -224,9 +225,11 @@ class _Step:
 
     def _free(self, instruction: Instruction) -> None:
         for name in instruction.frees:
-            self.values.pop((name, instruction.action.microbatch), None)
-            self.values.pop((name, ONCE), None)
+            self.values.pop(self._key(name, instruction), None)
             self.totals.drop(name)
+
+    def _key(self, name: str, instruction: Instruction) -> Key:
+        return name, ONCE if name in self.code.step_values else instruction.action.microbatch
 
 
 def _handed_over(inputs: list[Any]) -> Any:

@@ -99,6 +99,11 @@ class Flow:
         """The number of ranks."""
         return max(self.ranks) + 1
 
+    def step_values(self) -> frozenset[str]:
+        """The values of which there is one for all micro-batches."""
+        works = self.works.values()
+        return frozenset(self.homes).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
+
     def rank_of(self, action: Action) -> int:
         """Who runs an action."""
         return self.ranks[action.stage] if action.kind in "FBIW" else action.stage

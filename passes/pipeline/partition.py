@@ -238,7 +238,8 @@ class _Partition:
             rank = self.ranks[key[0]] if key[1] in "FBIW" else key[0]
             foreign = self._foreign(graph, rank)
             homes.update(foreign)
-            works[key] = _work(graph, tuple(foreign))
+            counted = {out.name for out in graphs[rank, "C"].outputs} if key[1] == "P" and (rank, "C") in graphs else set()
+            works[key] = _work(graph, tuple(foreign), counted)
             types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
             types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
@@ -269,9 +270,11 @@ def _is_free(node: fx.Node, mesh: Mesh) -> bool:
     return record(source).is_tensor and local_bytes(node, mesh) >= local_bytes(source, mesh)
 
 
-def _work(graph: Program, foreign: tuple[str, ...]) -> Work:
+def _work(graph: Program, foreign: tuple[str, ...], counted: set[str]) -> Work:
+    """What a graph reads and writes; `counted` are the rank's own counts, which come and go with the prologue."""
+
     def entering(kind: str) -> tuple[str, ...]:
-        return tuple(entry.name for entry in graph.inputs if entry.kind == kind)
+        return tuple(entry.name for entry in graph.inputs if entry.kind == kind and entry.name not in counted)
 
     def leaving(kind: str) -> tuple[str, ...]:
         return tuple(out.name for out in graph.outputs if out.kind == kind)
