@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.agreement import Agreement
+from autopar.constraints import batch_ranks
 from autopar.errors import BatchError
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Mesh
@@ -52,7 +52,7 @@ def _structure(spec: TreeSpec) -> str:
 def at_global_size(batch: Any, mesh: Mesh) -> Any:
     """A local batch at the size that it has on all ranks together, on the meta device."""
     leaves, spec = tree_flatten(batch)
-    ranks = math.prod(size for axis, size in mesh.axes if INTENTS[axis].batch_split)
+    ranks = batch_ranks(mesh)
     first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
 
     def grow(leaf: Any) -> Any:
@@ -83,7 +83,7 @@ def check_data(agreement: Agreement, leaves: Sequence[Any], coord: Mapping[str, 
         advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
         agreement.check_data(digests, "", advice)
         return
-    split = {axis: place for axis, place in coord.items() if INTENTS[axis].batch_split}
+    split = {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}
     whose = f"ranks of one {' and '.join(split)} coordinate" if split else "ranks"
     agreement.check_data(digests, str(split), f'With batch="local", {whose} pass the same part.')
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,8 @@ from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective
-from autopar.ir.plan import Plan
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
 
@@ -71,10 +72,12 @@ class Compiled:
     """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
 
     `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
+    `pipeline` is what the last program was cut into, if there are stages or micro-batches.
     """
 
     plan: Plan
     history: tuple[tuple[str, Program], ...]
+    pipeline: Pipeline | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -87,13 +90,25 @@ class Compiled:
 
     @functools.cached_property
     def ranks(self) -> tuple[RankProgram, ...]:
-        programs = {STEP: self.program}
-        return tuple(RankProgram(rank, coord, programs) for rank, coord in enumerate(self.mesh.coords()))
+        pipeline, coords = self.pipeline, enumerate(self.mesh.coords())
+        if pipeline is None:
+            programs = {STEP: self.program}
+            return tuple(RankProgram(rank, coord, programs) for rank, coord in coords)
+        size = pipeline.flow.size  # ranks that differ on other axes share what they run
+        graphs = [pipeline.graphs_of(place) for place in range(size)]
+        lists = [tuple(map(str, instructions)) for instructions in pipeline.lists]
+        return tuple(
+            RankProgram(rank, coord, graphs[place], lists[place])
+            for rank, coord in coords
+            for place in (coord.get(PIPELINE, 0),)
+        )
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives of a step, in order."""
-        return tuple(collectives_of(self.program))
+        """All collectives of a step, in order; of a pipeline those of every graph, without its sends and receives."""
+        if self.pipeline is None:
+            return tuple(collectives_of(self.program))
+        return tuple(row for graph in self.pipeline.graphs.values() for row in collectives_of(graph))
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -112,11 +127,14 @@ class Compiled:
     def with_note(self, note: str) -> Compiled:
         """The same, with one more note."""
         *before, (name, last) = self.history
-        return Compiled(self.plan, (*before, (name, last.with_(notes=(*last.notes, note)))))
+        return replace(self, history=(*before, (name, last.with_(notes=(*last.notes, note)))))
 
-    def text(self, rank: int = 0, graph: str = STEP) -> str:
-        """A rank's graph, one line a value."""
-        return print_program(self.ranks[rank].programs[graph])
+    def text(self, rank: int = 0, graph: str | None = None) -> str:
+        """A rank's graph, one line a value; all of them, if none is named."""
+        programs = self.ranks[rank].programs
+        if graph is not None or list(programs) == [STEP]:
+            return print_program(programs[graph or STEP])
+        return "\n".join(f"graph {name}\n{print_program(program)}" for name, program in programs.items())
 
     def explain(self, value: str) -> Explanation:
         """Why a parameter, a computed value or all of a module has its layout, and what it moves.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from autopar.errors import BatchError, LayoutError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, batch_size
 
@@ -131,8 +132,42 @@ def check_batch(program: Program, mesh: Mesh) -> None:
 def divides_batch(program: Program, mesh: Mesh) -> bool:
     """True if the axes that split the batch divide it."""
     entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
-    ranks = math.prod(size for axis, size in mesh.axes if INTENTS[axis].batch_split)
-    return (batch_size(entries) or 0) % ranks == 0
+    return (batch_size(entries) or 0) % batch_ranks(mesh) == 0
+
+
+def batch_ranks(mesh: Mesh) -> int:
+    """Into how many parts the mesh splits the batch."""
+    return math.prod(size for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].batch_split)
+
+
+def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: bool, uneven: bool) -> int:
+    """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
+    divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
+
+    whole: every rank computes the whole batch. uneven: take fewer rather than refuse. Raises BatchError if the
+    micro-batches do not divide the samples of a rank.
+    """
+    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+        raise BatchError(f"microbatches={wanted!r}: write a number of 1 or more.")
+    stages = dict(mesh.axes).get(PIPELINE, 1)
+    if wanted == 1 or (wanted is None and stages == 1):
+        return 1
+    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
+    size = batch_size(entries)
+    if size is None:
+        if wanted is None or uneven:
+            return 1
+        raise BatchError(f"microbatches={wanted}: the batch holds no tensor with a dim to split.")
+    ranks = 1 if whole else batch_ranks(mesh)
+    samples = size // ranks
+    if wanted is not None and samples % wanted and not uneven:
+        split = f" ({size} over {ranks} ranks)" if ranks > 1 else ""
+        raise BatchError(
+            f"microbatches={wanted} does not divide the {samples} samples{split} that a rank computes. "
+            f"It may be {one_of(divisors(samples))} here, or take a batch size that is a multiple of {wanted * ranks}."
+        )
+    limit = wanted if wanted is not None else 4 * stages
+    return max(count for count in range(1, min(limit, samples) + 1) if samples % count == 0)
 
 
 def is_sequence_parallel(program: Program) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.inspection import bytes_of, human, is_view
+from autopar.inspection import bytes_of, human
 from autopar.ir.ops import is_collective
-from autopar.ir.program import Program, is_getitem, operand_nodes, record
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
 from autopar.passes.search.states import State
@@ -52,7 +53,7 @@ def step_cost(program: Program) -> StepCost:
         name = getattr(node.target, "_opname", "").removesuffix("_start")
         if not is_collective(node.target):
             computed += 0 if is_getitem(node) or is_view(node) else bytes_of(node, program)
-        elif name in _STATES:
+        elif name in _STATES and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
             operand = operand_nodes(node)[0]
             collectives += 1
             again = name == "all_gather" and record(node).phase == "backward" and record(operand).phase == "forward"

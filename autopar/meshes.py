@@ -8,7 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.plan import MICROBATCH, PIPELINE
 from autopar.passes.search.intents import INTENTS
+
+AXES = tuple(sorted({*INTENTS, PIPELINE} - {MICROBATCH}))
 
 MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 
@@ -20,10 +23,8 @@ def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
     """
     found = _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
     for axis in found.names:
-        if axis not in INTENTS:
-            raise MeshError(
-                f"mesh '{found}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}."
-            )
+        if axis not in AXES:
+            raise MeshError(f"mesh '{found}': axis '{axis}' has no meaning; known axes are {', '.join(AXES)}.")
     return found
 
 

@@ -7,12 +7,13 @@ import copy
 import torch
 import torch.distributed as dist
 
+from autopar.comparison import Report, Table, Values
 from autopar.compiler import Choices, batch_arguments
 from autopar.job import Job
 from autopar.meshes import mesh_of
 from autopar.module import ParallelModule
 from autopar.torch_compat import tree_map
-from autopar.verification import Plain, Report, Table, Values, cast
+from autopar.verification import Plain, cast
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:

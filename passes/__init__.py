@@ -10,6 +10,7 @@ from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
 from autopar.passes.localize import localize
+from autopar.passes.pipeline import make_pipeline
 from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE, Table
@@ -26,7 +27,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
 )
 READS_RULES: frozenset[Pass] = frozenset({unsort, propagate, localize})
 
-__all__ = ["PASSES", "Pass", "run_passes"]
+__all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 
 
 def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tuple[str, Program], ...]:
@@ -37,6 +38,8 @@ def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tupl
     verify(program, Level.CAPTURED)
     history = [("capture", program)]
     for step, level in PASSES:
+        if step is bucket and plan.is_staged:
+            continue  # it comes after the cut, which is where gradients leave
         program = step(program, plan, table) if step in READS_RULES else step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:

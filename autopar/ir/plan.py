@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -15,13 +16,30 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Staging:
+    """How a step becomes a pipeline.
+
+    schedule: a name, a function or a CSV (see `passes/schedules/parse.py`). chunks: stages on a rank, None for the
+    schedule's usual number. stages: modules, a stage an entry; None for the automatic cut. stage_memory: bytes that a
+    stage may hold. homes: the stages that keep parameters already, by name.
+    """
+
+    schedule: Any = "1f1b"
+    chunks: int | None = None
+    stages: tuple[str, ...] | None = None
+    stage_memory: int | None = None
+    homes: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Decisions only: a plan holds no cost and no graph, so it never goes stale.
 
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
     needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
-    microbatches: the parts of a rank's batch that are computed one after another.
+    microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
+    in which order they run.
     """
 
     mesh: Mesh
@@ -30,8 +48,24 @@ class Plan:
     sequence_parallel: bool = False
     batch_whole: bool = False
     microbatches: int = 1
+    staging: Staging = field(default_factory=Staging)
     bucket_bytes: int = BUCKET_BYTES
     patterns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_of_pipeline(self) -> int:
+        """The size of the axis pp; 1 without it."""
+        return dict(self.mesh.axes).get(PIPELINE, 1)
+
+    @property
+    def is_staged(self) -> bool:
+        """True if a step is a list of instructions over several graphs, and not one graph."""
+        return self.microbatches > 1 or self.ranks_of_pipeline > 1
+
+    @property
+    def mesh_of_stage(self) -> Mesh:
+        """The devices of one stage: the mesh without pp."""
+        return Mesh(tuple((axis, size) for axis, size in self.mesh.axes if axis != PIPELINE))
 
     @property
     def layout_mesh(self) -> Mesh:
@@ -40,8 +74,8 @@ class Plan:
         Micro-batches are an axis like dp, but in time: what is partial over it is added up, one micro-batch after the
         other. It stands after dp, so that a rank's part of the batch is one piece.
         """
-        inner = [(axis, size) for axis, size in self.mesh.axes if axis != PIPELINE]
         if self.microbatches == 1:
-            return Mesh(tuple(inner))
+            return self.mesh_of_stage
+        inner = self.mesh_of_stage.axes
         place = next((i + 1 for i, (axis, _) in enumerate(inner) if axis == "dp"), 0)
         return Mesh((*inner[:place], (MICROBATCH, self.microbatches), *inner[place:]))

@@ -9,6 +9,7 @@ from torch import fx
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, fits
 from autopar.ir.ops import is_mesh_op
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
 
 
@@ -24,6 +25,31 @@ def verify(program: Program, level: Level) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, program)
+
+
+def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
+    """Raise VerificationError if a graph of a pipeline breaks a promise of its level, or if together they are not the
+    LOCAL program: every output leaves (a gradient once, all else on every rank), and no product is computed twice."""
+    seen: dict[str, tuple[int, str]] = {}
+    for key, graph in pipeline.graphs.items():
+        _check_graph(graph, Level.STAGED)
+        for node in graph.graph.nodes:
+            _check_layouts(node, graph)
+            _check_operands(node)
+            if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
+                _check_move(node, graph)
+            if node.op == "call_function" and record(node).flops and seen.setdefault(node.name, key) != key:
+                _fail(node, f"is computed in graphs {seen[node.name]} and {key}")
+    ends = [(rank, out) for (rank, kind), graph in pipeline.graphs.items() if kind == "E" for out in graph.outputs]
+    for out in program.outputs:
+        ranks = [rank for rank, known in ends if known == out]
+        wanted = [pipeline.rank_of(out.name)] if out.kind == "gradient" else list(range(pipeline.flow.size))
+        if sorted(ranks) != wanted:
+            raise VerificationError(f"{out.kind} '{out.name}' leaves on ranks {ranks} of the pipeline, not on {wanted}")
+    products = {node.name for node in program.calls() if record(node).flops}
+    lost = sorted(products - seen.keys())
+    if lost:
+        raise VerificationError(f"products that no graph of the pipeline computes: {', '.join(lost[:5])}")
 
 
 def _fail(node: fx.Node, text: str) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Record, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.pipeline.by_hand import by_hand
@@ -22,20 +23,16 @@ from autopar.passes.pipeline.when import Times, When, times_of
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
-    """How a program is to be cut. ranks: the rank of each stage. split: gradients of weights apart from those of
-    inputs. in_flight: of each stage, how many micro-batches it holds at once. stages: the user's modules, a stage an
-    entry. memory: bytes that a stage may hold. homes: the stages of parameters that are placed already."""
+class Places:
+    """What the schedule says of stages. ranks: the rank of each. split: gradients of weights apart from those of
+    inputs. in_flight: of each stage, how many micro-batches it holds at once."""
 
     ranks: tuple[int, ...]
-    split: bool = False
-    in_flight: Sequence[int] = ()
-    stages: Sequence[str] | None = None
-    memory: int | None = None
-    homes: Mapping[str, int] | None = None
+    split: bool
+    in_flight: Sequence[int]
 
 
-def partition(program: Program, mesh: Mesh, microbatches: int, staging: Staging) -> Pipeline:
+def partition(program: Program, plan: Plan, places: Places) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages: forward, backward (or input_grad and weight_grad), and of all ranks:
     prologue and epilogue; with what flows between them.
 
@@ -44,15 +41,16 @@ def partition(program: Program, mesh: Mesh, microbatches: int, staging: Staging)
         %all_reduce_1 = all_reduce(.., "dp")  ->  epilogue: %all_reduce = step "all_reduce"; %all_reduce_1 = ...
 
     The layouts name the axis of micro-batches: what differs along it is a stage's, what is the same for all is computed
-    once before them (prologue), and what they add up to after them (epilogue). mesh: of the devices.
+    once before them (prologue), and what they add up to after them (epilogue).
     """
-    return _Partition(program, mesh, microbatches, staging).run()
+    return _Partition(program, plan, places).run()
 
 
 class _Partition:
-    def __init__(self, program: Program, mesh: Mesh, microbatches: int, staging: Staging) -> None:
-        self.mesh, self.microbatches, self.staging = mesh, microbatches, staging
-        self.ranks, self.count = staging.ranks, len(staging.ranks)
+    def __init__(self, program: Program, plan: Plan, places: Places) -> None:
+        self.plan, self.places = plan, places
+        self.ranks, self.count = places.ranks, len(places.ranks)
+        microbatches = plan.microbatches
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
         program = program if microbatches > 1 else with_joins(program)
@@ -68,11 +66,10 @@ class _Partition:
         self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
 
     def _cut(self, program: Program, times: Times) -> Stages:
-        if self.staging.stages is not None:
-            return by_hand(program, times, self.staging.stages)
-        in_flight = self.staging.in_flight or (self.microbatches,) * self.count
-        limits = Limits(in_flight, self.staging.memory, self.staging.homes)
-        return cut(program, times, self.count, limits)
+        staging = self.plan.staging
+        if staging.stages is not None:
+            return by_hand(program, times, staging.stages)
+        return cut(program, times, self.count, Limits(self.places.in_flight, staging.stage_memory, staging.homes))
 
     def run(self) -> Pipeline:
         self.homes = self._homes()
@@ -102,18 +99,18 @@ class _Partition:
     # -- where things are ---------------------------------------------------------------------------------------
 
     def _kinds(self) -> tuple[str, ...]:
-        return ("F", "I", "W") if self.staging.split else ("F", "B")
+        return ("F", "I", "W") if self.places.split else ("F", "B")
 
     def _kind(self, node: fx.Node) -> str:
         if node in self.forward:
             return "F"
-        if not self.staging.split:
+        if not self.places.split:
             return "B"
         return "W" if node in self.weights else "I"
 
     def _homes(self) -> dict[str, int]:
         """The stage of each parameter: the first one that uses it, or the one that keeps it already."""
-        given = self.staging.homes or {}
+        given = self.plan.staging.homes or {}
         return {
             entry.name: given[entry.name] if entry.name in given else min(self._stages_that_use(node), default=0)
             for node, entry in self.entries.items()
@@ -238,15 +235,17 @@ class _Partition:
             rank = self.ranks[key[0]] if key[1] in "FBIW" else key[0]
             foreign = self._foreign(graph, rank)
             homes.update(foreign)
-            counted = {out.name for out in graphs[rank, "C"].outputs} if key[1] == "P" and (rank, "C") in graphs else set()
+            counted = (
+                {out.name for out in graphs[rank, "C"].outputs} if key[1] == "P" and (rank, "C") in graphs else set()
+            )
             works[key] = _work(graph, tuple(foreign), counted)
             types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
             types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
-        flow = Flow(self.ranks, self.microbatches, works, types, homes)
+        flow = Flow(self.ranks, self.plan.microbatches, works, types, homes)
         joins = {node.name: join_of(node) for node in self.program.nodes if node in self.times.joins}
         types.update((node.name, _local_type(record(node), self.program.mesh)) for node in self.times.joins)
-        return Pipeline(self.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
+        return Pipeline(self.plan.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
         """The parameters of a graph that another rank keeps, with that rank."""

@@ -1,0 +1,135 @@
+"""Comparing what a step gave with what it should give: errors by tensor, a table of them, a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+# A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
+# all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
+# enlarges the rounding, so weights get more.
+ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "node": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison: `kind` is loss, gradient, weight or buffer.
+
+    error: norm of the difference over the norm of the single-device value, the worst of all steps.
+    replicas: the largest difference between ranks that should hold the same.
+    """
+
+    kind: str
+    name: str
+    error: float
+    replicas: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first node whose logical value differs from the captured program's."""
+
+    node: str
+    pass_name: str
+    module: str
+    source: str
+    error: float
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"first difference at %{self.node} (made by pass '{self.pass_name}', {self.module or 'no module'}, "
+            f"{self.source}), relative error {self.error:.2e}:\n  {self.text}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found; prints as a table."""
+
+    mesh: str
+    dtype: torch.dtype
+    steps: int
+    tolerance: float
+    rows: tuple[Row, ...]
+    mismatch: Mismatch | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def max_error(self) -> float:
+        return max((row.error for row in self.rows), default=0.0)
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        lines = [f"{self.mesh}  {self.dtype}  {self.steps} steps  tolerance {self.tolerance:.0e}"]
+        for row in self.rows:
+            mark = "ok" if row.ok else "WRONG"
+            replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
+            lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{replicas}")
+        lines.append(f"{'all equal' if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
+        if self.mismatch is not None:
+            lines.append(str(self.mismatch))
+        return "\n".join(lines)
+
+
+def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """Norm of the difference over the norm of the expected value, or over `floor` if that is larger."""
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(given, expected) else float("inf")
+    a, b = given.double(), expected.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, a - b).norm().item()
+    if difference == 0.0:
+        return 0.0
+    scale = max(b.nan_to_num(0.0, 0.0, 0.0).norm().item(), floor)
+    return difference / scale if scale > 0 else float("inf")
+
+
+@dataclass(slots=True)
+class Table:
+    """The worst errors so far, by (kind, name)."""
+
+    tolerance: float
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)
+    replicas: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Table:
+        """An empty table with the tolerance of a dtype."""
+        return Table(TOLERANCE.get(dtype, 1e-2))
+
+    def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
+        floors = {kind: ZERO[kind] * norm_of(expected, kind) for kind in ("gradient", "weight", "buffer")}
+        for key in sorted(expected.keys() | given.keys()):
+            wrong = key not in expected or key not in given
+            error = float("inf") if wrong else error_of(given[key], expected[key], floors.get(key[0], 0.0))
+            self.errors[key] = _worse(error, self.errors.get(key, 0.0))
+            self.replicas[key] = max(replicas.get(key, 0.0), self.replicas.get(key, 0.0))
+
+    def rows(self) -> tuple[Row, ...]:
+        order = ("loss", "gradient", "weight", "buffer")
+        keys = sorted(self.errors, key=lambda key: order.index(key[0]))
+        return tuple(Row(*key, self.errors[key], self.replicas[key], self._is_right(key)) for key in keys)
+
+    def _is_right(self, key: tuple[str, str]) -> bool:
+        return self.errors[key] <= self.tolerance and self.replicas[key] <= self.tolerance
+
+
+def norm_of(values: Values, kind: str) -> float:
+    """The norm of all floating-point tensors of a kind, as of one."""
+    found = [value for (other, _), value in values.items() if other == kind and value.is_floating_point()]
+    squares = [value.double().norm().item() ** 2 for value in found]
+    return float(sum(squares) ** 0.5)
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger one; NaN is the worst."""
+    return a if a != a or a > b else b
