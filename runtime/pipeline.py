@@ -49,7 +49,7 @@ class Await:
     instruction: Instruction
 
 
-Steps = Generator[Any, "list[Any] | None", Finals]
+Steps = Generator[Any, Any, Finals]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Step:
                 yield Send(instruction, tuple(tensors))
                 del tensors
             else:
-                (posted,) = yield Receive(instruction)
+                posted = (yield Receive(instruction)).pop()
                 for name in instruction.values:
                     self.posted[self._key(name, instruction)] = posted, instruction
             self._free(instruction)
