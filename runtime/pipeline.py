@@ -84,6 +84,10 @@ class Given:
     whole: Mapping[str, Any]
     parts: Mapping[str, Sequence[Any]]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.whole.values(), *(part for parts in self.parts.values() for part in parts)]
+
 
 @dataclass(slots=True)
 class Totals:
