@@ -174,6 +174,21 @@ def test_says_what_is_wrong(case: str) -> None:
     refused(ScheduleError, f"these lists of instructions are wrong: {message}", lambda: check_schedule(lists, flow))
 
 
+def test_gradient_in_two_ways() -> None:
+    """A stage that knows both ways of going back takes one of them, once for each micro-batch."""
+    schedule = parse_schedule("0F0,0B0,0F1,0I1,0W1", 1, 2)
+    flow = flow_of(schedule.ranks, 2, "FBIW")
+    good = with_transfers(schedule.orders, flow, Costs())[0]
+    check_schedule([good], flow)
+    run = {str(line): replace(line, frees=()) for line in good}
+    without = [line for line in good if str(line) not in ("0I1", "0W1")]
+    twice = [*good[:-1], replace(run["0B0"], action=Action(0, "B", 1)), good[-1]]
+    with pytest.raises(ScheduleError, match="rank 0: 0B1 is not run; rank 0: 0I1 is not run; rank 0: 0W1 is not run"):
+        check_schedule([without], flow)
+    with pytest.raises(ScheduleError, match="rank 0: 0B1 is run, and the same gradient another way"):
+        check_schedule([twice], flow)
+
+
 # 500 breaks
 
 SEED = 20240130

@@ -288,3 +288,9 @@ def test_sum_on_two_ranks() -> None:
     message = "a value is made on one rank, but %loss on ranks [0, 1]."
     refused(ScheduleError, message, lambda: with_transfers([[], []], flow, Costs()))
     refused(ScheduleError, message, lambda: check_schedule([[], []], flow))
+
+
+def test_name_of_two_values() -> None:
+    flow = Flow((0,), 1, {(0, "F"): Work(writes=("x",)), (0, "E"): Work(step_reads=("x",))})
+    message = "a value is of a micro-batch or of the step, but both are %x."
+    refused(ScheduleError, message, lambda: check_schedule([[]], flow))

@@ -9,7 +9,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
 from autopar.ir.text import print_type
-from autopar.passes.schedules.flows import check_writers, step_values
+from autopar.passes.schedules.flows import check_flow, step_values
 
 _SHOWN = 5  # faults named in one message
 _FREED, _THERE, _HOME = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
@@ -25,7 +25,7 @@ def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
     - each action of the flow is run once, by the rank of its stage, when all it reads is there;
     - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are.
     """
-    check_writers(flow)
+    check_flow(flow)
     run = _Run(lists, flow)
     if run.advance_all():
         run.check_end()
