@@ -318,7 +318,7 @@ def test_500_breaks() -> None:
     print(f"seed {SEED}: {dict(tally)}")
     assert not unnamed
     assert tally["matters, refused"] > 300
-    assert len(missed) <= 0.01 * (len(missed) + tally["matters, refused"]), missed
+    assert not missed
     assert tally["harmless, accepted"] > 10  # it does not refuse whatever differs
 
 
