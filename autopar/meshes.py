@@ -10,6 +10,8 @@ from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
+PIPELINE = "pp"  # the axis of stages, of which layouts know nothing
+
 MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 
 
@@ -20,10 +22,9 @@ def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
     """
     found = _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
     for axis in found.names:
-        if axis not in INTENTS:
-            raise MeshError(
-                f"mesh '{found}': axis '{axis}' has no meaning; known axes are {', '.join(sorted(INTENTS))}."
-            )
+        if axis != PIPELINE and axis not in INTENTS:
+            known = ", ".join(sorted((*INTENTS, PIPELINE)))
+            raise MeshError(f"mesh '{found}': axis '{axis}' has no meaning; known axes are {known}.")
     return found
 
 

@@ -12,6 +12,7 @@ from autopar.capture.capture import state_of
 from autopar.distribute import is_strided
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout
+from autopar.stage_tensor import whole_value
 from autopar.torch_compat import local_of
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, met
         value = state.get(prefix + name)
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
-        layout = module._layout(first[name], parameter)
-        if isinstance(value, DTensor) and is_strided(layout):
-            value = value.full_tensor()
+        layout, home = module._layout(first[name], parameter), module._homes.get(first[name])
+        if isinstance(value, DTensor) and (is_strided(layout) or module._distributor.stages):
+            value = whole_value(value)
         if not isinstance(value, DTensor):
-            state[prefix + name] = module._distributor.split(value.to(module._device), layout)
+            state[prefix + name] = module._distributor.split(value.to(module._device), layout, home)
 
 
 def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -46,6 +47,7 @@ def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix
             continue
         for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
             parameter = state[prefix + alias]
-            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
+            home = module._homes[name]
+            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout, home, parameter.shape)
             dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
-            state[prefix + alias] = module._distributor.split(whole_, Layout(dims))
+            state[prefix + alias] = module._distributor.split(whole_, Layout(dims), home)
