@@ -11,6 +11,7 @@ over all stages; a reduction reads the whole value, sent to all ranks; anything 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from autopar.chunks import chunks, write_items
 from autopar.errors import AutoparError
 from autopar.parameter import ParameterTensor
 from autopar.torch_compat import SUBCLASSED_DTENSORS, local_of, no_torch_function, spec_of, take_in_lists, with_spec
@@ -61,9 +63,6 @@ class Stages:
     everyone: DeviceMesh
     meshes: tuple[DeviceMesh, ...]
 
-    def __deepcopy__(self, memo: Any) -> Stages:
-        return self
-
 
 class StageTensor(ParameterTensor):
     """A parameter, gradient or optimizer state that lies on one stage, or (not homed) on all ranks."""
@@ -89,6 +88,22 @@ class StageTensor(ParameterTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise AutoparError(_refusal("data = ..."))
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [chunk for chunk, _ in chunks(self).values()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return chunks(self)[index.offset][1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageTensor:
+        made = stage_tensor(local_of(self).detach().clone(), spec_of(self), self.stages, self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
 
     def _like(self, part: torch.Tensor, spec: Any) -> StageTensor:
         return stage_tensor(part, spec, self.stages)
@@ -295,8 +310,8 @@ def _counts(spec: Any) -> bool:
 
 def _read(value: Any, stages: Stages) -> Any:
     """A whole value for an op that reads all of it, on every rank."""
-    if not isinstance(value, DTensor) or spec_of(value).mesh is stages.everyone:
-        return with_spec(DTensor, local_of(value), spec_of(value)) if isinstance(value, StageTensor) else value
+    if not isinstance(value, DTensor):
+        return value
     everywhere = [Replicate()] * stages.everyone.ndim
     return DTensor.from_local(whole_value(value), stages.everyone, everywhere, run_check=False)
 
@@ -304,13 +319,21 @@ def _read(value: Any, stages: Stages) -> Any:
 # -- torch before 2.13 ----------------------------------------------------------------------------------------------
 
 
+_METADATA = """
+    __dir__ __format__ __get__ __hash__ __len__ __repr__ __set__ _is_view _use_count can_cast data_ptr dim element_size
+    get_device has_names is_complex is_contiguous is_floating_point is_inference is_same_size is_shared is_signed
+    ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
+    size storage_offset stride untyped_storage
+"""
+_ABOUT = frozenset(_METADATA.split())
+
+
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """DTensor takes the ops of its subclasses itself there: what Python calls is as far down as one gets."""
     with no_torch_function():
-        name = func.__name__
-        if name in ("__get__", "__set__"):
+        name = _OPERATORS.get(func.__name__, func.__name__)
+        if name in _ABOUT:
             return func(*args, **(kwargs or {}))
-        name = _OPERATORS.get(name, name)
         out = _run(func, name, args, kwargs or {})
         if name.endswith("_") and not name.startswith("_") and isinstance(out, DTensor):
             increment_version(out)

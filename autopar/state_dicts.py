@@ -41,13 +41,14 @@ def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, met
 
 def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
     """Fused weights (`[3:tp,-]`) leave split in one piece: torch.distributed.checkpoint knows no other split."""
+    if module._distributor.stages:
+        return  # those tell of their blocks themselves
     first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
     for name, layout in list(module._layouts.items()):
         if not is_strided(layout):
             continue
         for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
             parameter = state[prefix + alias]
-            home = module._homes[name]
-            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout, home, parameter.shape)
+            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
             dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
-            state[prefix + alias] = module._distributor.split(whole_, Layout(dims), home)
+            state[prefix + alias] = module._distributor.split(whole_, Layout(dims))
