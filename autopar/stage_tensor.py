@@ -78,8 +78,13 @@ class StageTensor(ParameterTensor):
         """The whole value, on every rank; every rank must call this."""
         return _Full.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        raise AutoparError(_refusal("redistribute"))
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """The whole value as a DTensor of all ranks; any other placement is refused."""
+        whole = placements and all(placement.is_replicate() for placement in placements)
+        if not whole or options or device_mesh not in (None, spec_of(self).mesh):
+            raise AutoparError(_refusal("redistribute"))
+        everyone = self.stages.everyone
+        return DTensor.from_local(self.full_tensor(), everyone, [Replicate()] * everyone.ndim, run_check=False)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -129,7 +134,7 @@ def whole_value(tensor: DTensor) -> torch.Tensor:
     if here:
         value = with_spec(DTensor, local_of(tensor).detach(), spec).full_tensor()
     else:
-        value = torch.empty(spec.shape, dtype=tensor.dtype, device=local_of(tensor).device)
+        value = torch.empty(spec.shape, dtype=tensor.dtype, device=spec.mesh.device_type)
     if spec.mesh.size() < dist.get_world_size():
         value = value.contiguous()
         dist.broadcast(value, src=int(spec.mesh.mesh.flatten()[0]))
