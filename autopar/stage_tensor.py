@@ -83,8 +83,7 @@ class StageTensor(ParameterTensor):
         whole = placements and all(placement.is_replicate() for placement in placements)
         if not whole or options or device_mesh not in (None, spec_of(self).mesh):
             raise AutoparError(_refusal("redistribute"))
-        everyone = self.stages.everyone
-        return DTensor.from_local(self.full_tensor(), everyone, [Replicate()] * everyone.ndim, run_check=False)
+        return _everywhere(self.full_tensor(), self.stages)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -170,8 +169,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             f"'{name}' on a parameter of a pipeline would record a gradient, and no step runs it. Compute it in "
             f"loss_fn, or under torch.no_grad()."
         )
-    if name == "_foreach_norm":
-        return _norms(args[0], *_norm_options(*args[1:], **kwargs), stages)
+    if name == "_foreach_norm" and (options := _norm_options(*args[1:], **kwargs)) is not None:
+        return _norms(args[0], *options, stages)
     if name == _SCALED:
         func(list(map(_local, args[0])), *map(_local, args[1:]))
         dist.all_reduce(_local(args[1]), op=dist.ReduceOp.MAX)  # what one stage found, all have
@@ -298,11 +297,16 @@ def _norms(tensors: Iterable[Any], order: float, dtype: Any, stages: Stages) -> 
         total = total.pow(order)
         dist.all_reduce(total)
         total = total.pow(1 / order)
-    everywhere = [Replicate()] * stages.everyone.ndim
-    return [
-        DTensor.from_local(norm.to(dtype or tensor.dtype), stages.everyone, everywhere, run_check=False)
-        for norm, tensor in zip(total.unbind(), tensors, strict=True)
-    ]
+    norms = [norm.to(dtype or tensor.dtype) for norm, tensor in zip(total.unbind(), tensors, strict=True)]
+    alike = {norm.dtype: norm for norm in norms}
+    specs = {dtype: spec_of(_everywhere(norm, stages)) for dtype, norm in alike.items()}
+    return [with_spec(DTensor, norm, specs[norm.dtype]) for norm in norms]
+
+
+def _everywhere(value: torch.Tensor, stages: Stages) -> DTensor:
+    """What every rank holds, as a DTensor that says so."""
+    everyone = stages.everyone
+    return DTensor.from_local(value, everyone, [Replicate()] * everyone.ndim, run_check=False)
 
 
 def _counts(spec: Any) -> bool:
@@ -317,8 +321,7 @@ def _read(value: Any, stages: Stages) -> Any:
     """A whole value for an op that reads all of it, on every rank."""
     if not isinstance(value, DTensor):
         return value
-    everywhere = [Replicate()] * stages.everyone.ndim
-    return DTensor.from_local(whole_value(value), stages.everyone, everywhere, run_check=False)
+    return _everywhere(whole_value(value), stages)
 
 
 # -- torch before 2.13 ----------------------------------------------------------------------------------------------
