@@ -26,7 +26,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autopar.chunks import chunks, write_items
 from autopar.errors import AutoparError
 from autopar.parameter import ParameterTensor
-from autopar.torch_compat import SUBCLASSED_DTENSORS, local_of, no_torch_function, spec_of, take_in_lists, with_spec
+from autopar.torch_compat import (
+    SUBCLASSED_DTENSORS,
+    StridedShard,
+    local_of,
+    no_torch_function,
+    spec_of,
+    take_in_lists,
+    with_spec,
+)
 
 _MAPS = """
     _to_copy abs add addcdiv addcmul alias bfloat16 bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min
@@ -46,6 +54,7 @@ _OPERATORS |= {
     "__rdiv__": "div",
     "__idiv__": "div_",
 }
+_OPERATORS |= {"__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not"}
 _FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _NORMS = frozenset({"linalg_vector_norm", "norm", "vector_norm"})
 _READS = """
@@ -129,14 +138,26 @@ def stage_tensor(part: torch.Tensor, spec: Any, stages: Stages, requires_grad: b
 def whole_value(tensor: DTensor) -> torch.Tensor:
     """The whole value of a DTensor on any of the meshes, on every rank. Every rank must call this."""
     spec = spec_of(tensor)
-    here = spec.mesh.get_coordinate() is not None
-    if here:
+    if not SUBCLASSED_DTENSORS and any(isinstance(placement, StridedShard) for placement in spec.placements):
+        return _summed_value(tensor)
+    if spec.mesh.get_coordinate() is not None:
         value = with_spec(DTensor, local_of(tensor).detach(), spec).full_tensor()
     else:
         value = torch.empty(spec.shape, dtype=tensor.dtype, device=spec.mesh.device_type)
     if spec.mesh.size() < dist.get_world_size():
         value = value.contiguous()
         dist.broadcast(value, src=int(spec.mesh.mesh.flatten()[0]))
+    return value
+
+
+def _summed_value(tensor: DTensor) -> torch.Tensor:
+    """As `whole_value`, for a split that DTensor before torch 2.13 cannot undo."""
+    value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=spec_of(tensor).mesh.device_type)
+    if _counts(spec_of(tensor)):
+        for chunk, piece in chunks(tensor).values():
+            at = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            value[at] = piece
+    dist.all_reduce(value)
     return value
 
 
@@ -333,13 +354,15 @@ _METADATA = """
     ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
     size storage_offset stride untyped_storage
 """
-_ABOUT = frozenset(_METADATA.split())
+_ABOUT, _VIEWS = frozenset(_METADATA.split()), frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """DTensor takes the ops of its subclasses itself there: what Python calls is as far down as one gets."""
     with no_torch_function():
         name = _OPERATORS.get(func.__name__, func.__name__)
+        if name == "__get__" and func.__self__.__name__ in _VIEWS:
+            raise AutoparError(_refusal(func.__self__.__name__))
         if name in _ABOUT:
             return func(*args, **(kwargs or {}))
         out = _run(func, name, args, kwargs or {})

@@ -288,7 +288,7 @@ def _refusals(rank: int) -> None:
     whole = torch.ones(12, 6, dtype=torch.float64)
     no_grad = {
         "unsqueeze|select|__getitem__": lambda: weight[0],
-        "t|transpose|permute": lambda: weight.T,
+        "'t'|T|transpose|permute": lambda: weight.T,
         "view": lambda: weight.view(-1),
         "redistribute": lambda: weight.redistribute(placements=[Shard(0), Shard(1)]),
         "data = ": lambda: setattr(weight, "data", whole),
