@@ -145,6 +145,8 @@ def whole_value(tensor: DTensor) -> torch.Tensor:
     else:
         value = torch.empty(spec.shape, dtype=tensor.dtype, device=spec.mesh.device_type)
     if spec.mesh.size() < dist.get_world_size():
+        if value.numel() == local_of(tensor).numel():  # the part itself: a whole value is memory of its own everywhere
+            value = value.clone()
         value = value.contiguous()
         dist.broadcast(value, src=int(spec.mesh.mesh.flatten()[0]))
     return value
