@@ -61,7 +61,7 @@ def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("memory", [None, 120_000])
+@pytest.mark.parametrize("memory", [None, 300_000])
 def test_no_cut_is_better(stages: int, memory: int | None):
     line = line_of(Limits([stages - i for i in range(stages)], memory))
     assert len(line.places) > 8
@@ -78,8 +78,8 @@ def test_no_cut_is_better(stages: int, memory: int | None):
 
 def test_memory_matters():
     """Less of it never makes a step faster, and some amounts cost time."""
-    times = [line_of(Limits([2, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 420_000, 10_000)]
-    free = line_of(Limits([2, 1])).best(2, math.inf)[0]
+    times = [line_of(Limits([20, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 6_000_000, 150_000)]
+    free = line_of(Limits([20, 1])).best(2, math.inf)[0]
     assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
     assert any(free < time < math.inf for time in times), times
 
