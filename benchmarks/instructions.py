@@ -96,9 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * args.pp)))
     x = torch.randn(args.microbatches, WIDTH)
-    compiled = autopar.compile(
-        model, f"{PIPELINE}={args.pp}", loss_fn=loss_fn, batch=x, microbatches=args.microbatches
-    )
+    compiled = autopar.compile(model, f"{PIPELINE}={args.pp}", loss_fn=loss_fn, batch=x, microbatches=args.microbatches)
     assert compiled.pipeline is not None
     codes = [compile_rank(compiled.pipeline, rank) for rank in range(args.pp)]
     starts, mesh = given(compiled, model, x), VirtualMesh(compiled.mesh)
