@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.pipeline import Pipeline
+from torch import fx
+
+from autopar.ir.pipeline import Join, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
+from autopar.runtime.callables import adding_variant
 from autopar.runtime.executor import Executable, compile_graph
 
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
-# Where a result goes: to the values, to the sum over the micro-batches, or out of the step.
-VALUE, TOTAL, FINAL = "value", "total", "final"
-_PLACES: Mapping[str, str] = {"saved": VALUE, "step": VALUE, "part": TOTAL}
+# Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
+# before; or out of the step.
+VALUE, PART, TOTAL, FINAL = "value", "part", "total", "final"
+_PLACES: Mapping[str, str] = {"saved": VALUE, "step": VALUE, "part": PART}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,15 @@ class Count:
 class Line:
     """An instruction, ready to run.
 
-    reads: of the graph's placeholders, or of what is sent, or received; with True if the value dies here. awaits: the
-    places of the receives that it is the first to need. totals: the sums that are whole and are read for the first
-    time. frees: what else dies here.
+    reads: of the graph's placeholders, or of what is sent, or received; with True if the value dies here. sums: what
+    the graph adds to by itself. awaits: the places of the receives that it is the first to need. totals: the sums that
+    are whole and are read for the first time. frees: what else dies here.
     """
 
     instruction: Instruction
     executable: Executable | None = None
     reads: tuple[tuple[Key, bool], ...] = ()
+    sums: tuple[str, ...] = ()
     writes: tuple[Write, ...] = ()
     awaits: tuple[int, ...] = ()
     totals: tuple[str, ...] = ()
@@ -65,13 +70,24 @@ def compile_rank(pipeline: Pipeline, rank: int) -> RankCode:
     """The graphs of a rank, each turned into Python once, and the lines of its list."""
     flow = pipeline.flow
     mine = {
-        key: compile_graph(program.graph)
+        key: compile_graph(program.graph, tuple(sums_of(program, pipeline.joins).values()))
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
     }
     steps = flow.step_values()
     lines = [_line(pipeline, mine, steps, instruction) for instruction in pipeline.lists[rank]]
     return RankCode(pipeline, mine, _with_waits(lines))
+
+
+def sums_of(program: Program, joins: Mapping[str, Join]) -> dict[str, fx.Node]:
+    """The calls that can add to the sum over the micro-batches by themselves, by the name of the sum."""
+    results = zip(program.results, program.outputs, strict=True)
+    return {
+        out.name: node
+        for node, out in results
+        if out.kind == "part" and joins[out.name].kind == "sum" and node is not None
+        if adding_variant(node.target) is not None and len(node.users) == 1 and program.results.count(node) == 1
+    }
 
 
 def _line(
@@ -92,7 +108,8 @@ def _line(
         return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
     program = pipeline.graph(action)
     keys = _inputs(program, action.microbatch)
-    writes = tuple(_write(out.kind, out.name, action) for out in program.outputs)
+    sums = tuple(sums_of(program, pipeline.joins))
+    writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
     count = None
     if action.kind == "P" and (action.stage, "C") in executables:
         counting = pipeline.graphs[action.stage, "C"]
@@ -105,6 +122,7 @@ def _line(
         instruction,
         executables[action.stage, action.kind],
         tuple((k, k in frees) for k in keys),
+        sums,
         writes,
         frees=tuple(sorted(frees.difference(keys))),
         count=count,
@@ -124,8 +142,8 @@ def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
     return tuple(found)
 
 
-def _write(kind: str, name: str, action: Action) -> Write:
-    place = _PLACES.get(kind, FINAL)
+def _write(kind: str, name: str, action: Action, sums: tuple[str, ...]) -> Write:
+    place = TOTAL if kind == "part" and name in sums else _PLACES.get(kind, FINAL)
     if place == FINAL:
         return Write(place, (kind, name))
     return Write(place, (name, ONCE if kind == "step" else action.microbatch))
@@ -134,7 +152,7 @@ def _write(kind: str, name: str, action: Action) -> Write:
 def _with_waits(lines: list[Line]) -> tuple[Line, ...]:
     """With what each line is the first to need: what was received, and what the micro-batches add up to."""
     coming: dict[Key, int] = {}
-    parts = {write.key[0] for line in lines for write in line.writes if write.place == TOTAL}
+    parts = {write.key[0] for line in lines for write in line.writes if write.place in (PART, TOTAL)}
     found = []
     for place, line in enumerate(lines):
         keys = [key for key, _ in line.reads]

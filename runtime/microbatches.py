@@ -42,6 +42,13 @@ class Totals:
             self.owned.add(name)
             self.parts[name] = _COMBINE[kind](self.parts[name], part)
 
+    def so_far(self, name: str) -> torch.Tensor | None:
+        """What a graph adds to itself, and gives back with `put`."""
+        return self.parts.pop(name, None)
+
+    def put(self, name: str, total: torch.Tensor) -> None:
+        self.parts[name] = total
+
     def take(self, name: str) -> torch.Tensor:
         """The whole, which is then no longer here."""
         how, found = self.joins[name], self.parts.pop(name)

@@ -15,7 +15,7 @@ import torch
 
 from autopar.ir.schedule import ONCE, Instruction, Span
 from autopar.runtime.executor import run
-from autopar.runtime.lines import TOTAL, VALUE, Count, Key, Line, RankCode, compile_rank
+from autopar.runtime.lines import PART, TOTAL, VALUE, Count, Key, Line, RankCode, compile_rank
 from autopar.runtime.microbatches import Totals, of_microbatch, side_by_side
 
 __all__ = ["Await", "Finals", "Given", "RankCode", "Receive", "Send", "Watch", "compile_rank", "steps_of"]
@@ -110,14 +110,18 @@ class _Step:
     def read(self, line: Line) -> list[Any]:
         """What a line reads. Whoever gets the list has the only reference to what dies here."""
         values = self.values
-        return [values.pop(key) if dies else values[key] for key, dies in line.reads]
+        found = [values.pop(key) if dies else values[key] for key, dies in line.reads]
+        found += [self.totals.so_far(name) for name in line.sums]
+        return found
 
     def write(self, line: Line, outputs: tuple[Any, ...]) -> None:
         for write, value in zip(line.writes, outputs, strict=True):
             if write.place == VALUE:
                 self.values[write.key] = value  # type: ignore[index]
-            elif write.place == TOTAL:
+            elif write.place == PART:
                 self.totals.add(*write.key, value)  # type: ignore[arg-type]
+            elif write.place == TOTAL:
+                self.totals.put(write.key[0], value)
             else:
                 self.finals[write.key] = value
 
