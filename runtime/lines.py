@@ -22,10 +22,11 @@ _PLACES: Mapping[str, str] = {"saved": VALUE, "step": VALUE, "part": PART}
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where a result goes. key: of a value; (name, micro-batch) of a part; (kind, name) of what leaves the step."""
+    """Where a result goes. key: the value, or the part of a sum. kind: of what leaves the step."""
 
     place: str
-    key: tuple[str, int] | tuple[str, str]
+    key: Key
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,7 @@ def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
 
 def _write(kind: str, name: str, action: Action, sums: tuple[str, ...]) -> Write:
     place = TOTAL if kind == "part" and name in sums else _PLACES.get(kind, FINAL)
-    if place == FINAL:
-        return Write(place, (kind, name))
-    return Write(place, (name, ONCE if kind == "step" else action.microbatch))
+    return Write(place, (name, action.microbatch if kind in ("saved", "part") else ONCE), kind)
 
 
 def _with_waits(lines: list[Line]) -> tuple[Line, ...]:

@@ -20,7 +20,7 @@ from autopar.runtime.microbatches import Totals, of_microbatch, side_by_side
 
 __all__ = ["Await", "Finals", "Given", "RankCode", "Receive", "Send", "Watch", "compile_rank", "steps_of"]
 
-Finals = dict[Any, Any]  # what a step gives, by (kind, name)
+Finals = dict[tuple[str, str], Any]  # what a step gives, by (kind, name)
 Watch = Callable[[Span], None]
 
 
@@ -116,14 +116,15 @@ class _Step:
 
     def write(self, line: Line, outputs: tuple[Any, ...]) -> None:
         for write, value in zip(line.writes, outputs, strict=True):
+            name, microbatch = write.key
             if write.place == VALUE:
-                self.values[write.key] = value  # type: ignore[index]
+                self.values[name, microbatch] = value
             elif write.place == PART:
-                self.totals.add(*write.key, value)  # type: ignore[arg-type]
+                self.totals.add(name, microbatch, value)
             elif write.place == TOTAL:
-                self.totals.put(write.key[0], value)
+                self.totals.put(name, value)
             else:
-                self.finals[write.key] = value
+                self.finals[write.kind, name] = value
 
     def arrive(self, receive: Line, tensors: Sequence[torch.Tensor]) -> None:
         for (key, _), tensor in zip(receive.reads, tensors, strict=True):
