@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,17 +15,15 @@ from rich.console import Console
 
 from autopar.capture.capture import capture
 from autopar.compiled import STEP, Compiled, load
-from autopar.compiler import Choices, batch_arguments, lower
+from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
-from autopar.execution import compiler_of
 from autopar.inspection import collectives_text, human, memory_text
 from autopar.ir.text import diff_programs, print_program
-from autopar.job import Job
 from autopar.launch import launch, report
 from autopar.meshes import mesh_of
+from autopar.options import Options, takes_options
 from autopar.page import page_text
 from autopar.settings import Settings
-from autopar.target import load_job
 from autopar.training import train
 from autopar.verification import verify as verify_job
 from autopar.verification_distributed import verify_on_ranks
@@ -36,60 +33,47 @@ out = Console(soft_wrap=True)
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
-Seed = Annotated[int, typer.Option(help="of the initial weights and of random ops")]
-SequenceOption = Annotated[
-    bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
-]
-
-SpecializeOption = Annotated[
-    bool, typer.Option("--specialize", help="take values that the model reads from tensors from the example batch")
-]
-CompileOption = Annotated[
-    str | None, typer.Option("--compile", metavar="inductor", help="run the programs as code that Inductor writes")
-]
 
 
 @app.command()
+@takes_options()
 def run(
     target: Target,
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
-    compile: CompileOption = None,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    *,
+    options: Options,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    options = ["run", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed)]
-    options += ["--log", str(log)] if log is not None else []
-    options += _passed_on(sequence_parallel, specialize, compile)
-    _on_ranks(
-        mesh, options, lambda: train(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed, log)
-    )
+    arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
+    arguments += ["--log", str(log)] if log is not None else []
+    _on_ranks(mesh, arguments, lambda: train(options.job(target), mesh, steps, options.seed, log))
 
 
 @app.command("compile")
+@takes_options("compile")
 def compile_(
     target: Target,
     mesh: MeshOption,
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    *,
+    options: Options,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
-    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+    compiled = _compile(target, mesh, options)
     compiled.save(out_dir)
-    moved = sum(row.bytes for row in compiled.collectives)
+    moved, programs = sum(row.bytes for row in compiled.collectives), len(compiled.alike)
     out.print(
-        f"{out_dir}: 1 distinct program for {compiled.mesh.size} ranks (mesh {compiled.mesh}), "
+        f"{out_dir}: {programs} distinct program{'s' * (programs > 1)} for {compiled.mesh.size} ranks "
+        f"(mesh {compiled.mesh}), "
         f"{len(compiled.program.graph.nodes)} nodes, {len(compiled.collectives)} collectives of {human(moved)} a step."
     )
     _show_notes(compiled)
 
 
 @app.command()
+@takes_options("compile")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -98,9 +82,8 @@ def inspect(
     pass_: Annotated[str | None, typer.Option("--pass", metavar="NAME", help="the program after this pass")] = None,
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    *,
+    options: Options,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if Path(target).is_dir():
@@ -108,7 +91,7 @@ def inspect(
     elif mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     else:
-        compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+        compiled = _compile(target, mesh, options)
     if html is not None:
         _write_page(compiled, html, target)
         return
@@ -129,49 +112,43 @@ def inspect(
 
 
 @app.command()
+@takes_options("compile")
 def explain(
     target: Target,
     value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
     mesh: MeshOption,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    *,
+    options: Options,
 ) -> None:
     """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
-    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+    compiled = _compile(target, mesh, options)
     out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
 
 @app.command()
+@takes_options()
 def verify(
     target: Target,
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
-    compile: CompileOption = None,
+    *,
+    options: Options,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     if backend == "gloo":
-        options = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--backend", "gloo"]
-        options += _passed_on(sequence_parallel, specialize, compile)
-
-        def check() -> None:
-            _finish(verify_on_ranks(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed))
-
-        _on_ranks(mesh, options, check)
+        arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *options.arguments()]
+        _on_ranks(mesh, arguments, lambda: _finish(verify_on_ranks(options.job(target), mesh, steps, options.seed)))
         return
     if backend != "virtual":
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
-    if compile is not None:
+    if options.compile is not None:
         raise TargetError(
-            f"--compile {compile}: it compiles what a process runs, collectives included; add --backend gloo. "
+            f"--compile {options.compile}: it compiles what a process runs, collectives included; add --backend gloo. "
             f"One process that plays all ranks has only autopar's own executor."
         )
-    job = _job(target, seed, sequence_parallel, specialize)
+    job = options.job(target)
     _finish(
         verify_job(
             job.model,
@@ -180,9 +157,10 @@ def verify(
             batch=job.batch,
             steps=steps,
             optimizer=job.optimizer,
-            seed=seed,
+            seed=options.seed,
             sequence_parallel=job.sequence_parallel,
             specialize=job.specialize,
+            **job.pipeline_options,
         )
     )
 
@@ -196,27 +174,13 @@ def _finish(found: object) -> None:
         raise typer.Exit(1)
 
 
-def _passed_on(sequence_parallel: bool, specialize: bool, compile: str | None) -> list[str]:
-    """Options that each rank is started with."""
-    compiler = compiler_of(compile)
-    flags = {"--sequence-parallel": sequence_parallel, "--specialize": specialize}
-    return [*(flag for flag, is_on in flags.items() if is_on), *(["--compile", compiler] if compiler else [])]
-
-
-def _job(target: str, seed: int, sequence_parallel: bool, specialize: bool, compile: str | None = None) -> Job:
-    """The TARGET's job, with what the command line says of it."""
-    job = load_job(target, seed)
-    job = replace(job, sequence_parallel=True) if sequence_parallel else job
-    job = replace(job, specialize=True) if specialize else job
-    return replace(job, compile=compiler_of(compile)) if compile is not None else job
-
-
-def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool, specialize: bool) -> Compiled:
+def _compile(target: str, mesh: str, options: Options) -> Compiled:
     parsed = mesh_of(mesh)
-    job = _job(target, seed, sequence_parallel, specialize)
+    job = options.job(target)
+    choices = job.choices  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(job.batch)
     captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize)
-    return lower(captured, parsed, Choices(sequence_parallel=job.sequence_parallel))
+    return lower(captured, parsed, choices)
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:

@@ -104,6 +104,14 @@ class Compiled:
         )
 
     @functools.cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that run the same, together: all of them, or those with the same place on the axis pp."""
+        found: dict[int, list[int]] = {}
+        for rank, coord in enumerate(self.mesh.coords()):
+            found.setdefault(coord.get(PIPELINE, 0) if self.pipeline else 0, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of a step, in order; of a pipeline those of every graph, without its sends and receives."""
         if self.pipeline is None:
