@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from autopar.agreement import Agreement
+from autopar.compiled import Compiled
 from autopar.constraints import batch_ranks
 from autopar.errors import BatchError
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, record
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import record
 from autopar.passes.search.intents import INTENTS
 from autopar.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
@@ -63,12 +65,19 @@ def at_global_size(batch: Any, mesh: Mesh) -> Any:
     return tree_unflatten([grow(leaf) for leaf in leaves], spec)
 
 
-def check_split(program: Program, leaves: Sequence[Any]) -> None:
+def of_local_batch(layout: Layout) -> Layout:
+    """The layout of a batch tensor within what a rank was given: only micro-batches are cut from it."""
+    return Layout(tuple(tuple(f for f in dim if isinstance(f, int) or f == MICROBATCH) for dim in layout.dims))
+
+
+def check_split(compiled: Compiled, leaves: Sequence[Any]) -> None:
     """Raise BatchError if the program takes other shapes than those of a local batch."""
+    program = compiled.program
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         if entry.kind == "batch":
             given = tuple(leaves[int(entry.name)].shape)
-            wanted = local_shape(record(node).type.shape, record(node).layout, program.mesh)
+            dims = tuple(tuple(f for f in dim if f != MICROBATCH) for dim in record(node).layout.dims)
+            wanted = local_shape(record(node).type.shape, Layout(dims), program.mesh)
             if given != wanted:
                 raise BatchError(
                     f"argument {entry.name} has shape {list(given)} on each rank, but the program takes {list(wanted)} "

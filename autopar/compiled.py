@@ -16,7 +16,7 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import PIPELINE, Plan
+from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
 
@@ -126,6 +126,29 @@ class Compiled:
             for node, entry in zip(self.program.placeholders, self.program.inputs, strict=True)
             if entry.kind == "parameter"
         }
+
+    @property
+    def homes(self) -> dict[str, int | None]:
+        """The place on "pp" where each parameter is kept, by first name; None for every one of them."""
+        if self.pipeline is None or PIPELINE not in self.mesh:
+            return dict.fromkeys(self.layouts)
+        return {name: self.pipeline.rank_of(name) for name in self.layouts}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which anything moves, in the same order for every rank."""
+        if self.pipeline is None:
+            return axes_of(self.program.graph)
+        found = [axis for graph in self.pipeline.graphs.values() for axis in axes_of(graph.graph)]
+        found += [PIPELINE] if PIPELINE in self.mesh else []
+        return tuple(dict.fromkeys(axis for axis in found if axis != MICROBATCH))
+
+    def lines(self) -> list[str]:
+        """All that decides what the ranks run."""
+        if self.pipeline is None:
+            return [self.text()]
+        lists = ["\n".join(map(str, instructions)) for instructions in self.pipeline.lists]
+        return [*(print_program(graph) for graph in self.pipeline.graphs.values()), *lists]
 
     @property
     def notes(self) -> tuple[str, ...]:

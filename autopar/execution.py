@@ -14,9 +14,12 @@ from autopar.capture import Captured
 from autopar.compiled import STEP, Compiled
 from autopar.errors import CompileError
 from autopar.ir.layout import Layout
-from autopar.ir.program import Input, Program
+from autopar.ir.plan import PIPELINE
+from autopar.ir.program import Input, Output
+from autopar.ir.schedule import KINDS
 from autopar.runtime.distributed import DistributedDriver, Group
 from autopar.runtime.executor import Executable, Outputs, compile_graph
+from autopar.runtime.pipeline import Given, RankCode, compile_rank
 
 Compiler = Literal["inductor"]
 COMPILERS: tuple[Compiler, ...] = ("inductor",)
@@ -48,24 +51,49 @@ class ExecutorRunner:
         return self.driver.run(self.executable, inputs)
 
 
+@dataclass(frozen=True)
+class PipelineRunner:
+    """A rank's instruction list on our executor, over torch.distributed."""
+
+    code: RankCode
+    driver: DistributedDriver
+    outputs: tuple[Output, ...]
+    device: torch.device
+
+    @property
+    def source(self) -> str:
+        named = self.code.executables.items()
+        return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
+
+    def run(self, inputs: Given) -> Outputs:
+        """The outputs of the program, None for those that other ranks have."""
+        finals = self.driver.run_pipeline(self.code, inputs, self.device)
+        return tuple(finals.get((out.kind, out.name)) for out in self.outputs)
+
+
 @dataclass(slots=True)
 class Running:
     """One compiled signature, ready to run. `shared`: the outputs that are not memory of their own, once known."""
 
     captured: Captured
     compiled: Compiled
-    runner: Runner
+    runner: Runner | PipelineRunner
     slots: tuple[tuple[Input, Layout], ...]
     constants: Mapping[str, torch.Tensor]
     shared: frozenset[int] | None = None
 
-    def run(self, inputs: list[torch.Tensor]) -> Outputs:
-        """The outputs, each in memory of its own."""
-        if self.shared is None:
+    def run(self, inputs: list[torch.Tensor] | Given) -> Outputs:
+        """The outputs, each in memory of its own; None for those that other stages have."""
+        first = self.shared is None
+        if isinstance(inputs, Given):
+            assert isinstance(self.runner, PipelineRunner)
             outputs = self.runner.run(inputs)
-            self.shared = _shared(outputs, inputs)
         else:
-            outputs = self.runner.run(iter(inputs))
+            assert not isinstance(self.runner, PipelineRunner)
+            outputs = self.runner.run(inputs if first else iter(inputs))
+        if self.shared is None:
+            tensors = inputs.tensors if isinstance(inputs, Given) else inputs
+            self.shared = _shared(outputs, tensors)
         if not self.shared:
             return outputs
         dense = torch.contiguous_format
@@ -92,12 +120,21 @@ def check_compiler(name: str | None, device: torch.device) -> None:
 
 
 def make_runner(
-    program: Program, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
-) -> Runner:
-    """Make a LOCAL program ready to run. Every rank must call this; where one fails, all raise."""
-    mesh = program.mesh
+    compiled: Compiled, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
+) -> Runner | PipelineRunner:
+    """Make a program ready to run. Every rank must call this; where one fails, all raise."""
+    program, pipeline = compiled.program, compiled.pipeline
+    driver = DistributedDriver(compiled.mesh, groups)
+    if pipeline is not None:
+        if compiler is not None:
+            raise CompileError(
+                f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
+                f"{pipeline.microbatches} micro-batches). Leave compile out, or pp and microbatches."
+            )
+        code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0))
+        return PipelineRunner(code, driver, program.outputs, device)
     if compiler is None:
-        return ExecutorRunner(compile_graph(program.graph), DistributedDriver(mesh, groups))
+        return ExecutorRunner(compile_graph(program.graph), driver)
     from autopar.runtime.inductor import compile_program  # and with it Inductor
 
     rank = dist.get_rank()
@@ -113,6 +150,8 @@ def _shared(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> fr
     seen: set[int] = set()
     found = set()
     for i, value in enumerate(outputs):
+        if value is None:
+            continue
         alone = value.untyped_storage().data_ptr() not in given and value.data_ptr() not in seen
         if not (alone and value.is_contiguous()):
             found.add(i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.agreement import Agreement, lost_peers
-from autopar.batches import at_global_size, check_data, check_split, describe, signature_lines
+from autopar.batches import at_global_size, check_data, check_split, describe, of_local_batch, signature_lines
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.capture.raising import default_dtype
@@ -27,7 +28,9 @@ from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
 from autopar.random_state import RandomState
-from autopar.runtime.distributed import axes_of, make_groups
+from autopar.runtime.distributed import make_groups
+from autopar.runtime.pipeline import Given
+from autopar.staged import given_of
 from autopar.state_dicts import split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
 
@@ -62,6 +65,7 @@ class ParallelModule(nn.Module):
         self._running: dict[Any, Running] = {}
         self._signatures: dict[Any, list[str]] = {}
         self._layouts: dict[str, Layout] = {}
+        self._stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
         self._groups: dict[str, Any] = {}
         self._device_mesh = device_mesh
         self._distribute(model)
@@ -287,27 +291,29 @@ class ParallelModule(nn.Module):
                 known = {name: str(layout) for name, layout in self._layouts.items()}
                 sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
                 # What divided the first batch need not divide the last of an epoch, nor every sequence.
-                choices = Choices(known, sequence, uneven=True, specialize=choices.specialize)
+                staging = replace(choices.staging, homes=self._stages)
+                choices = replace(choices, shard=known, sequence_parallel=sequence, uneven=True, staging=staging)
             compiled = lower(captured, self._mesh, choices)
             if self._local_batch:
-                check_split(compiled.program, leaves)
+                check_split(compiled, leaves)
             return captured, compiled
 
         captured, compiled = self._agreement.together("program", make)
-        self._agreement.check("program", [compiled.text()])
+        self._agreement.check("program", compiled.lines())
         if dist.get_rank() == 0:
             for note in compiled.notes:
                 _log.warning("%s", note)
         if first:
-            self._relayout(compiled.layouts)
-        missing = [axis for axis in axes_of(compiled.program.graph) if axis not in self._groups]
+            self._relayout(compiled.layouts, compiled.homes)
+            self._stages = compiled.pipeline.homes if compiled.pipeline is not None else None
+        missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._groups.update(make_groups(self._mesh, missing, self._device_mesh))
         program = compiled.program
         slots = tuple(
             (entry, record(node).layout) for node, entry in zip(program.placeholders, program.inputs, strict=True)
         )
         constants = {name: tensor.to(self._device) for name, tensor in captured.constants.items()}
-        runner = make_runner(program, self._groups, self._compiler, self._agreement, self._device)
+        runner = make_runner(compiled, self._groups, self._compiler, self._agreement, self._device)
         return Running(captured, compiled, runner, slots, constants)
 
     def _relayout(self, layouts: Mapping[str, Layout]) -> None:
@@ -328,24 +334,28 @@ class ParallelModule(nn.Module):
                 running.captured.reads[int(out.name)].check(value)
         return outputs
 
-    def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor]:
-        parameters, buffers = self._named(), dict(self.original.named_buffers())
-        found: list[torch.Tensor] = []
-        for entry, layout in running.slots:
+    def _inputs(self, running: Running, leaves: list[Any]) -> list[torch.Tensor] | Given:
+        parameters, buffers, coord = self._named(), dict(self.original.named_buffers()), self._distributor.coord
+
+        def value_of(entry: Input, layout: Layout) -> torch.Tensor:
             if entry.kind == "parameter":
-                found.append(local_of(parameters[entry.name]))  # type: ignore[arg-type]
-            elif entry.kind == "buffer":
-                found.append(buffers[entry.name])
-            elif entry.kind == "constant":
-                found.append(running.constants[entry.name])
-            elif entry.kind == "seed":
-                found.append(torch.tensor([self._random.seed, self._random.steps], device=self._device))
-            else:
-                leaf = leaves[int(entry.name)].detach()
-                if not self._local_batch:
-                    leaf = local_part(leaf, layout, self._mesh, self._distributor.coord)
-                found.append(leaf.to(self._device))
-        return found
+                return local_of(parameters[entry.name])  # type: ignore[arg-type]
+            if entry.kind == "buffer":
+                return buffers[entry.name]
+            if entry.kind == "constant":
+                return running.constants[entry.name]
+            if entry.kind == "seed":
+                return torch.tensor([self._random.seed, self._random.steps], device=self._device)
+            return part_of(entry, layout, coord)
+
+        def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
+            leaf = leaves[int(entry.name)].detach()
+            layout = of_local_batch(layout) if self._local_batch else layout
+            return local_part(leaf, layout, running.compiled.program.mesh, coord).to(self._device)
+
+        if running.compiled.pipeline is not None:
+            return given_of(running.compiled, coord, value_of, part_of)
+        return [value_of(entry, layout) for entry, layout in running.slots]
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self.original.named_parameters())

@@ -7,7 +7,8 @@ for a SUM that meets a MAX).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op
+from autopar.ir.plan import PIPELINE
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
@@ -35,6 +37,8 @@ from autopar.runtime.mesh_ops import (
     local_answer,
     pieces,
 )
+from autopar.runtime.peers import Peers
+from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,19 +121,36 @@ class DistributedDriver:
         self.rank = dist.get_rank() if rank is None else rank
         self.coord = mesh.coord(self.rank)
         self._groups = dict(groups)
+        self._peers: Peers | None = None
 
     def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
         """The outputs of this rank. `inputs` are the placeholders' values; an iterator lets them be freed early.
 
         Raises RankError if the other ranks are lost. Under `observe` nothing overlaps.
         """
+        outputs: Outputs = self._drive(run(executable, inputs, observe), overlap=observe is None)
+        return outputs
+
+    def run_pipeline(self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None) -> Finals:
+        """What a step gives on this rank of a pipeline; as `run`."""
+        if PIPELINE in self._groups:
+            self._peers = Peers(self._groups[PIPELINE].handle, self._rank_at, device)
+        finals: Finals = self._drive(steps_of(code, given, watch), overlap=True)
+        if self._peers is not None:
+            with self._lost("the end of the step"):
+                self._peers.finish()
+        return finals
+
+    def _rank_at(self, place: int) -> int:
+        return self.mesh.rank({**self.coord, PIPELINE: place})
+
+    def _drive(self, steps: Any, overlap: bool) -> Any:
         with torch.no_grad():
-            steps = run(executable, inputs, observe)
             answer: list[Any] | None = None
             try:
                 while True:
                     request = steps.send(answer)
-                    answer = [self._answer(request, overlap=observe is None)]
+                    answer = [self._answer(request, overlap)]
                     del request  # it holds a tensor that may die in the next step
             except StopIteration as done:
                 return done.value
@@ -140,21 +161,39 @@ class DistributedDriver:
             finally:
                 steps.close()
 
-    def _answer(self, request: Request, overlap: bool) -> Any:
+    def _answer(self, request: Any, overlap: bool) -> Any:
+        if isinstance(request, (Send, Receive, Await)):
+            return self._message(request)
         target, args = request.op, request.args
         if is_local(target):
             return local_answer(self.mesh, self.coord, target, args)
         if target == WAIT and not isinstance(args[0], _Pending):
             return args[0]
-        try:
+        with self._lost(describe(args[0].node if target == WAIT else request.node)):
             if target == WAIT:
                 args[0].work.wait()
                 return args[0].buffer
             return self._collective(request, overlap)
+
+    def _message(self, request: Send | Receive | Await) -> Any:
+        assert self._peers is not None
+        with self._lost(f"'{request.instruction}'"):
+            match request:
+                case Send():
+                    self._peers.send(request)
+                case Receive():
+                    return self._peers.receive(request.instruction)
+                case Await():
+                    return request.posted.wait()
+
+    @contextmanager
+    def _lost(self, where: str) -> Iterator[None]:
+        """What the backend says of a peer that is gone, as a RankError."""
+        try:
+            yield
         except RuntimeError as error:
-            node = args[0].node if target == WAIT else request.node
             raise RankError(
-                f"rank {self.rank} ({self._at()}) lost its peers at {describe(node)}\n"
+                f"rank {self.rank} ({self._at()}) lost its peers at {where}\n"
                 f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
             ) from error
 

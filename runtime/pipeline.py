@@ -49,7 +49,7 @@ class Await:
     instruction: Instruction
 
 
-Steps = Generator[Any, "list[Any] | None", Finals]
+Steps = Generator[Any, Any, Finals]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class Given:
 
     whole: Mapping[str, Any]
     parts: Mapping[str, Sequence[Any]]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.whole.values(), *(part for parts in self.parts.values() for part in parts)]
 
 
 @dataclass(slots=True)
@@ -152,7 +156,7 @@ class _Step:
                 yield Send(instruction, tuple(tensors))
                 del tensors
             else:
-                (posted,) = yield Receive(instruction)
+                posted = (yield Receive(instruction)).pop()
                 for name in instruction.values:
                     self.posted[self._key(name, instruction)] = posted, instruction
             self._free(instruction)

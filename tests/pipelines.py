@@ -69,10 +69,10 @@ def number(*parts: object) -> int:
 
 
 def result(action: Action, name: str, reads: Sequence[int]) -> int:
-    """What an action writes: another sum of all it reads for each action, micro-batch and name."""
+    """What an action writes: of all it reads, with factors that nothing else has, so that nothing can be exchanged."""
     total = number(action.stage, action.kind, action.microbatch, name)
     for place, value in enumerate(reads):
-        total += value * number(action.stage, action.kind, name, place)
+        total += value * number(action.stage, action.kind, action.microbatch, name, place)
     return total % PRIME
 
 
@@ -82,7 +82,9 @@ class Wrong(Exception):
 
 def run_action(memory: dict[Key, int], work: Work, action: Action) -> None:
     try:
-        reads = [memory[name, action.microbatch] for name in work.reads] + [memory[name, ONCE] for name in work.step_reads]
+        reads = [memory[name, action.microbatch] for name in work.reads] + [
+            memory[name, ONCE] for name in work.step_reads
+        ]
     except KeyError as error:
         raise Wrong(f"{action} reads {error}") from error
     for name in work.writes:
@@ -123,15 +125,15 @@ def plain_order(flow: Flow) -> list[Action]:
 def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, int]:
     """Run lists of ranks with a memory of their own each, where every send and receive blocks; or `Wrong`.
 
-    Written for sureness and not for speed: in each round every rank tries its next instruction. What is freed is
+    Written for sureness and not for speed: in each round the ranks try their next instructions. What is freed is
     forgotten, a buffer has a shape, and at the end only what was at home is left. Returned: each value of the step as
     it was when it was freed, or is at the end.
     """
     memories = [{key: v for key, v in at_home(flow).items() if r in flow.homes[key[0]]} for r in range(len(lists))]
     at, found = [0] * len(lists), dict[str, int]()
     parts = {name: 0 for work in flow.works.values() for name in work.sums}
-    needed = {name: 0 for name in parts}
-    for (_, kind), work in flow.works.items():
+    needed = dict.fromkeys(parts, 0)
+    for work in flow.works.values():
         for name in work.sums:
             needed[name] += flow.microbatches
 
@@ -183,8 +185,9 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
         at[rank] += 1
         return True
 
-    while any([step(rank) for rank in range(len(lists)) if at[rank] < len(lists[rank])]):
-        pass
+    going = True
+    while going:
+        going = any(step(rank) for rank in range(len(lists)) if at[rank] < len(lists[rank]))
     if any(place < len(lines) for place, lines in zip(at, lists, strict=True)):
         raise Wrong("hangs")
     for rank, memory in enumerate(memories):

@@ -47,7 +47,8 @@ def with_joins(program: Program) -> Program:
     last = {node for node in last if node.op == "call_function" and is_collective(node.target)}
     for node in program.nodes:
         if node is output:
-            results = [join(result) if result not in last else build.value[result] for result in program.results]
+            leaving = [result for result in program.results if result is not None]
+            results = [build.value[result] if result in last else join(result) for result in leaving]
             made = build.graph.output(tuple(results))
             set_record(made, record(node))
         elif node in last:
@@ -80,9 +81,9 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
     for node in program.nodes:
         if node in late:
             continue
-        if node in joins and joins[node] in late:
-            _total(build, joins[node], node, late)
-            build.value[node] = build.value[joins[node]]
+        part = joins.get(node)
+        if isinstance(part, fx.Node) and part in late:
+            build.value[node] = _total(build, part, node, late)
         else:
             build.copy(node)
     return program.with_(graph=build.graph), build.value

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
-from autopar.passes.schedules.flows import check_writers, step_values
+from autopar.ir.text import print_type
+from autopar.passes.schedules.flows import check_flow, step_values
 
 _SHOWN = 5  # faults named in one message
 _FREED, _THERE, _HOME = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
@@ -24,10 +25,10 @@ def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
     - each action of the flow is run once, by the rank of its stage, when all it reads is there;
     - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are.
     """
-    check_writers(flow)
+    check_flow(flow)
     run = _Run(lists, flow)
-    run.advance_all()
-    run.check_end()
+    if run.advance_all():
+        run.check_end()
     if run.faults:
         more = f"; and {len(run.faults) - _SHOWN} more" if len(run.faults) > _SHOWN else ""
         raise ScheduleError(f"these lists of instructions are wrong: {'; '.join(run.faults[:_SHOWN])}{more}.")
@@ -39,6 +40,7 @@ class _Run:
     def __init__(self, lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
         self.lists, self.flow = lists, flow
         self.faults: list[str] = []
+        self.faulty: set[tuple[int, int]] = set()  # the ranks and instructions of the faults
         self.step = step_values(flow)
         self.at = [0] * len(lists)
         self.values: list[list[dict[str, int]]] = [[{} for _ in range(flow.microbatches + 1)] for _ in lists]
@@ -65,10 +67,13 @@ class _Run:
         self.known_types: dict[tuple[str, ...], tuple[TensorType, ...]] = {}
 
     def fault(self, rank: int, text: str) -> None:
-        self.faults.append(f"rank {rank}, instruction {self.at[rank]} ({self.lists[rank][self.at[rank]]}): {text}")
+        spot = (rank, self.at[rank])
+        if spot not in self.faulty:  # the first fault of an instruction makes the others
+            self.faulty.add(spot)
+            self.faults.append(f"rank {rank}, instruction {spot[1]} ({self.lists[rank][spot[1]]}): {text}")
 
-    def advance_all(self) -> None:
-        """Let each rank go on until it waits for one that has not come to the same message."""
+    def advance_all(self) -> bool:
+        """Let each rank go on until it waits for one that has not come to the same message; not past a wrong one."""
         lists, at = self.lists, self.at
         ready = list(range(len(lists)))
         while ready:
@@ -83,13 +88,13 @@ class _Run:
                     if not self.meets(rank, line):
                         break
                     other = lists[peer][at[peer]]
-                    if line.op == "SEND":
-                        self.transfer(rank, line, peer, other)
-                    else:
-                        self.transfer(peer, other, rank, line)
+                    halves = (rank, line, peer, other) if line.op == "SEND" else (peer, other, rank, line)
+                    if not self.transfer(*halves):
+                        return False
                     at[peer] += 1
                     ready.append(peer)
                 at[rank] += 1
+        return True
 
     def meets(self, rank: int, line: Instruction) -> bool:
         """Whether the peer stands at the other half of a message, right or wrong."""
@@ -116,11 +121,10 @@ class _Run:
         here, step = self.values[rank][k], self.values[rank][ONCE]
         for name in work.reads:
             if not here.get(name):
-                self.fault(rank, f"it reads %{name}, which {_is(here, name)}")
+                self.fault(rank, f"it reads %{name}, which {self.state(here, name)}")
         for name in work.step_reads:
             if not step.get(name):
-                left = self.parts.get(name)
-                self.fault(rank, f"it reads %{name}, which {f'lacks {left} parts' if left else _is(step, name)}")
+                self.fault(rank, f"it reads %{name}, which {self.state(step, name)}")
         for name in work.writes:
             self.put(rank, here, name)
         for name in work.step_writes:
@@ -132,25 +136,29 @@ class _Run:
         if line.frees:
             self.free(rank, line, here, step)
 
-    def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> None:
-        if send.action != recv.action or send.values != recv.values or send.types != recv.types:
+    def transfer(self, source: int, send: Instruction, target: int, recv: Instruction) -> bool:
+        """Whether it was one message on both ranks, so that what follows means anything."""
+        if send.action != recv.action or send.values != recv.values:
             where = f"instruction {self.at[target]} of rank {target} ({recv})"
-            sizes = "" if send.types == recv.types else f": {_texts(send)} and {_texts(recv)}"
-            self.fault(source, f"this meets {where}, which is another message{sizes}")
+            self.fault(source, f"this meets {where}, which is another message")
+            return False
+        if send.types != recv.types:
+            self.fault(source, f"rank {target} receives {_texts(recv)} here, but what is sent is {_texts(send)}")
         k = send.action.microbatch
         if not ONCE <= k < self.flow.microbatches:
-            return self.fault(source, "the flow has no such micro-batch")
+            self.fault(source, "the flow has no such micro-batch")
+            return False
         types = self.known_types.get(send.values)
         if types is None:
             types = self.known_types[send.values] = tuple(
                 self.flow.types[name] for name in send.values if name in self.flow.types
             )
         if send.types != types:
-            self.fault(source, f"the values are not {_texts(send)}")
+            self.fault(source, f"the flow knows other types than {_texts(send)}")
         here, step = self.values[source][k], self.values[source][ONCE]
         for name in send.values:
             if not (here.get(name) or step.get(name)):
-                self.fault(source, f"it sends %{name}, which {_is(here, name)}")
+                self.fault(source, f"it sends %{name}, which {self.state(step if name in self.step else here, name)}")
         if send.frees:
             self.free(source, send, here, step)
         here, step = self.values[target][k], self.values[target][ONCE]
@@ -158,6 +166,7 @@ class _Run:
             self.put(target, step if name in self.step else here, name)
         if recv.frees:
             self.free(target, recv, here, step)
+        return True
 
     def put(self, rank: int, values: dict[str, int], name: str) -> None:
         state = values.get(name)
@@ -174,7 +183,13 @@ class _Run:
             elif values.get(name) == _HOME:
                 self.fault(rank, f"it frees %{name}, whose home is this rank")
             else:
-                self.fault(rank, f"it frees %{name}, which {_is(values, name)}")
+                self.fault(rank, f"it frees %{name}, which {self.state(values, name)}")
+
+    def state(self, values: dict[str, int], name: str) -> str:
+        """Why a value is not there."""
+        if name in values:
+            return "is freed already"
+        return f"lacks {self.parts[name]} of its parts" if self.parts.get(name) else "is not there"
 
     def check_end(self) -> None:
         stuck = [rank for rank, lines in enumerate(self.lists) if self.at[rank] < len(lines)]
@@ -187,8 +202,13 @@ class _Run:
             else:
                 state = f"waits at instruction {self.at[peer]} ({self.lists[peer][self.at[peer]]})"
             self.fault(rank, f"it waits for rank {peer}, which {state}")
-        if self.faults:  # what follows would be their consequences
-            return
+        if not stuck:
+            self.faults[:0] = self.not_run()
+        if not self.faults:  # otherwise what is left is a consequence
+            self.faults = self.left_over()
+
+    def not_run(self) -> list[str]:
+        faults = []
         for (stage, kind), (owner, _, done) in self.todo.items():
             for k, is_done in enumerate(done):
                 if stage in self.split and kind in "BIW":
@@ -196,19 +216,22 @@ class _Run:
                     is_due = not any(self.todo[stage, other][2][k] for other in others if (stage, other) in self.todo)
                 else:
                     is_due = True
-                if is_due != bool(is_done):
-                    action = Action(stage, kind, ONCE if kind in "PE" else k)
-                    self.faults.append(f"rank {owner}: {action} is not run")
+                action = Action(stage, kind, ONCE if kind in "PE" else k)
+                if is_due and not is_done:
+                    faults.append(f"rank {owner}: {action} is not run")
+                elif is_done and not is_due:
+                    faults.append(f"rank {owner}: {action} is run, and the same gradient another way")
+        return faults
+
+    def left_over(self) -> list[str]:
+        faults = []
         for rank, all_values in enumerate(self.values):
             for k, values in enumerate(all_values):
                 left = [name for name, state in values.items() if state == _THERE]
                 of = f" of micro-batch {k}" if k < self.flow.microbatches else ""
-                self.faults += [f"rank {rank}: %{name}{of} is never freed" for name in left]
-
-
-def _is(values: dict[str, int], name: str) -> str:
-    return "is freed already" if name in values else "is not there"
+                faults += [f"rank {rank}: %{name}{of} is never freed" for name in left]
+        return faults
 
 
 def _texts(line: Instruction) -> str:
-    return ", ".join(f"%{name}: {type_}" for name, type_ in zip(line.values, line.types, strict=False))
+    return ", ".join(f"%{name}: {print_type(type_)}" for name, type_ in zip(line.values, line.types, strict=False))

@@ -12,8 +12,13 @@ def step_values(flow: Flow) -> frozenset[str]:
     return frozenset(flow.homes).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
 
 
-def check_writers(flow: Flow) -> None:
-    """A value is made on one rank. Parts of a sum on two ranks are two values, and somebody adds them."""
+def check_flow(flow: Flow) -> None:
+    """A value is made on one rank (parts of a sum on two ranks are two values), and is of one kind."""
+    step = step_values(flow)
+    both = sorted({name for work in flow.works.values() for name in (*work.reads, *work.writes) if name in step})
+    if both:
+        names = ", ".join(f"%{name}" for name in both[:5])
+        raise ScheduleError(f"a value is of a micro-batch or of the step, but both are {names}.")
     found: dict[str, set[int]] = {}
     for (stage, kind), work in flow.works.items():
         for name in (*work.writes, *work.sums, *work.step_writes):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Work
-from autopar.passes.schedules.flows import check_writers, step_values
+from autopar.passes.schedules.flows import check_flow, step_values
 
 Lists = tuple[tuple[Instruction, ...], ...]
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
@@ -36,7 +36,7 @@ def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs,
     the sequence at its start or at its end. prefetch: at its end, so that a RECV stands before the action that its
     rank is busy with when the value is sent.
     """
-    check_writers(flow)
+    check_flow(flow)
     replay = _Replay(orders, flow, costs, prefetch)
     replay.run()
     homes = {(name, rank) for name, ranks in flow.homes.items() for rank in ranks}

@@ -1,0 +1,333 @@
+"""check_schedule: what it says of broken lists, how much of 500 breaks it finds, and how fast it is."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from pipelines import Wrong, flow_of, on_numbers, on_one_device, plain_order, resized
+from refusals import refused
+
+from autopar.errors import ScheduleError
+from autopar.ir.schedule import Action, Costs, Flow, Instruction
+from autopar.passes.schedules import check_schedule, parse_schedule, with_transfers
+
+Lists = list[list[Instruction]]
+
+
+def lists_of(name: str, ranks: int, microbatches: int, prefetch: bool = False) -> tuple[Lists, Flow]:
+    schedule = parse_schedule(name, ranks, microbatches)
+    flow = flow_of(schedule.ranks, microbatches, "".join(sorted(schedule.kinds)))
+    return [list(lines) for lines in with_transfers(schedule.orders, flow, Costs(), prefetch)], flow
+
+
+def place(lists: Lists, rank: int, text: str) -> int:
+    """Where an instruction stands, by the beginning of its text."""
+    return next(i for i, line in enumerate(lists[rank]) if str(line).startswith(text))
+
+
+def change(lists: Lists, rank: int, text: str, **changes: object) -> None:
+    at = place(lists, rank, text)
+    lists[rank][at] = replace(lists[rank][at], **changes)  # type: ignore[arg-type]
+
+
+def drop(lists: Lists, rank: int, text: str) -> None:
+    del lists[rank][place(lists, rank, text)]
+
+
+def too_late(lists: Lists) -> None:
+    """The forward after its result is sent."""
+    at = place(lists, 0, "0F0")
+    lists[0][at], lists[0][at + 1] = lists[0][at + 1], lists[0][at]
+
+
+def resize(lists: Lists) -> None:
+    at = place(lists, 1, "RECV 0F0")
+    lists[1][at] = resized(lists[1][at])
+
+
+def resize_both(lists: Lists) -> None:
+    resize(lists)
+    at = place(lists, 0, "SEND 0F0")
+    lists[0][at] = resized(lists[0][at])
+
+
+def swap_receives(lists: Lists) -> None:
+    a, b = place(lists, 0, "RECV 1F1"), place(lists, 0, "RECV 1B0")
+    lists[0][a], lists[0][b] = lists[0][b], lists[0][a]
+
+
+def twice(lists: Lists) -> None:
+    at = place(lists, 1, "1F0")
+    lists[1].insert(at + 1, replace(lists[1][at], frees=()))
+    lists[1][at] = replace(lists[1][at], frees=())
+
+
+def sum_too_soon(lists: Lists) -> None:
+    """The count goes to the prologue before the second micro-batch is counted."""
+    at = place(lists, 1, "1C1")
+    lists[1][at], lists[1][at + 1] = lists[1][at + 1], lists[1][at]
+
+
+# two ranks and two micro-batches of 1F1B
+BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
+    "dropped run": (
+        lambda lists: drop(lists, 1, "1F1"),
+        "rank 1: 1F1 is not run; "
+        "rank 1, instruction 10 (SEND 1F1 to rank 0: %loss): it sends %loss, which lacks 1 of its "
+        "parts; "
+        "rank 1, instruction 11 (1B1): it reads %saved1, which is not there; "
+        "rank 1, instruction 13 (1E): it reads %loss, which lacks 1 of its parts.",
+    ),
+    "dropped send": (
+        lambda lists: drop(lists, 0, "SEND 0F1"),
+        "rank 0, instruction 7 (RECV 1B0 from rank 1: %g1, %skip_grad): it waits for rank 1, which "
+        "waits at instruction 7 (RECV 0F1 from rank 0: %x1, %skip); "
+        "rank 1, instruction 7 (RECV 0F1 from rank 0: %x1, %skip): it waits for rank 0, which waits at "
+        "instruction 7 (RECV 1B0 from rank 1: %g1, %skip_grad).",
+    ),
+    "other peer": (
+        lambda lists: change(lists, 0, "SEND 0F1", peer=7),
+        "rank 0, instruction 7 (SEND 0F1 to rank 7: %x1, %skip): it waits for rank 7, which does not "
+        "exist; "
+        "rank 1, instruction 7 (RECV 0F1 from rank 0: %x1, %skip): it waits for rank 0, which waits at "
+        "instruction 7 (SEND 0F1 to rank 7: %x1, %skip).",
+    ),
+    "action too late": (
+        too_late,
+        "rank 0, instruction 4 (SEND 0F0 to rank 1: %x1, %skip): it sends %x1, which is not there.",
+    ),
+    "resized": (
+        resize,
+        "rank 0, instruction 5 (SEND 0F0 to rank 1: %x1, %skip): rank 1 receives %x1: f32[7,2,2], "
+        "%skip: f32[2,2] here, but what is sent is %x1: f32[2,2], %skip: f32[2,2].",
+    ),
+    "resized on both": (
+        resize_both,
+        "rank 0, instruction 5 (SEND 0F0 to rank 1: %x1, %skip): the flow knows other types than %x1: "
+        "f32[7,2,2], %skip: f32[2,2].",
+    ),
+    "swapped": (
+        swap_receives,
+        "rank 1, instruction 9 (SEND 1B0 to rank 0: %g1, %skip_grad): this meets instruction 8 of rank "
+        "0 (RECV 1F1 from rank 1: %loss), which is another message.",
+    ),
+    "run twice": (twice, "rank 1, instruction 7 (1F0): this action is run twice."),
+    "sum too soon": (
+        sum_too_soon,
+        "rank 1, instruction 2 (SEND 1C1 to rank 0: %count): it sends %count, which lacks 1 of its parts.",
+    ),
+    "another's action": (
+        lambda lists: change(lists, 0, "0F1", action=Action(1, "F", 1)),
+        "rank 0: 0F1 is not run; "
+        "rank 0, instruction 6 (1F1): this is an action of rank 1; "
+        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
+        "rank 1, instruction 10 (1F1): this action is run twice; "
+        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+    ),
+    "unknown action": (
+        lambda lists: change(lists, 0, "0F1", action=Action(0, "W", 1)),
+        "rank 0: 0F1 is not run; "
+        "rank 0, instruction 6 (0W1): the flow has no such action; "
+        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
+        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+    ),
+    "unknown micro-batch": (
+        lambda lists: change(lists, 0, "0F1", action=Action(0, "F", 2)),
+        "rank 0: 0F1 is not run; "
+        "rank 0, instruction 6 (0F2): the flow has no such micro-batch; "
+        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
+        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+    ),
+    "not freed": (
+        lambda lists: change(lists, 0, "0B1", frees=()),
+        "rank 0: %saved0 of micro-batch 1 is never freed; "
+        "rank 0: %g1 of micro-batch 1 is never freed; "
+        "rank 0: %skip_grad of micro-batch 1 is never freed.",
+    ),
+    "freed too soon": (
+        lambda lists: change(lists, 1, "1F0", frees=("x1", "skip", "saved1")),
+        "rank 1, instruction 8 (1B0): it reads %saved1, which is freed already.",
+    ),
+    "freed twice": (
+        lambda lists: change(lists, 1, "1F0", frees=("x1", "skip", "x1")),
+        "rank 1, instruction 6 (1F0): it frees %x1, which is freed already.",
+    ),
+    "home freed": (
+        lambda lists: change(lists, 0, "0E", frees=("w0",)),
+        "rank 0, instruction 13 (0E): it frees %w0, whose home is this rank.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_says_what_is_wrong(case: str) -> None:
+    lists, flow = lists_of("1f1b", 2, 2)
+    check_schedule(lists, flow)
+    break_, message = BREAKS[case]
+    break_(lists)
+    refused(ScheduleError, f"these lists of instructions are wrong: {message}", lambda: check_schedule(lists, flow))
+
+
+def test_gradient_in_two_ways() -> None:
+    """A stage that knows both ways of going back takes one of them, once for each micro-batch."""
+    schedule = parse_schedule("0F0,0B0,0F1,0I1,0W1", 1, 2)
+    flow = flow_of(schedule.ranks, 2, "FBIW")
+    good = with_transfers(schedule.orders, flow, Costs())[0]
+    check_schedule([good], flow)
+    run = {str(line): replace(line, frees=()) for line in good}
+    without = [line for line in good if str(line) not in ("0I1", "0W1")]
+    twice = [*good[:-1], replace(run["0B0"], action=Action(0, "B", 1)), good[-1]]
+    with pytest.raises(ScheduleError, match="rank 0: 0B1 is not run; rank 0: 0I1 is not run; rank 0: 0W1 is not run"):
+        check_schedule([without], flow)
+    with pytest.raises(ScheduleError, match="rank 0: 0B1 is run, and the same gradient another way"):
+        check_schedule([twice], flow)
+
+
+# 500 breaks
+
+SEED = 20240130
+KINDS = (
+    "swap",
+    "swap neighbours",
+    "move",
+    "drop",
+    "double",
+    "retarget",
+    "resize",
+    "rename",
+    "other rank",
+    "micro-batch",
+    "stage",
+    "kind",
+)
+FREES = ("free dropped", "free moved", "free late", "free doubled", "free exchanged")
+BOTH = ("drop on both", "double on both", "resize on both", "swap on both")
+
+
+def broken(rng: random.Random, kind: str, lists: Lists, flow: Flow) -> bool:
+    """Change the lists in one way; whether there was anything to change."""
+    rank = rng.choice([r for r, lines in enumerate(lists) if lines])
+    lines = lists[rank]
+    at, to = rng.randrange(len(lines)), rng.randrange(len(lines))
+    line = lines[at]
+    if kind == "swap neighbours":
+        lines[at - 1], lines[at] = lines[at], lines[at - 1]
+    elif kind == "swap":
+        lines[at], lines[to] = lines[to], lines[at]
+    elif kind == "move":
+        lines.insert(to, lines.pop(at))
+    elif kind == "drop":
+        del lines[at]
+    elif kind == "double":
+        lines.insert(rng.randint(at + 1, len(lines)), line)
+    elif kind == "other rank":
+        lists[rng.randrange(len(lists))].insert(to, lines.pop(at))
+    elif kind in ("micro-batch", "stage", "kind"):
+        action = line.action
+        microbatch, stage, letter = (
+            rng.randrange(-1, flow.microbatches + 1),
+            rng.randrange(flow.stages),
+            rng.choice("FBIWCPE"),
+        )
+        new = {"micro-batch": {"microbatch": microbatch}, "stage": {"stage": stage}, "kind": {"kind": letter}}[kind]
+        lines[at] = replace(line, action=replace(action, **new))  # type: ignore[arg-type]
+    elif kind.startswith("free"):
+        if not line.frees:
+            return False
+        place = rng.randrange(len(line.frees))
+        name, rest = line.frees[place], line.frees[:place] + line.frees[place + 1 :]
+        others = [n for other in lists[rng.randrange(len(lists))] for n in (*other.frees, *other.values)]
+        lines[at] = replace(line, frees=(*rest, rng.choice(others)) if kind == "free exchanged" else rest)
+        if kind == "free late":
+            late = [i for i in range(at, len(lines)) if lines[i].action.microbatch == line.action.microbatch]
+            to = rng.choice(late)
+        if kind == "free doubled":
+            lines[at] = line
+        if kind in ("free doubled", "free moved", "free late"):
+            lines[to] = replace(lines[to], frees=(*lines[to].frees, name))
+    else:
+        return broken_message(rng, kind, lists, rank, at)
+    return True
+
+
+def broken_message(rng: random.Random, kind: str, lists: Lists, rank: int, at: int) -> bool:
+    line = lists[rank][at]
+    if line.op == "RUN":
+        return False
+    if kind == "retarget":
+        lists[rank][at] = replace(line, peer=rng.randrange(-1, len(lists) + 1))
+    elif kind == "resize":
+        lists[rank][at] = resized(line)
+    elif kind == "rename":
+        names = [name for other in lists[rank] for name in other.values]
+        lists[rank][at] = replace(line, values=(rng.choice(names), *line.values[1:]))
+    else:
+        there = lists[line.peer]
+        half = "RECV" if line.op == "SEND" else "SEND"
+        peer_at = next(i for i, o in enumerate(there) if (o.op, o.action, o.values) == (half, line.action, line.values))
+        for lines, place in ((lists[rank], at), (there, peer_at)):
+            if kind == "drop on both":
+                del lines[place]
+            elif kind == "double on both":
+                lines.insert(place, lines[place])
+            elif kind == "resize on both":
+                lines[place] = resized(lines[place])
+            else:
+                lines[place - 1], lines[place] = lines[place], lines[place - 1]
+    return True
+
+
+def test_500_breaks() -> None:
+    """A change matters if the lists, run by `on_numbers`, hang, fail, keep something or come to other numbers.
+
+    That does not ask the checker: it moves real numbers between memories, and forgets what is freed.
+    """
+    rng = random.Random(SEED)
+    cases = [("1f1b", 3, 4, False), ("interleaved-1f1b", 2, 3, True), ("zb-h1", 3, 3, False), ("zb-v", 2, 3, True)]
+    bases = [lists_of(*case) for case in cases]
+    wanted = [on_one_device(flow, plain_order(flow)) for _, flow in bases]
+    tally: Counter[str] = Counter()
+    missed, unnamed = [], []
+    while sum(tally.values()) < 500:
+        which = rng.randrange(len(bases))
+        good, flow = bases[which]
+        lists = [list(lines) for lines in good]
+        kind = rng.choice(KINDS + FREES + BOTH)
+        if not broken(rng, kind, lists, flow) or lists == good:
+            continue
+        try:
+            matters = on_numbers(lists, flow) != wanted[which]
+        except Wrong:
+            matters = True
+        try:
+            check_schedule(lists, flow)
+            verdict = "accepted"
+        except ScheduleError as error:
+            verdict = "refused"
+            if not re.search(r"rank \d+(, instruction \d+ \(.+\))?: ", str(error)):
+                unnamed.append(str(error))
+        tally[f"{'matters' if matters else 'harmless'}, {verdict}"] += 1
+        if matters and verdict == "accepted":
+            missed.append((cases[which], kind))
+    print(f"seed {SEED}: {dict(tally)}")
+    assert not unnamed
+    assert tally["matters, refused"] > 300
+    assert not missed
+    assert tally["harmless, accepted"] > 10  # it does not refuse whatever differs
+
+
+def test_1024_ranks() -> None:
+    """About 300,000 instructions, in a second on one core of a desk machine."""
+    lists, flow = lists_of("1f1b", 1024, 48)
+    assert 290_000 < sum(map(len, lists)) < 310_000
+    start = time.perf_counter()
+    check_schedule(lists, flow)
+    took = time.perf_counter() - start
+    print(f"checked {sum(map(len, lists)):,} instructions in {took:.2f} s")
+    assert took < 5
