@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 
 from autopar.capture.capture import capture
-from autopar.compiled import STEP, Compiled, load
+from autopar.compiled import Compiled, load
 from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
-from autopar.inspection import collectives_text, human, memory_text
+from autopar.inspection import human
+from autopar.inspection_pipeline import rank_texts
 from autopar.ir.text import diff_programs, print_program
 from autopar.launch import launch, report
 from autopar.meshes import mesh_of
@@ -63,11 +64,12 @@ def compile_(
     """Write the programs of the distinct ranks as readable Python and JSON."""
     compiled = _compile(target, mesh, options)
     compiled.save(out_dir)
-    moved, programs = sum(row.bytes for row in compiled.collectives), len(compiled.alike)
+    programs, times = len(compiled.alike), sum(row.times for row in compiled.collectives)
+    moved = sum(row.bytes * row.times for row in compiled.collectives)
     out.print(
         f"{out_dir}: {programs} distinct program{'s' * (programs > 1)} for {compiled.mesh.size} ranks "
         f"(mesh {compiled.mesh}), "
-        f"{len(compiled.program.graph.nodes)} nodes, {len(compiled.collectives)} collectives of {human(moved)} a step."
+        f"{len(compiled.program.graph.nodes)} nodes, {times} collectives of {human(moved)} a step."
     )
     _show_notes(compiled)
 
@@ -78,7 +80,8 @@ def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
     rank: Annotated[int, typer.Option(help="whose program")] = 0,
-    graph: Annotated[str, typer.Option(metavar="NAME", help="which of the rank's graphs")] = STEP,
+    graph: Annotated[str | None, typer.Option(metavar="NAME", help="only this one of the rank's graphs")] = None,
+    full: Annotated[bool, typer.Option("--full", help="all of a long list of instructions")] = False,
     pass_: Annotated[str | None, typer.Option("--pass", metavar="NAME", help="the program after this pass")] = None,
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
@@ -101,13 +104,10 @@ def inspect(
     if not 0 <= rank < compiled.mesh.size:
         raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     names = list(compiled.ranks[rank].programs)
-    if graph not in names:
+    if graph is not None and graph not in names:
         raise TargetError(f"--graph {graph}: rank {rank} has {', '.join(names)}.")
-    coord = ",".join(f"{axis}={place}" for axis, place in compiled.ranks[rank].coord.items())
-    out.print(f"rank {rank} ({coord}) of mesh {compiled.mesh}, graph '{graph}'", markup=False, highlight=False)
-    out.print(compiled.text(rank, graph), markup=False, highlight=False)
-    out.print(f"\ncollectives of a step\n{collectives_text(compiled)}", markup=False, highlight=False)
-    out.print(f"\nbytes on each rank\n{memory_text(compiled)}", markup=False, highlight=False)
+    for title, text in rank_texts(compiled, rank, graph, full):
+        out.print(f"{title}\n{text}", markup=False, highlight=False)
     _show_notes(compiled)
 
 

@@ -15,7 +15,7 @@ from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
@@ -32,6 +32,7 @@ class Collective:
 
     bytes: of the whole value that takes part, on one rank (what an all-reduce reduces, what an all-gather gives).
     shape: its local shape. value: the node. module, source: whose value it is. reason: why it is moved.
+    Of a pipeline also graph: of whose ranks, those at `place` on the axis pp; times: how often it runs in a step.
     """
 
     op: str
@@ -44,6 +45,9 @@ class Collective:
     reason: str
     phase: str
     dtype: torch.dtype
+    graph: str = STEP
+    place: int = 0
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,14 @@ class Compiled:
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of a step, in order; of a pipeline those of every graph, without its sends and receives."""
-        if self.pipeline is None:
+        pipeline = self.pipeline
+        if pipeline is None:
             return tuple(collectives_of(self.program))
-        return tuple(row for graph in self.pipeline.graphs.values() for row in collectives_of(graph))
+        return tuple(
+            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=pipeline.times_of(key))
+            for key, program in pipeline.graphs.items()
+            for row in collectives_of(program)
+        )
 
     @property
     def layouts(self) -> dict[str, Layout]:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar import cli
+from autopar.inspection import collectives_text
+from autopar.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
 from autopar.options import Options
 
 JOBS = """
@@ -104,3 +107,51 @@ def test_ranks_get_the_same_options():
 )
 def test_wrong_options(jobs: Path, call: Call, options: tuple[object, ...], message: str):
     assert message in call("inspect", f"{jobs}:job", *MESH, *options, code=1)
+
+
+# ---- inspect
+
+
+def test_inspect_shows_a_rank(jobs: Path, call: Call):
+    shown = call("inspect", f"{jobs}:staged", *MESH, "--rank", 3)
+    assert "rank 3 (pp=1,dp=1) of mesh pp=2,dp=2, stage 1 of 2, schedule 'gpipe', 4 micro-batches" in shown
+    assert "graph forward_1\nSTAGED program" in shown and "graph epilogue\n" in shown and "forward_0\n" not in shown
+    assert "    1  RECV 0F0 from rank 0: %" in shown and "more: --full" not in shown
+    one = call("inspect", f"{jobs}:staged", *MESH, "--rank", 3, "--graph", "forward_1")
+    assert "graph forward_1\n" in one and "graph epilogue\n" not in one
+    assert "--graph x: rank 0 has " in call("inspect", f"{jobs}:staged", *MESH, "--graph", "x", code=1)
+
+
+def test_inspect_shortens_a_long_list(jobs: Path, call: Call):
+    options = (f"{jobs}:job", "--mesh", "pp=2", "--microbatches", 16, "--graph", "forward_0")
+    short, full = call("inspect", *options), call("inspect", *options, "--full")
+    assert "more: --full shows them" in short and "more: --full shows them" not in full
+    assert "0B9" in full and "0B9" not in short
+
+
+def test_what_a_rank_holds_and_moves(jobs: Path):
+    job = Options().job(f"{jobs}:job")
+    rows = 16 * 8 * 4 // (2 * 4)  # bytes of an activation: the batch over dp and four micro-batches
+    for schedule, most in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
+        compiled = autopar.compile(
+            job.model, "pp=2,dp=2", loss_fn=job.loss_fn, batch=job.batch, microbatches=4, schedule=schedule,
+            stages=("0-3", "4-7"),
+        )  # fmt: skip
+        assert compiled.pipeline is not None
+        weights = sum(p.numel() for p in job.model[:4].parameters()) * 4
+        # of the second stage: what came from the first, two results of Tanh, and the difference for the loss
+        for place, saved in ((0, 2), (1, 4)):
+            found = memory_of_rank(compiled, place)
+            assert (found.parameters, found.gradients) == (weights, weights)
+            assert found.activations == most[place] * saved_bytes(compiled.pipeline, place)
+            assert saved_bytes(compiled.pipeline, place) == saved * rows
+        sent = [row for row in transfers_of(compiled.pipeline, 0) if row.op == "SEND"]
+        assert [(row.graph, row.peer, row.bytes, row.times) for row in sent] == [("forward_0", 1, rows, 4)]
+        reduced = [row for row in compiled.collectives if row.axis == "dp" and row.place == 0 and row.bytes > 4]
+        assert [(row.graph, row.times) for row in reduced] == [("epilogue", 1)]
+        assert all(row.times == 1 for row in compiled.collectives)
+    tensor = autopar.compile(
+        job.model, "pp=2,tp=2", loss_fn=job.loss_fn, batch=job.batch, microbatches=4, schedule="1f1b"
+    )
+    assert {row.times for row in tensor.collectives if row.graph.startswith(("forward", "backward"))} == {4}
+    assert "4x" in collectives_text(tensor, 3) and "graph" in collectives_text(tensor, 3).split("\n")[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.compiled import Compiled
+from autopar.compiled import Compiled, collectives_of
 from autopar.inspection import memory_of
 from autopar.ir.layout import local_shape
 from autopar.ir.names import dtype_name
@@ -61,7 +61,7 @@ def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
             {"op": row.op, "axis": row.axis, "bytes": row.bytes, "shape": row.shape, "value": row.value,
              "module": row.module, "source": row.source, "reason": row.reason, "phase": row.phase,
              "dtype": dtype_name(row.dtype), "node": places[node]}
-            for row, node in zip(compiled.collectives, moved, strict=True)
+            for row, node in zip(collectives_of(program), moved, strict=True)
         ],
         "inputs": list(_inputs(program)),
         "passes": list(_passes(compiled)),
