@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import is_collective
+from autopar.ir.ops import axes_of, is_collective
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record

@@ -9,13 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.agreement import Agreement
-from autopar.ir.layout import Layout, combine, local_part, whole
+from autopar.ir.layout import Layout, combine, local_part, local_shape, whole
 from autopar.ir.mesh import Mesh
 from autopar.meshes import MeshLike, mesh_of
 from autopar.parameter import parameter_tensor
 from autopar.passes.search.states import states_of
 from autopar.settings import Settings
-from autopar.torch_compat import StridedShard, local_of
+from autopar.stage_tensor import Stages, stage_tensor
+from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
 
 
 def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, DeviceMesh, torch.device]:
@@ -74,52 +75,107 @@ def is_strided(layout: Layout) -> bool:
 
 
 class Distributor:
-    """Makes DTensors of whole tensors, and whole tensors of DTensors."""
+    """Makes DTensors of whole tensors, and whole tensors of DTensors.
+
+    Layouts are over `inner`, the mesh without `pp`. `home` is the coordinate on `pp` where a value lies; None: on each.
+    """
 
     def __init__(self, mesh: Mesh, device_mesh: DeviceMesh) -> None:
         self.mesh, self.device_mesh = mesh, device_mesh
+        self.inner = Mesh(tuple((name, size) for name, size in mesh.axes if name != PIPELINE))
         self.coord = mesh.coord(dist.get_rank())
+        self.stages = Stages(device_mesh, self._meshes_of_stages()) if PIPELINE in mesh else None
 
-    def split(self, tensor: torch.Tensor, layout: Layout) -> DTensor:
+    def split(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> DTensor:
         """A whole tensor, the same on every rank, in a layout."""
+        if not self.is_home(home):
+            nothing = tensor.new_empty((0,) * tensor.ndim)  # torch takes an empty shape as none, and that of the part
+            return self.wrap(nothing, layout, tensor, home)
         part = local_part(tensor, layout, self.mesh, self.coord)
         part = (
             part.clone(memory_format=torch.contiguous_format) if part.numel() != tensor.numel() else part.contiguous()
         )
-        return self.wrap(part, layout, tensor)
+        return self.wrap(part, layout, tensor, home)
 
-    def wrap(self, part: torch.Tensor, layout: Layout, whole_: torch.Tensor) -> DTensor:
-        """This rank's part as a DTensor of the shape of `whole_`."""
+    def wrap(self, part: torch.Tensor, layout: Layout, whole_: torch.Tensor, home: int | None = None) -> DTensor:
+        """This rank's part as a DTensor of the shape of `whole_`; elsewhere than at home `part` is not looked at."""
         shape = torch.Size(whole_.shape)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            part, self.device_mesh, placements(layout, self.mesh), run_check=False, shape=shape, stride=stride
-        )
+        if home is None or self.stages is None:
+            where, placed = self.device_mesh, placements(layout, self.mesh)
+        else:
+            where, placed = self.stages.meshes[home], placements(layout, self.inner) or [Replicate()]
+        made = DTensor.from_local(part, where, placed, run_check=False, shape=shape, stride=stride)
+        return made if self.stages is None else stage_tensor(local_of(made), spec_of(made), self.stages)
 
-    def parameter(self, tensor: torch.Tensor, layout: Layout) -> nn.Parameter:
+    def parameter(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> nn.Parameter:
         """As `split`, as a parameter that requires a gradient if `tensor` does."""
-        return nn.Parameter(parameter_tensor(self.split(tensor.detach(), layout)), requires_grad=tensor.requires_grad)
+        made = self.split(tensor.detach(), layout, home)
+        return nn.Parameter(made if self.stages else parameter_tensor(made), requires_grad=tensor.requires_grad)
 
-    def gather(self, part: torch.Tensor, layout: Layout) -> torch.Tensor | None:
-        """The whole CPU tensor on rank 0, None elsewhere. Every rank must call this."""
-        if layout.is_whole:
-            return part.detach().cpu().clone() if dist.get_rank() == 0 else None
-        part = part.detach().contiguous()
+    def is_home(self, home: int | None) -> bool:
+        """True if this rank holds a part of what lies there."""
+        return home is None or home == self.coord[PIPELINE]
+
+    def gather(
+        self, part: torch.Tensor, layout: Layout, home: int | None = None, shape: torch.Size | None = None
+    ) -> torch.Tensor | None:
+        """The whole CPU tensor on rank 0, None elsewhere. Every rank must call this; `shape` as below."""
         first = dist.get_rank() == 0
+        part = part.detach()
+        if home is not None:
+            value = self.gather_everywhere(part, layout, home, shape)
+            return value.cpu() if first else None
+        if layout.is_whole:
+            return part.cpu().clone() if first else None
+        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
         dist.gather(part, parts, dst=0)
         return combine([p.cpu() for p in parts], layout, self.mesh) if parts is not None else None
 
-    def gather_everywhere(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The whole tensor on every rank."""
-        parts = [torch.empty_like(part) for _ in range(self.mesh.size)]
-        dist.all_gather(parts, part.detach().contiguous())
-        return combine(parts, layout, self.mesh)
+    def gather_everywhere(
+        self, part: torch.Tensor, layout: Layout, home: int | None = None, shape: torch.Size | None = None
+    ) -> torch.Tensor:
+        """The whole tensor on every rank. A value with a home needs its `shape`, of which other ranks hold no part."""
+        if home is None:
+            parts = [torch.empty_like(part) for _ in range(self.mesh.size)]
+            dist.all_gather(parts, part.detach().contiguous())
+            return combine(parts, layout, self.mesh)
+        assert shape is not None
+        parts = []
+        for coord in self.inner.coords():
+            if any(place and axis not in layout.axes for axis, place in coord.items()):
+                parts.append(parts[0])  # a replica, which nobody reads
+                continue
+            source = self.mesh.rank({**coord, PIPELINE: home})
+            mine = source == dist.get_rank()
+            sent = part.detach().contiguous() if mine else part.new_empty(local_shape(shape, layout, self.inner))
+            dist.broadcast(sent, src=source)
+            parts.append(sent)
+        return combine(parts, layout, self.inner).clone()
 
-    def relayout(self, parameter: nn.Parameter, has: Layout, wanted: Layout) -> None:
-        """Change the layout of a parameter in place: optimizers and users that hold it keep holding it."""
+    def relayout(
+        self, parameter: nn.Parameter, has: Layout, wanted: Layout,
+        home: int | None = None, new_home: int | None = None,
+    ) -> None:  # fmt: skip
+        """Change layout and home of a parameter in place: optimizers and users that hold it keep holding it."""
         local = local_of(parameter)  # type: ignore[arg-type]
-        value = local if has == whole(len(has.dims)) else self.gather_everywhere(local, has)
-        made = self.parameter(value, wanted)
+        value = local
+        if home is not None or has != whole(len(has.dims)):
+            value = self.gather_everywhere(local, has, home, parameter.shape)
+        made = self.parameter(value, wanted, new_home)
         made.requires_grad_(parameter.requires_grad)
         torch.utils.swap_tensors(parameter, made)
+
+    def _meshes_of_stages(self) -> tuple[DeviceMesh, ...]:
+        """The device mesh of each stage; its names are `inner`'s, or `pp` alone where there are no others."""
+        names, mine = self.inner.names, self.coord[PIPELINE]
+        ranks = self.device_mesh.mesh.movedim(self.mesh.names.index(PIPELINE), 0)
+        found = []
+        for home, inside in enumerate(ranks):
+            if home == mine and names:
+                found.append(self.device_mesh[names])
+            else:
+                inside = inside.contiguous() if names else inside.reshape(1)
+                found.append(mesh_elsewhere(self.device_mesh.device_type, inside, names or (PIPELINE,)))
+        return tuple(found)

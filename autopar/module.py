@@ -27,12 +27,13 @@ from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
+from autopar.parameter import wrap_like
 from autopar.random_state import RandomState
 from autopar.runtime.distributed import make_groups
 from autopar.runtime.pipeline import Given
 from autopar.staged import given_of
 from autopar.state_dicts import split_loaded, without_strides
-from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten, wrap_like
+from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
@@ -65,6 +66,7 @@ class ParallelModule(nn.Module):
         self._running: dict[Any, Running] = {}
         self._signatures: dict[Any, list[str]] = {}
         self._layouts: dict[str, Layout] = {}
+        self._homes: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
         self._stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
         self._groups: dict[str, Any] = {}
         self._device_mesh = device_mesh
@@ -122,7 +124,7 @@ class ParallelModule(nn.Module):
             if entry.kind == "constant":
                 continue
             local, layout = self._local(entry, tensor)
-            value = self._distributor.gather(local, layout)
+            value = self._distributor.gather(local, layout, self._homes.get(entry.name), tensor.shape)
             if value is not None:
                 found.update(dict.fromkeys(entry.names, value))
         return {name: found[name] for name in self.original.state_dict(keep_vars=True) if name in found}
@@ -132,7 +134,8 @@ class ParallelModule(nn.Module):
         found = {}
         for name, parameter in self.named_parameters():
             if isinstance(parameter.grad, DTensor):
-                value = self._distributor.gather(local_of(parameter.grad), self._layout(name, parameter))
+                local, layout = local_of(parameter.grad), self._layout(name, parameter)
+                value = self._distributor.gather(local, layout, self._homes.get(name), parameter.shape)
                 if value is not None:
                     found[name] = value
         return found
@@ -241,7 +244,7 @@ class ParallelModule(nn.Module):
             if entry.kind == "parameter":
                 made = self._distributor.parameter(value, whole(value.ndim))
                 made.requires_grad_(tensor.requires_grad)
-                self._layouts[entry.name] = whole(value.ndim)
+                self._layouts[entry.name], self._homes[entry.name] = whole(value.ndim), None
             for name in entry.names:
                 assign(model, name, made, entry.kind)
 
@@ -316,12 +319,14 @@ class ParallelModule(nn.Module):
         runner = make_runner(compiled, self._groups, self._compiler, self._agreement, self._device)
         return Running(captured, compiled, runner, slots, constants)
 
-    def _relayout(self, layouts: Mapping[str, Layout]) -> None:
+    def _relayout(self, layouts: Mapping[str, Layout], homes: Mapping[str, int | None] | None = None) -> None:
         parameters = self._named()
         for name, layout in layouts.items():
-            if layout != self._layouts[name]:
-                self._distributor.relayout(parameters[name], self._layouts[name], layout)
-                self._layouts[name] = layout
+            home = (homes or {}).get(name)
+            has = self._layouts[name], self._homes[name]
+            if (layout, home) != has:
+                self._distributor.relayout(parameters[name], has[0], layout, has[1], home)
+                self._layouts[name], self._homes[name] = layout, home
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -380,8 +385,10 @@ def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
     return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
 
 
-def _accumulate(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements."""
     if parameter.grad is None:
-        parameter.grad = wrap_like(value, parameter)  # type: ignore[arg-type]
-    else:
+        part = torch.zeros_like(local_of(parameter)) if value is None else value  # type: ignore[arg-type]
+        parameter.grad = wrap_like(part, parameter)  # type: ignore[arg-type]
+    elif value is not None:
         local_of(parameter.grad).add_(value)  # type: ignore[arg-type]

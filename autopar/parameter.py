@@ -53,6 +53,15 @@ class ParameterTensor(DTensor):
         # That was an alias; what was written in place is still this object to its holder.
         return args[0] if isinstance(out, DTensor) and func._schema.name.endswith("_") else out
 
+    def _like(self, part: torch.Tensor, spec: Any) -> ParameterTensor:
+        """A tensor of this class and placement around another part."""
+        made: Any = with_spec(ParameterTensor, part, spec)
+        return made
+
+    def _takes_number(self, spec: Any) -> bool:
+        """True for the placement of one number that every rank has, as a gradient's clipping factor is."""
+        return spec.mesh is spec_of(self).mesh and spec.is_replicated()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
 
@@ -85,14 +94,15 @@ def _pairwise(args: Any, kwargs: Any) -> tuple[list[Any], list[Any]] | None:
     return specs, parts
 
 
-def _is_number(scalar: Any, spec: Any) -> bool:
-    """True for the placement of one number that every rank has, as a gradient's clipping factor is."""
-    return scalar.mesh is spec.mesh and scalar.is_replicated()
-
-
 def _has_dims(item: Any) -> bool:
     """A tensor without dims is a step count: the same number on every rank."""
     return isinstance(item, torch.Tensor) and item.ndim > 0
+
+
+def wrap_like(part: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor around `part`, placed as `like` and of its class."""
+    spec = spec_of(like)
+    return like._like(part, spec) if isinstance(like, ParameterTensor) else with_spec(DTensor, part, spec)
 
 
 def parameter_tensor(tensor: DTensor) -> DTensor:
@@ -112,14 +122,14 @@ def _quick(name: str) -> Callable[..., Any]:
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
     def quick(self: ParameterTensor, *args: Any, **kwargs: Any) -> Any:
-        spec = spec_of(self)
+        spec, kind = spec_of(self), type(self)
         parts: list[Any] = []
         for arg in args:
-            if type(arg) is ParameterTensor and spec_of(arg) is spec:
+            if type(arg) is kind and spec_of(arg) is spec:
                 parts.append(local_of(arg))
             elif type(arg) is float or type(arg) is int:
                 parts.append(arg)
-            elif type(arg) is DTensor and arg.ndim == 0 and _is_number(spec_of(arg), spec):
+            elif type(arg) is DTensor and arg.ndim == 0 and self._takes_number(spec_of(arg)):
                 parts.append(local_of(arg))
             else:
                 return method(self, *args, **kwargs)
@@ -130,7 +140,7 @@ def _quick(name: str) -> Callable[..., Any]:
             method(local_of(self), *parts, **kwargs)
             return self
         out = method(local_of(self), *parts, **kwargs)
-        return with_spec(ParameterTensor, out, spec) if out.dtype == self.dtype else method(self, *args, **kwargs)
+        return self._like(out, spec) if out.dtype == self.dtype else method(self, *args, **kwargs)
 
     quick.__name__ = name
     return quick

@@ -12,6 +12,7 @@ from autopar.capture.capture import state_of
 from autopar.distribute import is_strided
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout
+from autopar.stage_tensor import whole_value
 from autopar.torch_compat import local_of
 
 if TYPE_CHECKING:
@@ -31,15 +32,17 @@ def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, met
         value = state.get(prefix + name)
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
-        layout = module._layout(first[name], parameter)
-        if isinstance(value, DTensor) and is_strided(layout):
-            value = value.full_tensor()
+        layout, home = module._layout(first[name], parameter), module._homes.get(first[name])
+        if isinstance(value, DTensor) and (is_strided(layout) or module._distributor.stages):
+            value = whole_value(value)
         if not isinstance(value, DTensor):
-            state[prefix + name] = module._distributor.split(value.to(module._device), layout)
+            state[prefix + name] = module._distributor.split(value.to(module._device), layout, home)
 
 
 def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix: str, _metadata: Any) -> None:
     """Fused weights (`[3:tp,-]`) leave split in one piece: torch.distributed.checkpoint knows no other split."""
+    if module._distributor.stages:
+        return  # those tell of their blocks themselves
     first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
     for name, layout in list(module._layouts.items()):
         if not is_strided(layout):

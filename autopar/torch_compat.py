@@ -9,6 +9,11 @@
 - `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
   200 us each; a step needs one of each for every parameter. From 2.13 on a subclass of DTensor may have its own
   `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself.
+- `_foreach_supported_types`, of `torch.optim.optimizer` and `torch.utils._foreach_utils`: the classes of which
+  optimizers and gradient clipping take lists by default. DTensor enters itself there; a subclass must as well.
+- `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
+  groups, which would be as many again for every stage.
+- `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
@@ -45,8 +50,11 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.optim.optimizer import _foreach_supported_types as _optim_lists
+from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
@@ -65,15 +73,17 @@ __all__ = [
     "has_hooks",
     "in_transform",
     "local_of",
+    "mesh_elsewhere",
+    "no_torch_function",
     "op_names",
     "quiet",
     "spec_of",
+    "take_in_lists",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
     "tree_unflatten",
     "with_spec",
-    "wrap_like",
 ]
 
 GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
@@ -82,6 +92,7 @@ SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:
 
 # The local part of a DTensor, the very memory. (An attrgetter: a function of ours would cost more than the look-up.)
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
@@ -92,9 +103,16 @@ def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad
     return made
 
 
-def wrap_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor around `local`, placed as `like` and of its class."""
-    return with_spec(type(like), local, spec_of(like))
+def take_in_lists(kind: type[DTensor]) -> None:
+    """Let optimizers and gradient clipping work on lists of these tensors by default, where they do of others."""
+    for kinds in (_optim_lists, _util_lists):
+        if kind not in kinds:
+            kinds.append(kind)
+
+
+def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh without process groups: that of other ranks, or of this one alone."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

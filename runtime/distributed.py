@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import is_mesh_op
 from autopar.ir.plan import PIPELINE
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.mesh_ops import (
@@ -28,7 +27,6 @@ from autopar.runtime.mesh_ops import (
     ALL_REDUCE,
     ALL_REDUCE_START,
     ALL_TO_ALL,
-    COORD,
     REDUCE_SCATTER,
     WAIT,
     axis_group,
@@ -64,16 +62,6 @@ class _Pending:
     work: Any
     buffer: torch.Tensor
     node: fx.Node
-
-
-def axes_of(graph: fx.Graph) -> tuple[str, ...]:
-    """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        if is_mesh_op(node.target) and node.target not in (WAIT, COORD) and not is_local(node.target):
-            axis = node.args[1] if len(node.args) > 1 else node.kwargs["axis"]
-            found[str(axis)] = None
-    return tuple(found)
 
 
 def make_groups(

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.ops import op
+from autopar.ir.ops import axes_of, op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.distributed import DistributedDriver, axes_of, make_groups
+from autopar.runtime.distributed import DistributedDriver, make_groups
 from autopar.runtime.executor import Executable, compile_graph
 from autopar.runtime.virtual import VirtualMesh
 

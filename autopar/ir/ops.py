@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from torch import fx
 
 NAMESPACE = "autopar"
 
@@ -87,6 +88,12 @@ def is_collective(target: object) -> bool:
 def is_mesh_op(target: object) -> bool:
     """True for an op whose result depends on the rank: the executor runs it, not a kernel."""
     return target in _MESH_TARGETS
+
+
+def axes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
+    moves = (node for node in graph.nodes if is_collective(node.target) and node.target != op("wait"))
+    return tuple(dict.fromkeys(str(node.args[1]) if len(node.args) > 1 else str(node.kwargs["axis"]) for node in moves))
 
 
 def _name(schema: str) -> str:

@@ -9,7 +9,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Work
 from autopar.ir.text import print_type
-from autopar.passes.schedules.flows import check_flow, step_values
+from autopar.passes.schedules.flows import check_flow
 
 _SHOWN = 5  # faults named in one message
 _FREED, _THERE, _HOME = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
@@ -41,7 +41,7 @@ class _Run:
         self.lists, self.flow = lists, flow
         self.faults: list[str] = []
         self.faulty: set[tuple[int, int]] = set()  # the ranks and instructions of the faults
-        self.step = step_values(flow)
+        self.step = flow.step_values()
         self.at = [0] * len(lists)
         self.values: list[list[dict[str, int]]] = [[{} for _ in range(flow.microbatches + 1)] for _ in lists]
         for name, homes in flow.homes.items():

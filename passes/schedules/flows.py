@@ -6,15 +6,9 @@ from autopar.errors import ScheduleError
 from autopar.ir.schedule import Action, Flow
 
 
-def step_values(flow: Flow) -> frozenset[str]:
-    """The values of which there is one for all micro-batches."""
-    works = flow.works.values()
-    return frozenset(flow.homes).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
-
-
 def check_flow(flow: Flow) -> None:
     """A value is made on one rank (parts of a sum on two ranks are two values), and is of one kind."""
-    step = step_values(flow)
+    step = flow.step_values()
     both = sorted({name for work in flow.works.values() for name in (*work.reads, *work.writes) if name in step})
     if both:
         names = ", ".join(f"%{name}" for name in both[:5])

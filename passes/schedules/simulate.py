@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Span, Timeline
-from autopar.passes.schedules.flows import step_values
 
 
 def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Costs) -> Timeline:
@@ -16,7 +15,7 @@ def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Costs) -
     A SEND starts when its action has ended and arrives `transfer_us` later, beside all other transfers; neither rank
     stands still for it. An action starts when the one before it has ended and all it reads has arrived.
     """
-    step = step_values(flow)
+    step = flow.step_values()
     spans: list[list[Span]] = [[] for _ in lists]
     clock = [0.0] * len(lists)
     ended: list[dict[Action, float]] = [{} for _ in lists]

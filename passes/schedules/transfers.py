@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Work
-from autopar.passes.schedules.flows import check_flow, step_values
+from autopar.passes.schedules.flows import check_flow
 
 Lists = tuple[tuple[Instruction, ...], ...]
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
@@ -51,7 +51,7 @@ class _Replay:
         self.costs = (
             costs if costs.times_us else replace(costs, times_us={key: _EVEN.get(key[1], 0) for key in flow.works})
         )
-        self.step = step_values(flow)
+        self.step = flow.step_values()
         self.orders = [_all_actions(rank, order, flow) for rank, order in enumerate(orders)]
         self.at = [0] * len(orders)  # the place of the first action that has not started
         self.busy = [False] * len(orders)

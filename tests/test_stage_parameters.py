@@ -1,0 +1,380 @@
+"""Parameters that lie on one stage of a pipeline: the numbers of one device, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from processes import Ranks, ranks_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.ir.layout import local_part, parse_layout
+from autopar.module import ParallelModule, _accumulate
+from autopar.stage_tensor import StageTensor
+from autopar.torch_compat import local_of
+
+pytestmark = pytest.mark.gloo
+
+# Layouts and homes of the parameters below; `scale` has no dims, `tied` lies on every stage.
+LAYOUTS = {
+    "first.weight": ("[3:tp,-]", 0),
+    "first.bias": ("[3:tp]", 0),
+    "norm.weight": ("[-]", 0),
+    "norm.bias": ("[-]", 1),
+    "scale": ("[]", 1),
+    "last.weight": ("[-,tp]", 1),
+    "last.bias": ("[-]", 1),
+    "tied": ("[tp]", None),
+}
+OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "foreach": True}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("Adam", {"amsgrad": True, "foreach": True}),
+    ("AdamW", {}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"maximize": True, "lr": torch.tensor(0.01)}),
+    ("NAdam", {}),
+    ("NAdam", {"foreach": True}),
+    ("RAdam", {}),
+    ("RAdam", {"foreach": True}),
+    ("Adamax", {"foreach": False}),
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("Adagrad", {"fused": True}),
+    ("Adadelta", {"foreach": True}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("RMSprop", {"foreach": True}),
+    ("ASGD", {}),
+    ("ASGD", {"foreach": True}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 12), nn.LayerNorm(5), nn.Linear(4, 1)
+        self.scale, self.tied = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.randn(2))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def made(mesh: str, moved: bool = True) -> tuple[ParallelModule, Model]:
+    """A parallel model whose parameters lie as after a compilation, and the plain one."""
+    model = autopar.parallelize(plain(), mesh, loss_fn=lambda m, x: x.sum())
+    if moved:
+        model._relayout(*places(mesh))
+    return model, plain()
+
+
+def places(mesh: str) -> tuple[dict[str, Any], dict[str, int | None]]:
+    layouts, homes = {}, {}
+    for name, (text, home) in LAYOUTS.items():
+        if "pp" not in mesh:
+            text, home = text.replace("3:tp", "-"), None
+        layouts[name] = parse_layout(text if "tp" in mesh else text.replace("3:tp", "-").replace("tp", "-"))
+        homes[name] = home
+    return layouts, homes
+
+
+def give_gradients(model: ParallelModule, single: Model, seed: int = 0) -> None:
+    """The same random gradients to both, to each rank of `model` those that its program would give."""
+    random = torch.Generator().manual_seed(seed)
+    where, known = model._distributor, dict(model.named_parameters())
+    for name, parameter in single.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+        parameter.grad = value if parameter.grad is None else parameter.grad + value
+        here = where.is_home(model._homes[name])
+        part = local_part(value, model._layouts[name], where.mesh, where.coord).clone() if here else None
+        _accumulate(known[name], part)
+
+
+def assert_same(model: ParallelModule, single: Model, what: str) -> None:
+    """Every rank's whole values, and what rank 0 gathers, are those of one device."""
+    gathered, known = model.full_state_dict(), dict(model.named_parameters())
+    assert bool(gathered) == (torch.distributed.get_rank() == 0)
+    for key, value in single.state_dict().items():
+        found = full(known[key])
+        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-13, msg=f"{what} {key}")
+        assert not gathered or torch.equal(gathered[key], found), key
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+def _optimizers(rank: int, mesh: str) -> None:
+    model, _ = made(mesh)
+    held, start = list(model.parameters()), plain().state_dict()
+    for name, options in OPTIMIZERS:
+        single, what = plain(), f"{name} {options} {mesh}"
+        model.load_state_dict(start)
+        model.zero_grad()
+        theirs = getattr(torch.optim, name)(single.parameters(), **copy.deepcopy(options))
+        ours = getattr(torch.optim, name)(model.parameters(), **copy.deepcopy(options))
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (theirs, ours)]
+        for step in range(3):
+            give_gradients(model, single, step)
+            give_gradients(model, single, step + 10)  # accumulated
+            wanted = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.testing.assert_close(norm.full_tensor(), wanted, rtol=1e-12, atol=0, msg=what)
+            for optimizer, schedule in zip((theirs, ours), schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=step != 1)
+        assert_same(model, single, what)
+        assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+        for parameter, state in ours.state.items():
+            empty = local_of(parameter).numel() == 0
+            assert not empty or not any(local_of(v).numel() for v in state.values() if isinstance(v, DTensor)), what
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "tp=2,pp=2", "pp=2,dp=2"])
+def test_every_optimizer_takes_the_steps_of_one_device(four: Ranks, mesh: str) -> None:
+    four.run(_optimizers, mesh)
+
+
+def test_a_mesh_of_stages_alone(two: Ranks) -> None:
+    two.run(_optimizers, "pp=2")
+
+
+# -- what else one does with parameters -----------------------------------------------------------------------------
+
+
+def _norms(rank: int, mesh: str) -> None:
+    model, single = made(mesh)
+    give_gradients(model, single)
+    for order in (2.0, 1, 3.5, float("inf")):
+        for foreach in (None, True, False):
+            pair = [nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None], order, foreach=foreach)
+                    for m in (model, single)]  # fmt: skip
+            torch.testing.assert_close(pair[0].full_tensor(), pair[1], rtol=1e-12, atol=0)
+            torch.testing.assert_close(pair[0].item(), pair[1].item(), rtol=1e-12, atol=0)
+        for foreach in (None, True, False):
+            for m in (model, single):
+                nn.utils.clip_grad_norm_(m.parameters(), 0.9 * float(pair[1]), order, foreach=foreach)
+    for foreach in (None, True, False):
+        for m in (model, single):
+            nn.utils.clip_grad_value_(m.parameters(), 0.1, foreach=foreach)
+    found = model.full_gradients()
+    for name, parameter in single.named_parameters():
+        ours = dict(model.named_parameters())[name].grad
+        assert (ours is None) == (parameter.grad is None) == (name == "frozen")
+        if parameter.grad is not None:
+            torch.testing.assert_close(full(ours), parameter.grad, rtol=1e-12, atol=0)
+            assert rank or torch.equal(found[name], full_of(ours, found[name]))
+    # One stage alone has a bad gradient: every rank must know.
+    bad = dict(model.named_parameters())["last.bias"].grad
+    bad.fill_(float("nan"))
+    assert torch.isnan(
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).full_tensor()
+    )
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def full_of(tensor: Any, like: torch.Tensor) -> torch.Tensor:
+    """What rank 0 gathered is checked against `full_tensor` elsewhere; here only its shape."""
+    assert tensor.shape == like.shape
+    return like
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=4"])
+def test_norms_and_clipping_span_all_stages(four: Ranks, mesh: str) -> None:
+    four.run(_norms, mesh)
+
+
+def _semantics(rank: int) -> None:
+    model, single = made("pp=2,tp=2")
+    ours, theirs = dict(model.named_parameters()), dict(single.named_parameters())
+    for name, parameter in ours.items():
+        value, home = theirs[name].detach(), LAYOUTS.get(name, (None, None))[1]
+        assert isinstance(parameter, StageTensor) and isinstance(parameter, nn.Parameter)
+        assert (parameter.shape, parameter.dtype) == (value.shape, value.dtype)
+        away = home is not None and home != model._distributor.coord["pp"]
+        assert (parameter.to_local().numel() == 0) == away and "DTensor" in repr(parameter)
+        assert (parameter.device_mesh.get_coordinate() is None) == away
+        with torch.no_grad():
+            for op in ("sum", "mean", "max", "min", "norm", "prod"):
+                got = getattr(parameter, op)()
+                torch.testing.assert_close(got.full_tensor(), getattr(value, op)(), equal_nan=True, msg=f"{op} {name}")
+                torch.testing.assert_close(float(got), float(getattr(value, op)()), equal_nan=True)
+            if value.ndim == 2:
+                torch.testing.assert_close(parameter.norm(dim=0).full_tensor(), value.norm(dim=0))
+            cases = {
+                "map": (
+                    torch.tanh(parameter * 2 + 1) / 3 - parameter.square(),
+                    torch.tanh(value * 2 + 1) / 3 - value**2,
+                ),
+                "number": (parameter * got, value * value.prod()),
+                "dtype": (parameter.float(), value.float()),
+                "bool": (parameter.isnan() | (parameter > 0), value > 0),
+                "like": (torch.ones_like(parameter) + torch.zeros_like(parameter), torch.ones_like(value)),
+                "data": (parameter.data, value),
+            }
+            for case, (found, expected) in cases.items():
+                assert type(found) is StageTensor and found.dtype == expected.dtype, case
+                torch.testing.assert_close(found.full_tensor(), expected, msg=f"{case} {name}")
+        twin = copy.deepcopy(parameter)
+        assert (
+            type(twin) is StageTensor
+            and isinstance(twin, nn.Parameter)
+            and twin.requires_grad == parameter.requires_grad
+        )
+        kept = io.BytesIO()
+        torch.save(parameter, kept)
+        kept.seek(0)
+        back = torch.load(kept, weights_only=False)
+        assert type(back) is DTensor and back.placements == parameter.placements
+        assert torch.equal(back.to_local(), parameter.to_local())
+        with torch.no_grad():
+            parameter.copy_(back * 2)
+            parameter.add_(back)
+        torch.testing.assert_close(full(parameter), 3 * value)
+    with torch.no_grad():  # of two stages, and of two placements
+        moved = ours["norm.weight"] + ours["norm.bias"]
+        torch.testing.assert_close(full(moved), 3 * (theirs["norm.weight"] + theirs["norm.bias"]).detach())
+        other = model._distributor.split(theirs["last.weight"].detach().clone(), parse_layout("[-,-]"), 0)
+        other.sub_(ours["last.weight"])
+        torch.testing.assert_close(full(other), -2 * theirs["last.weight"].detach())
+
+
+def test_a_parameter_is_the_same_value_on_every_rank(four: Ranks) -> None:
+    four.run(_semantics)
+
+
+def _refusals(rank: int) -> None:
+    model, _ = made("pp=2,tp=2")
+    weight, scale = model.get_parameter("first.weight"), model.get_parameter("scale")
+    whole = torch.ones(12, 6, dtype=torch.float64)
+    no_grad = {
+        "unsqueeze|select|__getitem__": lambda: weight[0],
+        "t|transpose|permute": lambda: weight.T,
+        "view": lambda: weight.view(-1),
+        "redistribute": lambda: weight.redistribute(placements=weight.placements),
+        "data = ": lambda: setattr(weight, "data", whole),
+        "uniform_": lambda: nn.init.uniform_(weight),
+        "mm|matmul|__matmul__": lambda: weight @ weight,
+        "cat": lambda: torch.cat([weight, weight]),
+        "'add'.* of shape \\[12, 6\\] and a tensor of shape \\[12, 6\\]": lambda: weight + whole,
+        "'add'.* shape": lambda: scale + weight,
+        "'copy_' writes a part": lambda: whole.copy_(weight),
+    }
+    for text, call in no_grad.items():
+        with torch.no_grad(), pytest.raises(AutoparError, match=text):
+            call()
+    with pytest.raises(AutoparError, match="would record a gradient"):
+        (weight * weight).sum()
+    with pytest.raises(AutoparError, match="a gradient through full_tensor"):
+        weight.full_tensor().sum().backward()
+    with pytest.raises(AutoparError, match="'view|'cat"):
+        give_gradients(model, plain())
+        torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(()))
+
+
+def test_what_a_stage_cannot_answer_is_refused(four: Ranks) -> None:
+    four.run(_refusals)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _trained(
+    mesh: str, steps: int, moved: bool = True
+) -> tuple[Any, torch.optim.Optimizer, Any, torch.optim.Optimizer]:
+    model, single = made(mesh, moved)
+    pair = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, single)]
+    for step in range(steps):
+        _step(model, single, pair, step)
+    return model, pair[0], single, pair[1]
+
+
+def _step(model: Any, single: Any, pair: Any, step: int) -> None:
+    give_gradients(model, single, step)
+    for optimizer in pair:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(rank: int, mesh: str, folder: str) -> None:
+    model, optimizer, *_ = _trained(mesh, 2)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+    )
+
+
+def _load(rank: int, mesh: str, folder: str, moved: bool) -> None:
+    model, optimizer, *_ = _trained(mesh, 0, moved)
+    _, _, single, theirs = _trained(mesh, 2)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if not moved:
+        model._relayout(*places(mesh))
+    assert_same(model, single, "loaded")
+    _step(model, single, (optimizer, theirs), 7)
+    assert_same(model, single, "after a step")
+
+
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("meshes", [("pp=2,tp=2", "tp=2,pp=2"), ("pp=4", "pp=2,dp=2"), ("pp=2,dp=2", "dp=2,tp=2")])
+def test_a_sharded_checkpoint_goes_from_mesh_to_mesh(four: Ranks, tmp_path: Path, meshes: Any, moved: bool) -> None:
+    four.run(_save, meshes[0], str(tmp_path))
+    four.run(_load, meshes[1], str(tmp_path), moved)
+
+
+def _by_hand(rank: int) -> None:
+    """torch.save on every rank; the placements of the states are those of the plain DTensors that come back."""
+    model, optimizer, single, theirs = _trained("pp=2,tp=2", 2)
+    kept = io.BytesIO()
+    torch.save({"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}, kept)
+    _step(model, single, (optimizer, theirs), 3)
+    kept.seek(0)
+    again, fresh, twin, other = _trained("pp=2,tp=2", 2)
+    _step(again, twin, (fresh, other), 9)
+    loaded = torch.load(kept, weights_only=False)
+    again.load_state_dict(loaded["model"])
+    fresh.load_state_dict(loaded["optimizer"])
+    _step(again, plain(), (fresh,), 3)
+    assert_same(again, single, "by hand")
+    again.load_state_dict(single.state_dict())  # whole tensors
+    assert_same(again, single, "whole")
+    before, *_ = _trained("pp=2,tp=2", 0, moved=False)
+    before.load_state_dict(loaded["model"])  # into parameters that have no home yet
+    before.load_state_dict(again.state_dict())
+    assert_same(before, single, "before")
+
+
+def test_a_checkpoint_by_hand(four: Ranks) -> None:
+    four.run(_by_hand)
