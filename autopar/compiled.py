@@ -16,7 +16,7 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import axes_of, is_collective
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
+from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
 
@@ -190,8 +190,9 @@ class Compiled:
         """Write the programs of the distinct ranks as readable Python and JSON."""
         from autopar.artifact import Artifact, save_programs
 
-        everyone = tuple(range(self.mesh.size))
-        save_programs(Path(directory), Artifact(self.mesh, ((everyone, {STEP: self.program}),), {}))
+        programs = tuple((ranks, self.ranks[ranks[0]].programs) for ranks in self.alike)
+        whole = None if self.pipeline is None else self.program
+        save_programs(Path(directory), Artifact(self.mesh, programs, {}, self.pipeline, whole))
 
 
 def load(directory: str | Path) -> Compiled:
@@ -201,6 +202,11 @@ def load(directory: str | Path) -> Compiled:
     from autopar.own_ops import OWN_OPS
 
     artifact = load_programs(Path(directory), OWN_OPS.names())
+    pipeline = artifact.pipeline
+    if pipeline is not None:
+        assert artifact.whole is not None
+        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
+        return Compiled(plan, (("load", artifact.whole),), pipeline)
     (_, programs), *_ = artifact.programs
     if STEP not in programs:
         raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")

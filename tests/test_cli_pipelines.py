@@ -139,8 +139,8 @@ def test_what_a_rank_holds_and_moves(jobs: Path):
         )  # fmt: skip
         assert compiled.pipeline is not None
         weights = sum(p.numel() for p in job.model[:4].parameters()) * 4
-        # of the second stage: what came from the first, two results of Tanh, and the difference for the loss
-        for place, saved in ((0, 2), (1, 4)):
+        # the first: a result of Tanh. The second: what came from the first, two results of Tanh, the difference
+        for place, saved in ((0, 1), (1, 4)):
             found = memory_of_rank(compiled, place)
             assert (found.parameters, found.gradients) == (weights, weights)
             assert found.activations == most[place] * saved_bytes(compiled.pipeline, place)
@@ -155,3 +155,12 @@ def test_what_a_rank_holds_and_moves(jobs: Path):
     )
     assert {row.times for row in tensor.collectives if row.graph.startswith(("forward", "backward"))} == {4}
     assert "4x" in collectives_text(tensor, 3) and "graph" in collectives_text(tensor, 3).split("\n")[0]
+
+
+def test_compile_counts_programs(jobs: Path, call: Call, tmp_path: Path):
+    shown = call("compile", f"{jobs}:staged", *MESH, "--out", tmp_path / "out")
+    assert "2 distinct programs for 4 ranks (mesh pp=2,dp=2)" in " ".join(shown.split())
+    assert "1 distinct program for 4 ranks" in " ".join(
+        call("compile", f"{jobs}:job", "--mesh", "dp=4", "--out", tmp_path / "one").split()
+    )
+    assert autopar.load(tmp_path / "out").mesh.size == 4
