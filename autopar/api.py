@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
-from autopar.compiler import Choices, SequenceParallel, Shard
+from autopar.compiler import Choices, ScheduleLike, SequenceParallel, Shard, staging_of
 from autopar.errors import MeshError
 from autopar.execution import Compiler
 from autopar.ir.mesh import Mesh
@@ -32,6 +32,11 @@ class Options(TypedDict, total=False):
     device: str | torch.device | None
     compile: Compiler | None
     specialize: bool
+    microbatches: int | None
+    schedule: ScheduleLike
+    stages: Sequence[str] | None
+    chunks: int | None
+    stage_memory: int | None
 
 
 @overload
@@ -52,6 +57,11 @@ def parallelize(
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
     specialize: bool = False,
+    microbatches: int | None = None,
+    schedule: ScheduleLike = "1f1b",
+    stages: Sequence[str] | None = None,
+    chunks: int | None = None,
+    stage_memory: int | None = None,
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
 
@@ -70,11 +80,20 @@ def parallelize(
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
     specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of the first batch of
       each signature, and each step is checked to have the same; BatchError if not. Needs batch="global".
+    microbatches: the parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
+      of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
+    schedule: of a pipeline (an axis pp): "gpipe" (arXiv 1811.06965), "1f1b" or "interleaved-1f1b" (2104.04473),
+      "zb-h1", "zb-h2" or "zb-v" (2401.10241); a CSV of actions such as 0F0; or a function, see docs/pipelines.md.
+    stages: modules, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by default the cut with the
+      fastest slowest stage. chunks: stages on each rank. stage_memory: bytes that a stage may hold.
 
     Raises MeshError, RankError (ranks given different models), CompileError (no such compiler here) and, at the first
-    step, LayoutError, BatchError, CaptureError or CompileError.
+    step, LayoutError, BatchError, ScheduleError, CaptureError or CompileError.
     """
-    choices = Choices(dict(shard or {}), sequence_parallel, specialize=specialize)
+    staging = staging_of(schedule, stages, chunks, stage_memory)
+    choices = Choices(
+        dict(shard or {}), sequence_parallel, specialize=specialize, microbatches=microbatches, staging=staging
+    )
     options: dict[str, Any] = {
         "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
     }  # fmt: skip

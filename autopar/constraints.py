@@ -144,7 +144,7 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: 
     """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
     divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
 
-    whole: every rank computes the whole batch. uneven: take fewer rather than refuse. Raises BatchError if the
+    whole: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises BatchError if the
     micro-batches do not divide the samples of a rank.
     """
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
@@ -166,8 +166,9 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: 
             f"microbatches={wanted} does not divide the {samples} samples{split} that a rank computes. "
             f"It may be {one_of(divisors(samples))} here, or take a batch size that is a multiple of {wanted * ranks}."
         )
-    limit = wanted if wanted is not None else 4 * stages
-    return max(count for count in range(1, min(limit, samples) + 1) if samples % count == 0)
+    if wanted is not None:
+        return next(count for count in range(min(wanted, samples), samples + 1) if samples % count == 0)
+    return max(count for count in range(1, min(4 * stages, samples) + 1) if samples % count == 0)
 
 
 def is_sequence_parallel(program: Program) -> bool:

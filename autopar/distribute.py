@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from autopar.agreement import Agreement
 from autopar.ir.layout import Layout, combine, local_part, local_shape, whole
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import PIPELINE
 from autopar.meshes import MeshLike, mesh_of
 from autopar.parameter import parameter_tensor
 from autopar.passes.search.states import states_of

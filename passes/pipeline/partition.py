@@ -78,7 +78,7 @@ class _Partition:
             for kind in self._kinds() if trains else ("F",):
                 self._piece((stage, kind))
         for node, stage in self.stages.items():
-            self._piece((stage, self._kind(node))).own.add(node)
+            self._piece((stage, self._kind(node))).own[node] = None
         for node in self.program.nodes:
             if node in self.times.joins and self.times.of[node] is When.AFTER:
                 part = node.args[0]
@@ -243,8 +243,9 @@ class _Partition:
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
             types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
         flow = Flow(self.ranks, self.plan.microbatches, works, types, homes)
-        joins = {node.name: join_of(node) for node in self.program.nodes if node in self.times.joins}
-        types.update((node.name, _local_type(record(node), self.program.mesh)) for node in self.times.joins)
+        found = [node for node in self.program.nodes if node in self.times.joins]
+        joins = {node.name: join_of(node) for node in found}
+        types.update((node.name, _local_type(record(node), self.program.mesh)) for node in found)
         return Pipeline(self.plan.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:

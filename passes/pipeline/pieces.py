@@ -27,9 +27,9 @@ Key = tuple[int, str]  # (stage or rank, kind of action)
 
 @dataclass(slots=True)
 class Piece:
-    """What one graph is to hold: its own nodes, and what leaves it, as (kind, name, node)."""
+    """What one graph is to hold: its own nodes, in order, and what leaves it."""
 
-    own: set[fx.Node] = field(default_factory=set)
+    own: dict[fx.Node, None] = field(default_factory=dict)  # sets of nodes have another order in each process
     leaving: list[tuple[Output, fx.Node]] = field(default_factory=list)
 
     def leave(self, kind: str, name: str, node: fx.Node) -> None:
