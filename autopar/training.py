@@ -30,6 +30,7 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
         sequence_parallel=job.sequence_parallel,
         compile=job.compile,
         specialize=job.specialize,
+        **job.pipeline_options,
     )
     first = dist.get_rank() == 0
     console = Console(quiet=not first)

@@ -164,3 +164,9 @@ def test_compile_counts_programs(jobs: Path, call: Call, tmp_path: Path):
         call("compile", f"{jobs}:job", "--mesh", "dp=4", "--out", tmp_path / "one").split()
     )
     assert autopar.load(tmp_path / "out").mesh.size == 4
+
+
+@pytest.mark.gloo
+def test_ranks_are_started_with_the_options(jobs: Path, call: Call):
+    options = ("--mesh", "pp=2", "--microbatches", 4, "--schedule", "zb-h1", "--stages", "0-3;4-7")
+    call("verify", f"{jobs}:job", *options, "--steps", 1, "--backend", "gloo")  # a rank that differs ends it
