@@ -25,6 +25,7 @@ from autopar.meshes import mesh_of
 from autopar.options import Options, takes_options
 from autopar.page import page_text
 from autopar.settings import Settings
+from autopar.timeline.show import picture_of, show_timeline, write_timeline
 from autopar.training import train
 from autopar.verification import verify as verify_job
 from autopar.verification_distributed import verify_on_ranks
@@ -85,6 +86,8 @@ def inspect(
     pass_: Annotated[str | None, typer.Option("--pass", metavar="NAME", help="the program after this pass")] = None,
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="draw when each rank of a pipeline does what")] = False,
+    timeline_file: Annotated[Path | None, typer.Option(metavar="FILE.svg|.html", help="draw it in a file")] = None,
     *,
     options: Options,
 ) -> None:
@@ -97,6 +100,14 @@ def inspect(
         compiled = _compile(target, mesh, options)
     if html is not None:
         _write_page(compiled, html, target)
+        return
+    if timeline or timeline_file is not None:
+        shown = picture_of(compiled)
+        if timeline:
+            show_timeline(out, shown)
+        if timeline_file is not None:
+            size = write_timeline(shown, timeline_file, target)
+            out.print(f"{timeline_file}: {human(size)}", markup=False, highlight=False)
         return
     if pass_ is not None or diff is not None:
         _show_pass(compiled, pass_, diff)

@@ -170,3 +170,16 @@ def test_compile_counts_programs(jobs: Path, call: Call, tmp_path: Path):
 def test_ranks_are_started_with_the_options(jobs: Path, call: Call):
     options = ("--mesh", "pp=2", "--microbatches", 4, "--schedule", "zb-h1", "--stages", "0-3;4-7")
     call("verify", f"{jobs}:job", *options, "--steps", 1, "--backend", "gloo")  # a rank that differs ends it
+
+
+# ---- timelines
+
+
+def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path: Path):
+    options = ("inspect", f"{jobs}:staged", *MESH)
+    shown = call(*options, "--timeline", "--timeline-file", tmp_path / "a.svg")
+    assert "schedule 'gpipe': 2 ranks, 2 stages, 4 micro-batches" in shown and "rank 1 ." in shown and "idle" in shown
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert "a.html: " in call(*options, "--timeline-file", tmp_path / "a.html")
+    assert "write a name that ends in .svg or .html" in call(*options, "--timeline-file", "a.png", code=1)
+    assert "a timeline is of a pipeline" in call("inspect", f"{jobs}:job", "--mesh", "dp=2", "--timeline", code=1)
