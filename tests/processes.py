@@ -48,7 +48,7 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 20, fatal: bool = False) -> list[Outcome]:
+    def attempt(self, work: Callable[..., Any], *args: Any, timeout: float = 60, fatal: bool = False) -> list[Outcome]:
         """The outcome of every rank. One that is not done in `timeout` seconds is a hang: an AssertionError.
 
         `fatal`: an error ends its process, as one that nobody catches does.
@@ -68,7 +68,7 @@ class Ranks:
                     found[rank] = self._receive(rank)
         return [found[rank] for rank in range(self.size)]
 
-    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 20) -> list[Any]:
+    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """What every rank returned. An AssertionError with all ranks' errors if any failed."""
         outcomes = self.attempt(work, *args, timeout=timeout)
         failed = [f"rank {i}: {o.error or 'died'}" for i, o in enumerate(outcomes) if o.error or o.died]

@@ -19,6 +19,7 @@ _FILLED: Mapping[Target, int | tuple[int, str]] = {
     aten.ones_like.default: 1,
     aten.full_like.default: (1, "fill_value"),
     aten.new_zeros.default: 0,
+    aten.new_empty.default: 0,  # what it holds is nobody's to read; that it hangs on another tensor is in the way
     aten.new_ones.default: 1,
     aten.new_full.default: (2, "fill_value"),
     aten.scalar_tensor.default: (0, "s"),

@@ -96,6 +96,7 @@ def _assign(nodes: list[fx.Node], stage_of: dict[str, int]) -> Stages:
             mine, its = record(node), record(operand)
             faults.append(f"'{mine.module}' ({mine.source}) is in stage {wanted}, but needs a value of '{its.module}' "
                           f"({its.source}) in stage {needs}: values flow forwards only.")  # fmt: skip
+            needs = wanted  # said once, and not again of all that follows
         found[node] = max(needs, wanted if wanted is not None else 0)
     if faults:
         raise LayoutError("stages: " + "\n".join(dict.fromkeys(faults[:5])))

@@ -11,7 +11,7 @@ from autopar.ir.pipeline import Join
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Builder, Program, Record, record, set_record
 from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.when import Times, When
+from autopar.passes.pipeline.when import Times, When, times_of
 
 ADD = torch.ops.aten.add.Tensor
 
@@ -26,14 +26,15 @@ def join_of(node: fx.Node) -> Join:
 
 
 def with_joins(program: Program) -> Program:
-    """The program of a single micro-batch with a join, of one part, before all that leaves it; before the collective by
-    which it leaves, if there is one, so that gradients are reduced once a step here too."""
+    """The program of a single micro-batch with a join, of one part, before all that leaves it from a stage; before the
+    collective by which it leaves, if there is one, so that gradients are reduced once a step here too."""
+    when = times_of(program, 1).of
     output = program.graph.output_node()
     build = Builder("partition")
     joined: dict[fx.Node, fx.Node] = {}
 
     def join(node: fx.Node) -> fx.Node:
-        if node.op == "placeholder":
+        if when[node] is not When.EACH:
             return build.value[node]
         if node not in joined:
             like = record(node).with_(operands=record(node).layouts, flops=0)  # type: ignore[arg-type]
