@@ -70,12 +70,14 @@ def parse_instruction(text: str, types: Mapping[str, TensorType]) -> Instruction
     body, _, frees = text.partition("; free ")
     gone = _names(frees) if frees else ()
     if not (match := _MESSAGE.match(body)):
-        return Instruction("RUN", _action(body), frees=gone)
+        return Instruction("RUN", parse_action(body), frees=gone)
     values = _names(match[4])
     unknown = [name for name in values if name not in types]
     if unknown:
         raise ValueError(f"'{text}': '%{unknown[0]}' has no type")
-    return Instruction(match[1], _action(match[2]), int(match[3]), values, tuple(types[name] for name in values), gone)
+    return Instruction(
+        match[1], parse_action(match[2]), int(match[3]), values, tuple(types[name] for name in values), gone
+    )
 
 
 def parse_pipeline(content: Any, mesh: Mesh, graphs: Graphs, program: Program) -> Pipeline:
@@ -147,11 +149,12 @@ def _check_work(text: str, work: Work, graph: Program) -> None:
 
 
 def _key(text: str) -> tuple[int, str]:
-    action = _action(text)
+    action = parse_action(text)
     return action.stage, action.kind
 
 
-def _action(text: str) -> Action:
+def parse_action(text: str) -> Action:
+    """`0F3`, `1E`: the inverse of `str`; raises ValueError."""
     if not (match := _ACTION.match(text)):
         raise ValueError(f"'{text}' is not an action such as 0F3")
     return Action(int(match[1]), match[2], int(match[3]) if match[3] else ONCE)

@@ -44,13 +44,17 @@ def run(
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
+    ] = None,
     *,
     options: Options,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
-    arguments += ["--log", str(log)] if log is not None else []
-    _on_ranks(mesh, arguments, lambda: train(options.job(target), mesh, steps, options.seed, log))
+    files = {"--log": log, "--trace": trace}
+    arguments += [word for flag, path in files.items() if path is not None for word in (flag, str(path))]
+    _on_ranks(mesh, arguments, lambda: train(options.job(target), mesh, steps, options.seed, log, trace))
 
 
 @app.command("compile")
@@ -88,6 +92,7 @@ def inspect(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
     timeline: Annotated[bool, typer.Option("--timeline", help="draw when each rank of a pipeline does what")] = False,
     timeline_file: Annotated[Path | None, typer.Option(metavar="FILE.svg|.html", help="draw it in a file")] = None,
+    over: Annotated[Path | None, typer.Option(metavar="DIR", help="draw it over what `run --trace DIR` saw")] = None,
     *,
     options: Options,
 ) -> None:
@@ -101,9 +106,9 @@ def inspect(
     if html is not None:
         _write_page(compiled, html, target)
         return
-    if timeline or timeline_file is not None:
-        shown = picture_of(compiled)
-        if timeline:
+    if timeline or timeline_file is not None or over is not None:
+        shown = picture_of(compiled, over)
+        if timeline or timeline_file is None:
             show_timeline(out, shown)
         if timeline_file is not None:
             size = write_timeline(shown, timeline_file, target)

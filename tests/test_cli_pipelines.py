@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,3 +184,17 @@ def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path:
     assert "a.html: " in call(*options, "--timeline-file", tmp_path / "a.html")
     assert "write a name that ends in .svg or .html" in call(*options, "--timeline-file", "a.png", code=1)
     assert "a timeline is of a pipeline" in call("inspect", f"{jobs}:job", "--mesh", "dp=2", "--timeline", code=1)
+
+
+@pytest.mark.gloo
+def test_a_run_is_traced(jobs: Path, call: Call, tmp_path: Path):
+    options = (f"{jobs}:job", "--mesh", "pp=2", "--microbatches", 4)
+    call("run", *options, "--steps", 4, "--trace", tmp_path / "trace")
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 2, 3}, "the last three"
+    names = [event["name"] for event in events]
+    assert names.count("0F2") == names.count("1B2") == names.count("step 2") + 1 == 3
+    shown = call("inspect", *options, "--timeline", "--over", tmp_path / "trace")
+    assert "measured: " in shown and shown.count("  idle ") == 4
+    assert "cannot read" in call("inspect", *options, "--over", tmp_path, code=1)

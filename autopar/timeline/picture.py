@@ -94,21 +94,18 @@ class Picture:
 
 
 def picture(pipeline: Pipeline, simulated: Timeline, measured: Timeline | None = None) -> Picture:
-    """The simulated step; with a measured one below it, rank by rank, both drawn over the same length."""
-    first = _start(simulated)
-    length = _end(simulated) - first
-    captions = [f"schedule '{pipeline.schedule}': {pipeline.flow.size} ranks, {pipeline.flow.stages} stages, "
-                f"{pipeline.microbatches} micro-batches"]  # fmt: skip
+    """The simulated step; with a measured one, rank by rank, below it."""
+    head = (f"schedule '{pipeline.schedule}': {pipeline.flow.size} ranks, {pipeline.flow.stages} stages, "
+            f"{pipeline.microbatches} micro-batches")  # fmt: skip
+    lanes = tuple(_lanes(pipeline, simulated, False))
+    length = _end(simulated) - _start(simulated)
     if measured is None:
-        lanes = tuple(_lanes(pipeline, simulated, 1.0, False))
-        captions.append(f"simulated: {_summary(simulated)}")
-        return Picture(lanes, length, tuple(captions), pipeline.microbatches)
-    real = _end(measured) - _start(measured)
-    scale = real / length if length else 1.0
-    pairs = zip(_lanes(pipeline, simulated, scale, False), _lanes(pipeline, measured, 1.0, True), strict=True)
-    captions.append(f"simulated: {_summary(simulated)}, drawn as long as the measured step")
-    captions.append(f"measured:  {_summary(measured)}")
-    return Picture(tuple(lane for pair in pairs for lane in pair), real, tuple(captions), pipeline.microbatches)
+        return Picture(lanes, length, (head, f"simulated: {_summary(simulated)}"), pipeline.microbatches)
+    pairs = zip(lanes, _lanes(pipeline, measured, True), strict=True)
+    captions = (head, f"simulated with the times that actions took (median): {_summary(simulated)}",
+                f"measured: {_summary(measured)}")  # fmt: skip
+    length = max(length, _end(measured) - _start(measured))
+    return Picture(tuple(lane for pair in pairs for lane in pair), length, captions, pipeline.microbatches)
 
 
 def bubble_of(timeline: Timeline) -> float:
@@ -120,14 +117,14 @@ def _summary(timeline: Timeline) -> str:
     return f"{time_text(timeline.span_us)} a step, idle {bubble_of(timeline):.1%}"
 
 
-def _lanes(pipeline: Pipeline, timeline: Timeline, scale: float, measured: bool) -> Iterator[Lane]:
+def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[Lane]:
     first = _start(timeline)
     for rank, spans in enumerate(timeline.ranks):
         stages = pipeline.stages_of(rank)
         blocks, messages = [], []
         for span in spans:
             action = span.instruction.action
-            start, end = (span.start_us - first) * scale, (span.end_us - first) * scale
+            start, end = span.start_us - first, span.end_us - first
             if span.instruction.op == "RUN":
                 chunk = stages.index(action.stage) if action.kind in "FBIW" else 0
                 if end > start:

@@ -13,17 +13,23 @@ from autopar.timeline.page import timeline_page
 from autopar.timeline.picture import Picture, picture
 from autopar.timeline.svg import timeline_svg
 from autopar.timeline.terminal import timeline_text
+from autopar.timeline.trace import measured_costs, read_trace
 
 
 def picture_of(compiled: Compiled, over: Path | None = None) -> Picture:
-    """The simulated step of a pipeline; with what was measured, if `over` is the folder of a trace."""
+    """The simulated step of a pipeline. over: the folder of a trace; then the simulation takes the times of actions
+    from there, and what was measured is drawn below it: what differs is waiting."""
     pipeline = compiled.pipeline
     if pipeline is None:
         raise TargetError(
             f"a timeline is of a pipeline, and this is one graph (mesh {compiled.mesh}): give the mesh an axis pp, "
             f"or --microbatches."
         )
-    return picture(pipeline, simulate(pipeline.lists, pipeline.flow, pipeline.costs))
+    if over is None:
+        return picture(pipeline, simulate(pipeline.lists, pipeline.flow, pipeline.costs))
+    measured = read_trace(over, compiled)
+    costs = measured_costs(pipeline, measured)
+    return picture(pipeline, simulate(pipeline.lists, pipeline.flow, costs), measured)
 
 
 def show_timeline(out: Console, shown: Picture) -> None:
