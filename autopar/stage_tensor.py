@@ -26,7 +26,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autopar.chunks import chunks, write_items
 from autopar.errors import AutoparError
 from autopar.parameter import ParameterTensor
-from autopar.torch_compat import SUBCLASSED_DTENSORS, local_of, no_torch_function, spec_of, take_in_lists, with_spec
+from autopar.torch_compat import (
+    SUBCLASSED_DTENSORS,
+    StridedShard,
+    local_of,
+    no_torch_function,
+    spec_of,
+    take_in_lists,
+    with_spec,
+)
 
 _MAPS = """
     _to_copy abs add addcdiv addcmul alias bfloat16 bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min
@@ -46,6 +54,7 @@ _OPERATORS |= {
     "__rdiv__": "div",
     "__idiv__": "div_",
 }
+_OPERATORS |= {"__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not"}
 _FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _NORMS = frozenset({"linalg_vector_norm", "norm", "vector_norm"})
 _READS = """
@@ -78,8 +87,12 @@ class StageTensor(ParameterTensor):
         """The whole value, on every rank; every rank must call this."""
         return _Full.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        raise AutoparError(_refusal("redistribute"))
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """The whole value as a DTensor of all ranks; any other placement is refused."""
+        whole = placements and all(placement.is_replicate() for placement in placements)
+        if not whole or options or device_mesh not in (None, spec_of(self).mesh):
+            raise AutoparError(_refusal("redistribute"))
+        return _everywhere(self.full_tensor(), self.stages)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -125,14 +138,28 @@ def stage_tensor(part: torch.Tensor, spec: Any, stages: Stages, requires_grad: b
 def whole_value(tensor: DTensor) -> torch.Tensor:
     """The whole value of a DTensor on any of the meshes, on every rank. Every rank must call this."""
     spec = spec_of(tensor)
-    here = spec.mesh.get_coordinate() is not None
-    if here:
+    if not SUBCLASSED_DTENSORS and any(isinstance(placement, StridedShard) for placement in spec.placements):
+        return _summed_value(tensor)
+    if spec.mesh.get_coordinate() is not None:
         value = with_spec(DTensor, local_of(tensor).detach(), spec).full_tensor()
     else:
-        value = torch.empty(spec.shape, dtype=tensor.dtype, device=local_of(tensor).device)
+        value = torch.empty(spec.shape, dtype=tensor.dtype, device=spec.mesh.device_type)
     if spec.mesh.size() < dist.get_world_size():
+        if value.numel() == local_of(tensor).numel():  # the part itself: a whole value is memory of its own everywhere
+            value = value.clone()
         value = value.contiguous()
         dist.broadcast(value, src=int(spec.mesh.mesh.flatten()[0]))
+    return value
+
+
+def _summed_value(tensor: DTensor) -> torch.Tensor:
+    """As `whole_value`, for a split that DTensor before torch 2.13 cannot undo."""
+    value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=spec_of(tensor).mesh.device_type)
+    if _counts(spec_of(tensor)):
+        for chunk, piece in chunks(tensor).values():
+            at = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            value[at] = piece
+    dist.all_reduce(value)
     return value
 
 
@@ -165,8 +192,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             f"'{name}' on a parameter of a pipeline would record a gradient, and no step runs it. Compute it in "
             f"loss_fn, or under torch.no_grad()."
         )
-    if name == "_foreach_norm":
-        return _norms(args[0], *_norm_options(*args[1:], **kwargs), stages)
+    if name == "_foreach_norm" and (options := _norm_options(*args[1:], **kwargs)) is not None:
+        return _norms(args[0], *options, stages)
     if name == _SCALED:
         func(list(map(_local, args[0])), *map(_local, args[1:]))
         dist.all_reduce(_local(args[1]), op=dist.ReduceOp.MAX)  # what one stage found, all have
@@ -293,11 +320,16 @@ def _norms(tensors: Iterable[Any], order: float, dtype: Any, stages: Stages) -> 
         total = total.pow(order)
         dist.all_reduce(total)
         total = total.pow(1 / order)
-    everywhere = [Replicate()] * stages.everyone.ndim
-    return [
-        DTensor.from_local(norm.to(dtype or tensor.dtype), stages.everyone, everywhere, run_check=False)
-        for norm, tensor in zip(total.unbind(), tensors, strict=True)
-    ]
+    norms = [norm.to(dtype or tensor.dtype) for norm, tensor in zip(total.unbind(), tensors, strict=True)]
+    alike = {norm.dtype: norm for norm in norms}
+    specs = {dtype: spec_of(_everywhere(norm, stages)) for dtype, norm in alike.items()}
+    return [with_spec(DTensor, norm, specs[norm.dtype]) for norm in norms]
+
+
+def _everywhere(value: torch.Tensor, stages: Stages) -> DTensor:
+    """What every rank holds, as a DTensor that says so."""
+    everyone = stages.everyone
+    return DTensor.from_local(value, everyone, [Replicate()] * everyone.ndim, run_check=False)
 
 
 def _counts(spec: Any) -> bool:
@@ -312,8 +344,7 @@ def _read(value: Any, stages: Stages) -> Any:
     """A whole value for an op that reads all of it, on every rank."""
     if not isinstance(value, DTensor):
         return value
-    everywhere = [Replicate()] * stages.everyone.ndim
-    return DTensor.from_local(whole_value(value), stages.everyone, everywhere, run_check=False)
+    return _everywhere(whole_value(value), stages)
 
 
 # -- torch before 2.13 ----------------------------------------------------------------------------------------------
@@ -325,13 +356,15 @@ _METADATA = """
     ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
     size storage_offset stride untyped_storage
 """
-_ABOUT = frozenset(_METADATA.split())
+_ABOUT, _VIEWS = frozenset(_METADATA.split()), frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """DTensor takes the ops of its subclasses itself there: what Python calls is as far down as one gets."""
     with no_torch_function():
         name = _OPERATORS.get(func.__name__, func.__name__)
+        if name == "__get__" and func.__self__.__name__ in _VIEWS:
+            raise AutoparError(_refusal(func.__self__.__name__))
         if name in _ABOUT:
             return func(*args, **(kwargs or {}))
         out = _run(func, name, args, kwargs or {})

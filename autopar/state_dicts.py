@@ -12,7 +12,6 @@ from autopar.capture.capture import state_of
 from autopar.distribute import is_strided
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout
-from autopar.stage_tensor import whole_value
 from autopar.torch_compat import local_of
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, met
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
         layout, home = module._layout(first[name], parameter), module._homes.get(first[name])
-        if isinstance(value, DTensor) and (is_strided(layout) or module._distributor.stages):
-            value = whole_value(value)
+        if isinstance(value, DTensor) and is_strided(layout) and not module._distributor.stages:
+            value = value.full_tensor()
         if not isinstance(value, DTensor):
             state[prefix + name] = module._distributor.split(value.to(module._device), layout, home)
 

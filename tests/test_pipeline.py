@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_case import compiled_as, error_of, subject
+from pipeline_case import ROWS, TIME, compiled_as, error_of, subject
 from torch import Tensor
 
 from autopar.passes.schedules import SCHEDULES, in_flight
@@ -63,6 +63,18 @@ def test_a_tied_weight_moves_once_a_step():
     gradient = [line for line in lines if any("total" in name for name in line.values)]
     assert [(str(line.action), line.peer) for line in weight] == [("0P", 3)]
     assert len(gradient) == 1 and gradient[0].peer == 0
+
+
+def test_one_activation_and_one_gradient_cross_a_border_between_blocks():
+    """b s h elements each way (arXiv 2104.04473, section 3.2), and nothing that could be made again from them."""
+    pipeline = compiled_as("pp=2", 8, stages=("tokens, positions, dropout, blocks.0", "blocks.1, norm, head")).pipeline
+    assert pipeline is not None
+    lines = [line for instructions in pipeline.lists for line in instructions if line.op == "SEND"]
+    for microbatch in range(8):
+        sent = [line for line in lines if line.action.microbatch == microbatch and line.action.kind in "FB"]
+        shapes = {str(line.action): [type_.shape for type_ in line.types if type_.shape] for line in sent}
+        assert shapes[f"0F{microbatch}"] == shapes[f"1B{microbatch}"][:1] == [(ROWS // 8, TIME, 8)]
+        assert microbatch == 7 or len(sent) == 2
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 2)])

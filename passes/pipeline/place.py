@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.node_costs import local_bytes
 from autopar.passes.pipeline.when import Times, When
 
 Everywhere = None  # the stages of a value that any stage can compute
@@ -18,7 +20,8 @@ def backward_nodes(program: Program, times: Times) -> list[fx.Node]:
 
 def place_backward(program: Program, times: Times, stages: Stages, count: int) -> Stages:
     """The stage of every backward node: the last one, not behind the gradients that it needs, which has the forward
-    values and the parameters that it needs. So a call's gradient is computed where the call is.
+    values and the parameters that it needs. So a call's gradient is computed where the call is. What needs neither
+    goes where less is sent.
 
     Gradients flow towards the first stage only. Any stage that keeps to that is right; this one moves least.
     """
@@ -38,7 +41,25 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
         fits = [stage for stage in range(limit + 1) if all(stage in where for where in needs)]
         best = max((stages[operand] for operand in operands if operand in stages), default=limit)
         found[node] = max(fits, default=min(limit, best))
+    for node in reversed(found):
+        _lower(node, found, present, homes, program.mesh)
     return found
+
+
+def _lower(
+    node: fx.Node, found: Stages, present: dict[fx.Node, frozenset[int]], homes: dict[fx.Node, int], mesh: Mesh
+) -> None:
+    """Put a node on the stage of its users if less is sent so: a mask on a gradient that is sent anyway, not a sum."""
+    users = [found[user] for user in node.users if user in found]
+    stage = max(users, default=found[node])
+    if stage == found[node] or node in homes or is_getitem(node) or record(node).several:
+        return
+    if any(stage not in present.get(operand, {stage}) for operand in node.all_input_nodes):
+        return
+    gradients = [operand for operand in node.all_input_nodes if operand in found]
+    more = [one for one in gradients if all(found.get(user) != stage for user in one.users)]
+    if sum(local_bytes(one, mesh) for one in more) < local_bytes(node, mesh):
+        found[node] = stage
 
 
 def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, frozenset[int]]:
