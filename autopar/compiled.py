@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import axes_of, is_collective
+from autopar.ir.ops import axes_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
 from autopar.ir.program import Program, operand_nodes, record
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.explanation import Explanation
 
 STEP = "step"
+WAIT = op("wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +214,17 @@ def load(directory: str | Path) -> Compiled:
     return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
 
 
-def collectives_of(program: Program) -> Iterator[Collective]:
-    """The collectives of a program, in order."""
+def moving_nodes(program: Program) -> Iterator[fx.Node]:
+    """The collectives of a program, in order. What micro-batches add up to stays where it is and is none."""
     for node in program.calls():
-        name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
-        if not is_collective(node.target) or name == "wait":
-            continue
-        found = record(node)
+        if is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+            yield node
+
+
+def collectives_of(program: Program) -> Iterator[Collective]:
+    """The table of a program's collectives, in order."""
+    for node in moving_nodes(program):
+        found, name = record(node), node.target.__name__.split(".")[0]  # type: ignore[union-attr]
         operand = operand_nodes(node)[0]
         # A gather's value is its result; all others move their operand.
         type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)

@@ -142,7 +142,7 @@ def test_a_person_looks_at_a_page(browser: Any, tmp_path: Path):  # noqa: F811
     before = page.evaluate(width)
     block = page.locator("rect.b.m3").first
     block.hover()
-    assert "micro-batch 3" in page.inner_text(".tip") and page.locator(".tip").is_visible()
+    assert "micro-batch 3" in page.inner_text(".t-tip") and page.locator(".t-tip").is_visible()
     block.click()
     opacity = "getComputedStyle(document.querySelector('rect.b.m{}')).opacity"
     assert page.evaluate(opacity.format(3)) == "1" and float(page.evaluate(opacity.format(4))) < 0.5

@@ -48,9 +48,9 @@ def _cells(lane: Lane, end_us: float, count: int) -> list[Block | None]:
             if share > 0:
                 shares[cell][i] = share
     found: list[Block | None] = []
-    for share in shares:
-        best = max(share, key=share.__getitem__, default=None)
-        found.append(lane.blocks[best] if best is not None and sum(share.values()) >= size / 2 else None)
+    for split in shares:
+        best = max(split, key=split.__getitem__, default=None)
+        found.append(lane.blocks[best] if best is not None and sum(split.values()) >= size / 2 else None)
     return found
 
 

@@ -1,9 +1,9 @@
 "use strict";
 // Zoom, a tip at the pointer, and one micro-batch followed through all ranks.
 (() => {
-  const root = document.querySelector(".timeline-page .lanes")?.parentElement;
+  const root = document.querySelector(".timeline-page .t-lanes")?.parentElement;
   if (!root) return;
-  const svg = root.querySelector("svg.timeline"), scroll = root.querySelector(".scroll"), tip = root.querySelector(".tip");
+  const svg = root.querySelector("svg.timeline"), scroll = root.querySelector(".t-scroll"), tip = root.querySelector(".t-tip");
   const width = Number(svg.getAttribute("width"));
   const number = (one, name) => Number(one.getAttribute(name));
   const boxes = [...svg.querySelectorAll("rect.b, rect.msg, rect.wait")].map((one) => {
@@ -41,7 +41,7 @@
     scroll.scrollLeft = time * zoom - at;
   }
 
-  root.querySelector(".zoom").addEventListener("click", (event) => {
+  root.querySelector(".t-zoom").addEventListener("click", (event) => {
     const factor = event.target.dataset.zoom;
     if (factor !== undefined) draw(Number(factor) ? zoom * factor : 0, scroll.clientWidth / 2);
   });
