@@ -144,8 +144,8 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: 
     """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
     divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
 
-    whole: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises BatchError if the
-    micro-batches do not divide the samples of a rank.
+    whole: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises
+    BatchError if the micro-batches do not divide the samples of a rank.
     """
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
         raise BatchError(f"microbatches={wanted!r}: write a number of 1 or more.")

@@ -13,7 +13,9 @@ from autopar.errors import ValueNameError
 from autopar.inspection import human
 from autopar.ir.layout import Layout
 from autopar.ir.ops import is_collective
-from autopar.ir.program import Level, is_getitem, operand_nodes, record
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
+from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
@@ -124,7 +126,8 @@ class _Finder:
         placed = record(self.layouts[node.name])
         kind = entry.kind if entry else "value"
         names = ", ".join(map(quote, entry.names)) if entry else f"%{node.name} = {node.target}"
-        head = f"{kind} {names}: {print_type(known.type, placed.layout, self.compiled.mesh)} {placed.layout}"
+        head = f"{kind} {names}: {print_type(known.type, placed.layout, self.sharded.mesh)} {placed.layout}"
+        head += self._stage(node, entry)
         places = dict.fromkeys(_place(one) for one in ((node,) if entry is None else node.users))
         decisions = decisions_of(self.captured, self.compiled.plan, node)
         decisions = tuple(self._with_pattern(one, entry.name if entry else "") for one in decisions)
@@ -156,9 +159,26 @@ class _Finder:
         head = f"module {path}: {count} parameters, {len(rows)} collectives of {human(sum(r.row.bytes for r in rows))}"
         return Explanation(path, "module", head, (), (), tuple(parts), rows)
 
+    def _stage(self, node: fx.Node, entry: Input | None) -> str:
+        """Where a pipeline keeps a parameter or computes a value."""
+        pipeline = self.compiled.pipeline
+        if pipeline is None:
+            return ""
+        if entry is not None:
+            if entry.kind != "parameter":
+                return ""
+            home = pipeline.homes[entry.name]
+            return (
+                f"\n  kept by stage {home} of {pipeline.flow.stages} (pp={pipeline.flow.ranks[home]}), its first user"
+            )
+        made = [(place, kind) for (place, kind), graph in pipeline.graphs.items()
+                if any(one.name == node.name and one.op == "call_function" for one in graph.graph.nodes)]  # fmt: skip
+        names = [f"{KINDS[kind]}_{place}" if kind in "FBIW" else f"{KINDS[kind]} of pp={place}" for place, kind in made]
+        return f"\n  computed in {', '.join(names)}" if names else ""
+
     def _part(self, node: fx.Node, by: tuple[tuple[str, str], ...]) -> Part:
         entry, known = self.entries.get(node), record(self.layouts[node.name])
-        type_ = print_type(known.type, known.layout, self.compiled.mesh)
+        type_ = print_type(known.type, known.layout, self.sharded.mesh)
         return Part(
             entry.name if entry else f"%{node.name}", entry.kind if entry else "result", type_, known.layout, by
         )
@@ -181,6 +201,8 @@ class _Finder:
         by_name = {one.name: one for one in self.moved.graph.nodes}
         for row in collectives_of(self.moved):
             link = links.get(record(by_name[row.value]).origin)
+            if row.axis == MICROBATCH:
+                continue  # added up where it is
             if link is None or (link.startswith(SUM) and not link.endswith(f" {row.axis}")):
                 continue
             yield Caused(link, row, self._bucket(entry.name) if entry and link == GRADIENT else None)

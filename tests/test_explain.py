@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpt import GPT, GPTConfig
 from models import nanogpt
+from pipeline_case import compiled_as
 from torch import nn
 from train_gpt import loss_fn
 
@@ -184,3 +185,12 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         cli.main()
     assert not ended.value.code
     assert "decided by cost" in capsys.readouterr().out
+
+
+def test_a_pipeline_says_where_a_value_lies():
+    found = compiled_as("pp=2,dp=2,tp=2", 2)
+    weight = str(found.explain("blocks.1.mlp.up.weight"))
+    assert "kept by stage 1 of 2 (pp=1), its first user" in weight
+    assert "mb (2 ranks): whole, decided by intent" in weight and "all_reduce  mb" not in weight
+    assert "computed in forward_0" in str(found.explain("%contract"))
+    assert "blocks.1.attn" in str(found.explain("blocks.1.attn"))
