@@ -28,7 +28,7 @@ from autopar.ir.plan import CPU, GPU
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
-from autopar.parameter import wrap_like
+from autopar.parameter import accumulate
 from autopar.random_state import RandomState
 from autopar.runtime.distributed import make_groups
 from autopar.runtime.pipeline import Given
@@ -94,7 +94,7 @@ class ParallelModule(nn.Module):
             if out.kind == "loss":
                 loss = value
             elif out.kind == "gradient":
-                _accumulate(parameters[out.name], value)
+                accumulate(parameters[out.name], value)
             elif out.kind == "buffer":
                 self._set_buffer(out.name, value)
         assert loss is not None
@@ -391,12 +391,3 @@ def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
     names = " = ".join(entry.names)
     frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
     return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
-
-
-def _accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements."""
-    if parameter.grad is None:
-        part = torch.zeros_like(local_of(parameter)) if value is None else value  # type: ignore[arg-type]
-        parameter.grad = wrap_like(part, parameter)  # type: ignore[arg-type]
-    elif value is not None:
-        local_of(parameter.grad).add_(value)  # type: ignore[arg-type]

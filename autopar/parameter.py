@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
@@ -148,3 +149,12 @@ def _quick(name: str) -> Callable[..., Any]:
 
 for _name in _METHODS.split():
     setattr(ParameterTensor, _name, _quick(_name))
+
+
+def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements."""
+    if parameter.grad is None:
+        part = torch.zeros_like(local_of(parameter)) if value is None else value  # type: ignore[arg-type]
+        parameter.grad = wrap_like(part, parameter)  # type: ignore[arg-type]
+    elif value is not None:
+        local_of(parameter.grad).add_(value)  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.layout import local_part, parse_layout
-from autopar.module import ParallelModule, _accumulate
+from autopar.module import ParallelModule
+from autopar.parameter import accumulate
 from autopar.stage_tensor import StageTensor
 from autopar.torch_compat import local_of
 
@@ -109,7 +110,7 @@ def give_gradients(model: ParallelModule, single: Model, seed: int = 0) -> None:
         parameter.grad = value if parameter.grad is None else parameter.grad + value
         here = where.is_home(model._homes[name])
         part = local_part(value, model._layouts[name], where.mesh, where.coord).clone() if here else None
-        _accumulate(known[name], part)
+        accumulate(known[name], part)
 
 
 def assert_same(model: ParallelModule, single: Model, what: str) -> None:
