@@ -24,6 +24,7 @@ from autopar.distribute import Distributor, join
 from autopar.errors import AutoparError, BatchError
 from autopar.execution import Running, check_compiler, make_runner
 from autopar.ir.layout import Layout, local_part, whole
+from autopar.ir.plan import CPU, GPU
 from autopar.ir.program import Input, record
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
@@ -59,7 +60,8 @@ class ParallelModule(nn.Module):
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
-        self._loss_fn, self._choices, self._local_batch = loss_fn, choices, batch == "local"
+        staging = replace(choices.staging, machine=CPU if self._device.type == "cpu" else GPU)
+        self._loss_fn, self._choices, self._local_batch = loss_fn, replace(choices, staging=staging), batch == "local"
         self._random, self._lift, self._compiler = RandomState(seed), lift, compile
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)

@@ -3,6 +3,7 @@
     timeout 600 .venv/bin/python benchmarks/compile_speed.py                       # Llama-70B shape, dp=16,tp=8
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --model hf_llama      # the same of transformers
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --layers 8 --mesh dp=512,tp=8
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --mesh pp=8,dp=4,tp=8 --microbatches 64 --batch 256
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --profile /tmp/compile.prof
 
 Nothing is allocated and no process is started. CPU seconds are user and system time of this process, all threads.
@@ -34,10 +35,10 @@ from models import Llama, token_loss  # noqa: E402
 from autopar.capture import capture  # noqa: E402
 from autopar.compiled import Compiled  # noqa: E402
 from autopar.ir.mesh import parse_mesh  # noqa: E402
-from autopar.ir.plan import Plan  # noqa: E402
+from autopar.ir.plan import Plan, Staging  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402
 from autopar.ir.verify import verify  # noqa: E402
-from autopar.passes import PASSES  # noqa: E402
+from autopar.passes import PASSES, bucket, make_pipeline  # noqa: E402
 from autopar.passes.check_rules import check_rules  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 8192, 64, 8, 28672, 128256, 4096
@@ -72,7 +73,7 @@ class Stages:
         self.last = now
 
 
-def run(model_name: str, layers: int, batch: int, mesh_text: str) -> None:
+def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: int, schedule: str) -> None:
     stages = Stages()
     stages.done("import")
     with torch.device("meta"):
@@ -84,8 +85,10 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str) -> None:
     verify(program, Level.CAPTURED)
     stages.done("capture")
     print(f"  {len(program.nodes)} nodes")
-    plan, history = Plan(mesh, {}), [("capture", program)]
+    plan, history = Plan(mesh, {}, microbatches=microbatches, staging=Staging(schedule)), [("capture", program)]
     for step, level in PASSES:
+        if step is bucket and plan.is_staged:
+            continue
         program = step(program, plan)
         history.append((step.__name__, program))
         stages.done(step.__name__)
@@ -93,10 +96,18 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str) -> None:
         if level == Level.SHARDED:
             check_rules(program)
         stages.done("  verify")
-    compiled = Compiled(plan, tuple(history))
-    with tempfile.TemporaryDirectory() as folder:
-        compiled.save(folder)
-        stages.done("save")
+    pipeline = make_pipeline(program, plan) if plan.is_staged else None
+    stages.done("make_pipeline")
+    compiled = Compiled(plan, tuple(history), pipeline)
+    if pipeline is not None:
+        print(f"  {len(pipeline.graphs)} graphs, {sum(map(len, pipeline.lists))} instructions")
+        shared = {id(rank.programs) for rank in compiled.ranks}
+        print(f"  {len(compiled.ranks)} ranks with {len(shared)} sets of programs")
+        stages.done("ranks")
+    with tempfile.TemporaryDirectory() as folder:  # a pipeline is not saved yet
+        if pipeline is None:
+            compiled.save(folder)
+            stages.done("save")
     usage = resource.getrusage(resource.RUSAGE_SELF)
     print(f"{'total':<16}{usage.ru_utime + usage.ru_stime:7.2f} s CPU, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB")
 
@@ -107,11 +118,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--mesh", default="dp=16,tp=8")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--profile", help="write a cProfile here")
     args = parser.parse_args()
     profile = cProfile.Profile() if args.profile else None
     with profile or nullcontext():
-        run(args.model, args.layers, args.batch, args.mesh)
+        run(args.model, args.layers, args.batch, args.mesh, args.microbatches, args.schedule)
     if profile:
         profile.dump_stats(args.profile)
 

@@ -1,6 +1,6 @@
 """What the executor calls for a graph target, and which targets return memory of their own.
 
-Three tables. They are data about ATen, each row checked by a test against the op that it stands for.
+Tables. They are data about ATen, each row checked by a test against the op that it stands for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import is_mesh_op, op
+from autopar.runtime.contraction import add_contraction
 from autopar.runtime.dropout import dropout_inplace
+from autopar.runtime.embedding import add_embedding_gradient
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward_inplace
 from autopar.torch_compat import OpOverload
@@ -71,6 +73,12 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
         op("cross_entropy_backward"): ((1, cross_entropy_backward_inplace),),
         op("dropout"): ((0, dropout_inplace),),
     }
+)
+
+# Ops that can add their result to a tensor instead of making one: op -> function of the tensor and the op's arguments.
+# The tensor is one that the op made. A gradient is summed over the micro-batches without ever being written alone.
+_ADDING: Mapping[Any, Function] = MappingProxyType(
+    {op("contract"): add_contraction, op("embedding_backward"): add_embedding_gradient}
 )
 
 # Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.
@@ -161,3 +169,8 @@ def is_fresh(target: Any) -> bool:
 def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:
     """(operand that is overwritten, callable) pairs."""
     return _INPLACE.get(target, ())
+
+
+def adding_variant(target: Any) -> Function | None:
+    """A callable that adds what `target` makes to its first argument, and returns that."""
+    return _ADDING.get(target)

@@ -50,6 +50,10 @@ class ContractionPlan:
     shape: tuple[int, ...]
     permute: tuple[int, ...] | None
 
+    def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.a.apply(a), self.b.apply(b)
+        return (right, left) if self.swap else (left, right)
+
 
 @functools.lru_cache(maxsize=4096)
 def contraction_plan(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> ContractionPlan | None:
@@ -118,10 +122,25 @@ def contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
     if plan is None:
         return torch.einsum(equation, a, b)
-    left, right = plan.a.apply(a), plan.b.apply(b)
-    if plan.swap:
-        left, right = right, left
+    left, right = plan.matrices(a, b)
     out = torch.bmm(left, right) if plan.batched else torch.mm(left, right)
     if out.shape != plan.shape:
         out = out.view(plan.shape)
     return out if plan.permute is None else out.permute(plan.permute)
+
+
+def add_contraction(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    """`total += contract(a, b, equation)`, in the product itself; `total` came from `contract`."""
+    plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
+    if plan is None:
+        return total.add_(torch.einsum(equation, a, b))
+    left, right = plan.matrices(a, b)
+    into = total
+    if plan.permute is not None:
+        into = into.permute([plan.permute.index(dim) for dim in range(len(plan.permute))])
+    into = into.view(*left.shape[:-1], right.shape[-1])
+    if plan.batched:
+        into.baddbmm_(left, right)
+    else:
+        into.addmm_(left, right)
+    return total

@@ -36,6 +36,19 @@ def embedding_backward(
     return _sums(grad.reshape(flat.numel(), -1), flat, rows, padding, offset).view(rows, *rest)
 
 
+def add_embedding_gradient(
+    total: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
+) -> torch.Tensor:
+    """`total += embedding_backward(...)`, without the rows that get nothing; `total` came from it."""
+    flat = index.reshape(-1)
+    if rows == 0 or grad.numel() == 0:
+        return total
+    if padding >= 0 or not _all_inside(flat - offset, rows):
+        return total.add_(embedding_backward(grad, index, rows, padding, offset=offset))
+    total.view(rows, -1).index_add_(0, flat - offset, grad.reshape(flat.numel(), -1))
+    return total
+
+
 def _sums(grad: torch.Tensor, flat: torch.Tensor, rows: int, padding: int, offset: int) -> torch.Tensor:
     row = flat - offset if offset else flat
     ignored = padding - offset if padding >= 0 else -1

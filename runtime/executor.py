@@ -21,7 +21,7 @@ from torch import fx
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
-from autopar.runtime.callables import function_of, inplace_variants
+from autopar.runtime.callables import adding_variant, function_of, inplace_variants
 from autopar.runtime.lifetime import Lifetimes, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
@@ -54,11 +54,16 @@ class Code:
 
 
 class Executable:
-    """A graph ready to run. `source` is the Python that runs, for people to read."""
+    """A graph ready to run. `source` is the Python that runs, for people to read.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    sums: the nodes whose values are added to others. Those are given after the placeholders' values, None where there
+    is nothing yet; they are written over.
+    """
+
+    def __init__(self, graph: fx.Graph, sums: Sequence[fx.Node] = ()) -> None:
         self.graph = graph
-        self.code = _generate(graph, observed=False)
+        self.sums = tuple(sums)
+        self.code = _generate(graph, observed=False, sums=self.sums)
 
     @property
     def source(self) -> str:
@@ -66,12 +71,12 @@ class Executable:
 
     @functools.cached_property
     def observed_code(self) -> Code:
-        return _generate(self.graph, observed=True)
+        return _generate(self.graph, observed=True, sums=self.sums)
 
 
-def compile_graph(graph: fx.Graph) -> Executable:
+def compile_graph(graph: fx.Graph, sums: Sequence[fx.Node] = ()) -> Executable:
     """Turn a LOCAL graph into an executable."""
-    return Executable(graph)
+    return Executable(graph, sums)
 
 
 def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
@@ -165,13 +170,14 @@ class _Writer:
         return ", ".join([*map(self.argument, args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
 
 
-def _generate(graph: fx.Graph, observed: bool) -> Code:
+def _generate(graph: fx.Graph, observed: bool, sums: Sequence[fx.Node] = ()) -> Code:
     writer = _Writer(graph)
     lives = lifetimes(graph)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
+    totals = {node: f"t{i}" for i, node in enumerate(sums)}
     writer.line("def program(items, observe):")
-    if inputs:
-        writer.line(f"    [{', '.join(writer.value[node] for node in inputs)}] = items")
+    if inputs or totals:
+        writer.line(f"    [{', '.join((*inputs, *totals.values()))}] = items")
     writer.line("    items.clear()")
     writer.line("    if False: yield")
     for node in graph.nodes:
@@ -179,7 +185,9 @@ def _generate(graph: fx.Graph, observed: bool) -> Code:
             writer.line(f"    return {writer.argument(tuple(node.args[0]))}", node)
             continue
         value = writer.value[node]
-        if node.op != "placeholder":
+        if node in totals:
+            writer.line(f"    {value} = {_addition(writer, node, totals[node])}  # {node.name}", node)
+        elif node.op != "placeholder":
             writer.line(f"    {value} = {_expression(writer, node, lives, observed)}  # {node.name}", node)
         if observed:
             writer.line(f"    observe({writer.bind(node)}, {value})", node)
@@ -208,6 +216,13 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
     if not observed:
         function = _inplace(node, lives) or function
     return f"{writer.bind(function)}({writer.arguments(node.args, node.kwargs)})"
+
+
+def _addition(writer: _Writer, node: fx.Node, total: str) -> str:
+    """A call whose result is added to what is there already."""
+    arguments = writer.arguments(node.args, node.kwargs)
+    add, make = writer.bind(adding_variant(node.target)), writer.bind(function_of(node.target))
+    return f"{make}({arguments}) if {total} is None else {add}({total}, {arguments})"
 
 
 def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:

@@ -82,7 +82,7 @@ BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
         "rank 1, instruction 10 (SEND 1F1 to rank 0: %loss): it sends %loss, which lacks 1 of its "
         "parts; "
         "rank 1, instruction 11 (1B1): it reads %saved1, which is not there; "
-        "rank 1, instruction 13 (1E): it reads %loss, which lacks 1 of its parts.",
+        "rank 1, instruction 14 (1E): it reads %loss, which lacks 1 of its parts.",
     ),
     "dropped send": (
         lambda lists: drop(lists, 0, "SEND 0F1"),
@@ -128,21 +128,21 @@ BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
         "rank 0, instruction 6 (1F1): this is an action of rank 1; "
         "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
         "rank 1, instruction 10 (1F1): this action is run twice; "
-        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
     ),
     "unknown action": (
         lambda lists: change(lists, 0, "0F1", action=Action(0, "W", 1)),
         "rank 0: 0F1 is not run; "
         "rank 0, instruction 6 (0W1): the flow has no such action; "
         "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
-        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
     ),
     "unknown micro-batch": (
         lambda lists: change(lists, 0, "0F1", action=Action(0, "F", 2)),
         "rank 0: 0F1 is not run; "
         "rank 0, instruction 6 (0F2): the flow has no such micro-batch; "
         "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
-        "rank 0, instruction 12 (0B1): it reads %saved0, which is not there.",
+        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
     ),
     "not freed": (
         lambda lists: change(lists, 0, "0B1", frees=()),
@@ -160,7 +160,7 @@ BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
     ),
     "home freed": (
         lambda lists: change(lists, 0, "0E", frees=("w0",)),
-        "rank 0, instruction 13 (0E): it frees %w0, whose home is this rank.",
+        "rank 0, instruction 14 (0E): it frees %w0, whose home is this rank.",
     ),
 }
 

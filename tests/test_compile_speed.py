@@ -9,7 +9,7 @@ import torch
 from models import Llama, token_loss
 
 from autopar.capture import Captured, capture
-from autopar.compiler import lower
+from autopar.compiler import Choices, lower
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import Program
 from autopar.passes.rules import TABLE
@@ -62,3 +62,31 @@ def test_compiling_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
 
     few, many = (min(seconds(mesh) for _ in range(3)) for mesh in ("dp=2,tp=8", "dp=512,tp=8"))
     assert many < 1.5 * few, f"16 ranks take {few:.2f} s, 4096 ranks {many:.2f} s"
+
+
+def test_a_pipeline_does_not_grow_with_the_other_axes():
+    """Ranks that differ on them share what they run."""
+    program = captured(4)
+
+    def seconds(mesh: str) -> float:
+        start = time.process_time()
+        ranks = lower(program, parse_mesh(mesh), Choices(microbatches=2)).ranks
+        assert len({id(rank.programs) for rank in ranks}) == len({id(rank.instructions) for rank in ranks}) == 4
+        return time.process_time() - start
+
+    few, many = (min(seconds(mesh) for _ in range(3)) for mesh in ("pp=4,dp=2,tp=2", "pp=4,dp=256,tp=8"))
+    assert many < 1.5 * few, f"16 ranks take {few:.2f} s, 8192 ranks {many:.2f} s"
+
+
+def test_lists_do_not_make_a_pipeline_expensive():
+    """64 micro-batches take little more than 4: the graphs are the same."""
+    program = captured(4)
+
+    def seconds(microbatches: int) -> float:
+        start = time.process_time()
+        compiled = lower(program, parse_mesh("pp=4,dp=2"), Choices(microbatches=microbatches))
+        assert compiled.pipeline is not None and sum(map(len, compiled.pipeline.lists)) > 20 * microbatches
+        return time.process_time() - start
+
+    few, many = (min(seconds(microbatches) for _ in range(3)) for microbatches in (4, 64))
+    assert many < 1.5 * few, f"4 micro-batches take {few:.2f} s, 64 take {many:.2f} s"

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.ir.ops import equation_shape, op
 from autopar.runtime import callables
 from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
-from autopar.runtime.contraction import contract, contraction_plan
-from autopar.runtime.embedding import embedding, embedding_backward
+from autopar.runtime.contraction import add_contraction, contract, contraction_plan
+from autopar.runtime.embedding import add_embedding_gradient, embedding, embedding_backward
 from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
@@ -42,6 +42,14 @@ def test_contract_is_einsum(equation: str, strided: bool) -> None:
     got, want = contract(a, b, equation), torch.einsum(equation, a, b)
     assert got.shape == want.shape == equation_shape(equation, tuple(a.shape), tuple(b.shape))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_a_product_is_added(equation: str) -> None:
+    total, again = contract(*_operands(equation), equation), _operands(equation)
+    want = total + torch.einsum(equation, *again)
+    assert add_contraction(total, *again, equation) is total
+    torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +246,19 @@ def test_embedding_whole_and_split(padding: int) -> None:
     torch.testing.assert_close(sum(embedding(part, index, offset=start) for part, start in parts), want.detach())
     grads = [embedding_backward(grad, index, 3, padding, offset=start) for _, start in parts]
     torch.testing.assert_close(torch.cat(grads), want_grad)
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 3])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_an_embedding_gradient_is_added(padding: int, offset: int) -> None:
+    """Also where some indices lie in another rank's rows (offset 4)."""
+    indices, grads = torch.randint(0, 6, (2, 3, 5)), torch.randn(2, 3, 5, 4, dtype=D)
+    first, second = (
+        embedding_backward(grad, index, 6, padding, offset=offset) for grad, index in zip(grads, indices, strict=True)
+    )
+    total = first.clone()
+    assert add_embedding_gradient(total, grads[1], indices[1], 6, padding, offset=offset) is total
+    torch.testing.assert_close(total, first + second, rtol=0, atol=1e-12)
 
 
 def test_embedding_of_nothing() -> None:

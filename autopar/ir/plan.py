@@ -16,12 +16,28 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """What a device does in a microsecond, about: only ratios count, and they place the cuts of a pipeline.
+    latency_us: of a collective or a message. call_us: the least time of a call."""
+
+    flops_per_us: float
+    memory_bytes_per_us: float
+    link_bytes_per_us: float
+    latency_us: float
+    call_us: float
+
+
+GPU = Machine(4e8, 2e6, 1e5, 10.0, 2.0)  # of a server, as in passes/search/costs.py
+CPU = Machine(5e4, 1e4, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
+
+
+@dataclass(frozen=True, slots=True)
 class Staging:
     """How a step becomes a pipeline.
 
     schedule: a name, a function or a CSV (see `passes/schedules/parse.py`). chunks: stages on a rank, None for the
     schedule's usual number. stages: modules, a stage an entry; None for the automatic cut. stage_memory: bytes that a
-    stage may hold. homes: the stages that keep parameters already, by name.
+    stage may hold. homes: the stages that keep parameters already, by name. machine: what the cut is for.
     """
 
     schedule: Any = "1f1b"
@@ -29,6 +45,7 @@ class Staging:
     stages: tuple[str, ...] | None = None
     stage_memory: int | None = None
     homes: Mapping[str, int] | None = None
+    machine: Machine = GPU
 
 
 @dataclass(frozen=True, slots=True)

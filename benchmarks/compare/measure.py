@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.compare.peers import PEERS, Step, ours
+from benchmarks.compare.models import MICROBATCHES, Step, batch_of, loss_fn, model_of
+from benchmarks.compare.peers import PEERS, ours
 
 WARMUP, LEAST_STEPS = 2, 4
+LOSS_TOLERANCE = 1e-4
 Maker = Callable[[], Step]
 
 
@@ -35,18 +37,27 @@ class Case:
     inductor: bool = False
 
     @property
+    def microbatches(self) -> int | None:
+        return MICROBATCHES if "pp" in self.mesh else None
+
+    @property
     def sides(self) -> tuple[str, ...]:
         return ("ours", *self.peers)
 
     @property
     def options(self) -> str:
         """What ours is called with beside the mesh."""
-        return " ".join(["sequence_parallel"] * self.sequence + ["inductor"] * self.inductor)
+        found = ["sequence_parallel"] * self.sequence + ["inductor"] * self.inductor
+        return " ".join(found + [f"microbatches={self.microbatches}"] * bool(self.microbatches))
 
     def maker(self, side: str) -> Maker:
         if side != "ours":
             return lambda: PEERS[side](self.model, self.device)
-        options = {"sequence_parallel": self.sequence, "compile": "inductor" if self.inductor else None}
+        options = {
+            "sequence_parallel": self.sequence,
+            "compile": "inductor" if self.inductor else None,
+            "microbatches": self.microbatches,
+        }
         return lambda: ours(self.model, self.mesh, self.device, options)
 
 
@@ -74,6 +85,7 @@ def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
     """All sides in turns, after some steps that nobody counts. Whose turn is first goes round."""
     sides = {side: case.maker(side)() for side in case.sides}
     found = {side: Times() for side in sides}
+    expected = plain_loss(case)
     started = time.perf_counter()
     for i in range(WARMUP + steps):
         if i == WARMUP:
@@ -89,11 +101,18 @@ def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
                 torch.cuda.synchronize()
             found[side].wall.append(time.perf_counter() - wall)
             found[side].cpu.append(time.process_time() - cpu)
-            if side.startswith("DDP"):  # of this rank's half of the batch
+            if side.startswith(("DDP", "pipelining")):  # of this rank's half of the batch, or of the last stage
                 dist.all_reduce(loss)
                 loss /= case.ranks
             found[side].loss.append(loss.item())
+            assert i or abs(loss.item() - expected) < LOSS_TOLERANCE, f"{side}: loss {loss}, one device has {expected}"
     return found
+
+
+def plain_loss(case: Case) -> float:
+    """Of the first step, on one device without any of the sides."""
+    with torch.no_grad():
+        return loss_fn(model_of(case.model).to(case.device), *batch_of(case.device)).item()
 
 
 def late(end: float, device: str) -> bool:

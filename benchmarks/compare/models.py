@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from gpt import GPT, GPTConfig  # noqa: E402
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH, VOCABULARY = 4, 4, 256, 128, 16, 8192
 KEY_HEADS, HIDDEN = 2, 704
+MICROBATCHES = 8  # of pipelines
+
+Step = Callable[[], Tensor]  # trains one step and returns the loss
 
 
 class Attention(nn.Module):

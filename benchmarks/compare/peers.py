@@ -20,9 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import loss_parallel as sharded_loss
 
-from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of
-
-Step = Callable[[], Tensor]
+from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of
+from benchmarks.compare.pipelines import pipelined
 
 
 def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
@@ -119,4 +118,6 @@ PEERS: dict[str, Callable[[str, str], Step]] = {
     "DTensor": tensor_parallel,
     "DTensor loss_parallel": lambda name, device: tensor_parallel(name, device, loss_parallel=True),
     "DTensor SequenceParallel": lambda name, device: tensor_parallel(name, device, sequence=True),
+    "pipelining 2+2": lambda name, device: pipelined(name, device, 2),
+    "pipelining 3+1": lambda name, device: pipelined(name, device, 3),
 }

@@ -10,8 +10,9 @@ import numpy as np
 from torch import fx
 
 from autopar.errors import LayoutError
+from autopar.ir.plan import GPU, Machine
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.pipeline.node_costs import LATENCY_US, LINK_BYTES_PER_US, by_origin, local_bytes, node_times
+from autopar.passes.pipeline.node_costs import by_origin, local_bytes, node_times
 from autopar.passes.pipeline.when import Times, When
 
 Stages = dict[fx.Node, int]
@@ -22,11 +23,13 @@ STATE = 4  # a parameter, its gradient and Adam's two moments
 @dataclass(frozen=True, slots=True)
 class Limits:
     """memory: bytes that a stage may hold, None if it does not matter. in_flight: of each stage, the micro-batches
-    whose activations it holds at once. homes: the stages of parameters that are placed already, by name."""
+    whose activations it holds at once. homes: the stages of parameters that are placed already, by name. machine: whose
+    times count."""
 
     in_flight: Sequence[int]
     memory: int | None = None
     homes: Mapping[str, int] | None = None
+    machine: Machine = GPU
 
 
 def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
@@ -64,13 +67,15 @@ class _Line:
     def __init__(self, program: Program, times: Times, limits: Limits) -> None:
         self.nodes = forward_nodes(program, times)
         self.limits = limits
-        cost = node_times(program)
+        machine = limits.machine
+        cost = node_times(program, machine)
         position = {node: i for i, node in enumerate(self.nodes)}
         own = np.array([cost[node] for node in self.nodes])
-        total = own + self._backward(program, cost, own)
+        each = {node: time for node, time in cost.items() if times.of[node] is When.EACH}
+        total = own + self._backward(program, each, own)
         crossing, saved = self._values(program, position)
         train = any(out.kind == "gradient" for out in program.outputs)
-        transfer = (1 + train) * (LATENCY_US + crossing / LINK_BYTES_PER_US)
+        transfer = (1 + train) * (machine.latency_us + crossing / machine.link_bytes_per_us)
         # a place is the number of nodes before it; views stay with what they are views of
         inner = [i for i in range(1, len(self.nodes)) if own[i - 1] > 0 and own[i:].any()]
         self.places = [0, *inner, len(self.nodes)]

@@ -1,4 +1,4 @@
-"""What a node costs on one rank, in microseconds of a server's GPU: only ratios count, and they place the cuts."""
+"""What a node costs on one rank, in microseconds of a machine: only ratios count, and they place the cuts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from torch import fx
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective, is_mesh_op
+from autopar.ir.plan import MICROBATCH, Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 
-FLOPS_PER_US = 4e8  # 4e14 a second, as in search/costs.py
-MEMORY_BYTES_PER_US = 2e6
-LINK_BYTES_PER_US = 1e5
-LATENCY_US = 10.0  # of a collective or a message
 
-
-def node_times(program: Program) -> dict[fx.Node, float]:
+def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
     """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
-    return {node: _time(node, program.mesh) for node in program.calls()}
+    return {node: _time(node, program.mesh, machine) for node in program.calls()}
 
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
@@ -33,16 +29,18 @@ def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     )
 
 
-def _time(node: fx.Node, mesh: Mesh) -> float:
+def _time(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
     if is_getitem(node) or is_view(node):
         return 0.0
     if is_mesh_op(node.target):
         if not is_collective(node.target):
             return 0.0
-        return LATENCY_US + 2 * local_bytes(node, mesh) / LINK_BYTES_PER_US
+        if MICROBATCH in node.args[1:2]:  # a sum over time moves nothing
+            return 0.0
+        return machine.latency_us + 2 * local_bytes(node, mesh) / machine.link_bytes_per_us
     moved = local_bytes(node, mesh) + sum(local_bytes(operand, mesh) for operand in operand_nodes(node))
     flops = record(node).flops / math.prod(mesh[axis] for axis in _axes(node))
-    return max(moved / MEMORY_BYTES_PER_US, flops / FLOPS_PER_US)
+    return max(machine.call_us, moved / machine.memory_bytes_per_us, flops / machine.flops_per_us)
 
 
 def _axes(node: fx.Node) -> set[str]:

@@ -15,7 +15,7 @@ from autopar.ir.program import Program, Record, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.pipeline.by_hand import by_hand
 from autopar.passes.pipeline.cut import Limits, Stages, cut
-from autopar.passes.pipeline.node_costs import LATENCY_US, LINK_BYTES_PER_US, local_bytes, node_times
+from autopar.passes.pipeline.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import place_backward, weight_nodes
 from autopar.passes.pipeline.sums import join_of, sums_by_stage, with_joins
@@ -69,7 +69,8 @@ class _Partition:
         staging = self.plan.staging
         if staging.stages is not None:
             return by_hand(program, times, staging.stages)
-        return cut(program, times, self.count, Limits(self.places.in_flight, staging.stage_memory, staging.homes))
+        limits = Limits(self.places.in_flight, staging.stage_memory, staging.homes, staging.machine)
+        return cut(program, times, self.count, limits)
 
     def run(self) -> Pipeline:
         self.homes = self._homes()
@@ -257,9 +258,10 @@ class _Partition:
         }
 
     def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
-        times = {node.name: time for node, time in node_times(self.program).items()}
+        machine = self.plan.staging.machine
+        times = {node.name: time for node, time in node_times(self.program, machine).items()}
         spent = {key: sum(times[node.name] for node in graph.calls()) for key, graph in graphs.items()}
-        return Costs(spent, LATENCY_US, LINK_BYTES_PER_US)
+        return Costs(spent, machine.latency_us, machine.link_bytes_per_us)
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:

@@ -110,16 +110,17 @@ class _Replay:
             self.parts[name] -= 1
             if not self.parts[name]:
                 made.append(name)
-        targets: dict[int, list[str]] = {}
+        # values of the step go apart: they are needed later than those of the micro-batch, and may be large
+        letters: dict[tuple[int, bool], list[str]] = {}
         for name in made:
             key = self.key(name, action)
             self.arrival[rank][key] = self.clock[rank]
             for target in self.readers.get(key, ()):
                 if target != rank:
-                    targets.setdefault(target, []).append(name)
-        for target, names in sorted(targets.items()):
+                    letters.setdefault((target, name in self.step), []).append(name)
+        for (target, _), names in sorted(letters.items()):
             self.send(rank, target, action, names)
-        for woken in (rank, *targets):
+        for woken in (rank, *dict.fromkeys(target for target, _ in letters)):
             self.start(woken)
 
     def send_homes(self) -> None:

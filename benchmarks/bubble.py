@@ -1,0 +1,99 @@
+"""The measured bubble of a pipeline beside the simulated one, over Gloo.
+
+    timeout 300 .venv/bin/python -m benchmarks.bubble [--mesh pp=2] [--model gpt] [--schedule 1f1b] [--steps 5]
+
+The models of benchmarks.compare. Each rank says of each instruction when it began and ended; what it waits for is not
+part of it. The mean time of each graph goes into the simulation of the same lists, whose transfers take no time. A
+bubble is the share of the longest time from a rank's first graph to its last in which a rank computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import autopar
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.plan import PIPELINE
+from autopar.ir.schedule import KINDS, Costs, Span, Timeline
+from autopar.passes.schedules import simulate
+from benchmarks.compare.models import MICROBATCHES, batch_of, loss_fn, model_of
+
+
+@dataclass(frozen=True)
+class Options:
+    mesh: str
+    model: str
+    schedule: str
+    steps: int
+
+
+def worker(rank: int, options: Options, ranks: int, folder: str) -> None:
+    """The spans of each step on one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    model = autopar.parallelize(
+        model_of(options.model), options.mesh, loss_fn=loss_fn, microbatches=MICROBATCHES, schedule=options.schedule
+    )
+    batch = batch_of("cpu")
+    model.forward_backward(*batch)
+    running, leaves, _ = model._prepare(batch, {}, train=True)
+    runner, steps = running.runner, list[list[Span]]()
+    for _ in range(options.steps):
+        dist.barrier()
+        steps.append([])
+        runner.driver.run_pipeline(runner.code, model._inputs(running, leaves), runner.device, steps[-1].append)
+    pipeline = runner.code.pipeline
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(steps))
+    if rank == 0:
+        kept = pipeline.lists, pipeline.flow
+        Path(folder, "pipeline.pickle").write_bytes(pickle.dumps(kept))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mean_times(ranks: list[list[list[Span]]]) -> dict[tuple[int, str], float]:
+    """Of each graph, over micro-batches and steps."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for span in (span for steps in ranks for spans in steps for span in spans if span.instruction.op == "RUN"):
+        action = span.instruction.action
+        found.setdefault((action.stage, action.kind), []).append(span.end_us - span.start_us)
+    return {key: statistics.mean(times) for key, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="pp=2")
+    parser.add_argument("--model", default="gpt", choices=("gpt", "llama"))
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--steps", type=int, default=5)
+    options = Options(**vars(parser.parse_args()))
+    mesh = parse_mesh(options.mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(worker, args=(options, mesh.size, folder), nprocs=mesh.size, start_method="spawn")
+        everyone = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(mesh.size)]
+        lists, flow = pickle.loads(Path(folder, "pipeline.pickle").read_bytes())
+    # one rank of each place on the pipeline
+    ranks = [everyone[mesh.rank({**dict.fromkeys(dict(mesh.axes), 0), PIPELINE: place})] for place in range(len(lists))]
+    times = mean_times(ranks)
+    for (place, kind), time_us in sorted(times.items()):
+        print(f"{KINDS[kind]} {place}: {time_us / 1e3:.2f} ms")
+    timelines = [Timeline(tuple(tuple(steps[i]) for steps in ranks)) for i in range(options.steps)]
+    timelines.sort(key=lambda timeline: timeline.span_us)
+    measured = timelines[len(timelines) // 2]
+    simulated = simulate(lists, flow, Costs(times))
+    print(f"step: measured {measured.span_us / 1e3:.1f} ms (the median), simulated {simulated.span_us / 1e3:.1f} ms")
+    for rank in range(len(lists)):
+        print(f"bubble of rank {rank}: measured {measured.bubble(rank):.3f}, simulated {simulated.bubble(rank):.3f}")
+
+
+if __name__ == "__main__":
+    main()

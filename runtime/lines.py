@@ -1,0 +1,167 @@
+"""What a rank's instructions read, wait for, write and free, worked out once: a step only looks values up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir.pipeline import Join, Pipeline
+from autopar.ir.program import Program
+from autopar.ir.schedule import ONCE, Action, Instruction
+from autopar.runtime.callables import adding_variant
+from autopar.runtime.executor import Executable, compile_graph
+
+Key = tuple[str, int]  # a value and its micro-batch, or ONCE
+# Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
+# before; or out of the step.
+VALUE, PART, TOTAL, FINAL = "value", "part", "total", "final"
+_PLACES: Mapping[str, str] = {"saved": VALUE, "step": VALUE, "part": PART}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where a result goes. key: the value, or the part of a sum. kind: of what leaves the step."""
+
+    place: str
+    key: Key
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What the prologue needs of the whole batch: a graph, and what it reads for each micro-batch."""
+
+    executable: Executable
+    reads: tuple[tuple[Key, ...], ...]
+    writes: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction, ready to run.
+
+    reads: of the graph's placeholders, or of what is sent, or received; with True if the value dies here. sums: what
+    the graph adds to by itself. awaits: the places of the receives that it is the first to need. totals: the sums that
+    are whole and are read for the first time. frees: what else dies here.
+    """
+
+    instruction: Instruction
+    executable: Executable | None = None
+    reads: tuple[tuple[Key, bool], ...] = ()
+    sums: tuple[str, ...] = ()
+    writes: tuple[Write, ...] = ()
+    awaits: tuple[int, ...] = ()
+    totals: tuple[str, ...] = ()
+    frees: tuple[Key, ...] = ()
+    count: Count | None = None
+
+
+@dataclass(frozen=True)
+class RankCode:
+    """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp"."""
+
+    pipeline: Pipeline
+    executables: Mapping[tuple[int, str], Executable]
+    lines: tuple[Line, ...]
+
+
+def compile_rank(pipeline: Pipeline, rank: int) -> RankCode:
+    """The graphs of a rank, each turned into Python once, and the lines of its list."""
+    flow = pipeline.flow
+    mine = {
+        key: compile_graph(program.graph, tuple(sums_of(program, pipeline.joins).values()))
+        for key, program in pipeline.graphs.items()
+        if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
+    }
+    steps = flow.step_values()
+    lines = [_line(pipeline, mine, steps, instruction) for instruction in pipeline.lists[rank]]
+    return RankCode(pipeline, mine, _with_waits(lines))
+
+
+def sums_of(program: Program, joins: Mapping[str, Join]) -> dict[str, fx.Node]:
+    """The calls that can add to the sum over the micro-batches by themselves, by the name of the sum."""
+    results = zip(program.results, program.outputs, strict=True)
+    return {
+        out.name: node
+        for node, out in results
+        if out.kind == "part" and joins[out.name].kind == "sum" and node is not None
+        if adding_variant(node.target) is not None and len(node.users) == 1 and program.results.count(node) == 1
+    }
+
+
+def _line(
+    pipeline: Pipeline,
+    executables: Mapping[tuple[int, str], Executable],
+    steps: frozenset[str],
+    instruction: Instruction,
+) -> Line:
+    action = instruction.action
+
+    def key(name: str) -> Key:
+        return name, ONCE if name in steps else action.microbatch
+
+    frees = {key(name) for name in instruction.frees}
+    if instruction.op != "RUN":
+        keys = tuple(key(name) for name in instruction.values)
+        dying = frees if instruction.op == "SEND" else set()
+        return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
+    program = pipeline.graph(action)
+    keys = _inputs(program, action.microbatch)
+    sums = tuple(sums_of(program, pipeline.joins))
+    writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
+    count = None
+    if action.kind == "P" and (action.stage, "C") in executables:
+        counting = pipeline.graphs[action.stage, "C"]
+        count = Count(
+            executables[action.stage, "C"],
+            tuple(_inputs(counting, microbatch) for microbatch in range(pipeline.microbatches)),
+            tuple((out.name, ONCE) for out in counting.outputs),
+        )
+    return Line(
+        instruction,
+        executables[action.stage, action.kind],
+        tuple((k, k in frees) for k in keys),
+        sums,
+        writes,
+        frees=tuple(sorted(frees.difference(keys))),
+        count=count,
+    )
+
+
+def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
+    """The values of a graph's placeholders. What is not split is the same in all micro-batches."""
+    found: list[Key] = []
+    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        if entry.kind == "saved":
+            found.append((entry.name, microbatch))
+        elif entry.kind == "batch":
+            found.append((node.name, max(microbatch, 0)))
+        else:
+            found.append((entry.name if entry.kind == "step" else node.name, ONCE))
+    return tuple(found)
+
+
+def _write(kind: str, name: str, action: Action, sums: tuple[str, ...]) -> Write:
+    place = TOTAL if kind == "part" and name in sums else _PLACES.get(kind, FINAL)
+    return Write(place, (name, action.microbatch if kind in ("saved", "part") else ONCE), kind)
+
+
+def _with_waits(lines: list[Line]) -> tuple[Line, ...]:
+    """With what each line is the first to need: what was received, and what the micro-batches add up to."""
+    coming: dict[Key, int] = {}
+    parts = {write.key[0] for line in lines for write in line.writes if write.place in (PART, TOTAL)}
+    found = []
+    for place, line in enumerate(lines):
+        keys = [key for key, _ in line.reads]
+        if line.instruction.op == "RECV":
+            coming.update(dict.fromkeys(keys, place))
+            found.append(line)
+            continue
+        awaits = sorted({coming[key] for key in keys if key in coming})
+        coming = {key: receive for key, receive in coming.items() if receive not in awaits}
+        totals = [name for name, microbatch in keys if microbatch == ONCE and name in parts]
+        parts.difference_update(totals)
+        found.append(replace(line, awaits=tuple(awaits), totals=tuple(totals)))
+    return tuple(found)

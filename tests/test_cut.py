@@ -1,0 +1,114 @@
+"""The cut is the best one: against all cuts of small models, and on what a later program must keep to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from pipeline_case import compiled_as, subject
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.ir.plan import Plan
+from autopar.meshes import mesh_of
+from autopar.passes import run_passes
+from autopar.passes.pipeline.cut import Limits, _Line, forward_nodes
+from autopar.passes.pipeline.when import When, times_of
+
+
+class Uneven(nn.Module):
+    """Layers of very different work, and skips of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 64, 8, 128, 16, 16, 8)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for i, layer in enumerate(self.layers):
+            x = torch.relu(layer(x))
+            if i == 1:
+                x = x + first
+        return x
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def line_of(limits: Limits, microbatches: int = 2) -> _Line:
+    torch.manual_seed(0)
+    captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
+    program = run_passes(captured.program, Plan(mesh_of("pp=2"), microbatches=microbatches))[-1][1]
+    return _Line(program, times_of(program, microbatches), limits)
+
+
+def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
+    """(time of the slowest stage, bytes moved, borders) of every cut."""
+    end = len(line.places) - 1
+    found = []
+    for inner in itertools.combinations(range(1, end), stages - 1):
+        borders = [*inner, end]
+        costs = [
+            float(line._cost(stage, border)[start])
+            for stage, (start, border) in enumerate(itertools.pairwise([0, *borders]))
+        ]
+        found.append((max(costs), float(sum(line.transfer[border] for border in borders)), borders))
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("memory", [None, 300_000])
+def test_no_cut_is_better(stages: int, memory: int | None):
+    line = line_of(Limits([stages - i for i in range(stages)], memory))
+    assert len(line.places) > 8
+    cuts = all_cuts(line, stages)
+    slowest, _ = line.best(stages, math.inf)
+    assert slowest == pytest.approx(min(cut[0] for cut in cuts))
+    if math.isinf(slowest):
+        return
+    limit = slowest * (1 + 1e-9)
+    moved, borders = line.best(stages, limit)
+    assert moved == pytest.approx(min(cut[1] for cut in cuts if cut[0] <= limit))
+    assert any(cut[2] == borders and cut[0] <= limit for cut in cuts)
+
+
+def test_memory_matters():
+    """Less of it never makes a step faster, and some amounts cost time."""
+    times = [line_of(Limits([20, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 6_000_000, 150_000)]
+    free = line_of(Limits([20, 1])).best(2, math.inf)[0]
+    assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
+    assert any(free < time < math.inf for time in times), times
+
+
+def test_a_later_program_keeps_parameters_where_they_are():
+    """However unbalanced that is."""
+    homes = {f"layers.{i}.{kind}": int(i >= 5) for i in range(6) for kind in ("weight", "bias")}
+    line = line_of(Limits([2, 1], homes=homes))
+    borders = line.best(2, math.inf)[1]
+    stages = line.stages(borders)
+    by_module: dict[str, set[int]] = {}
+    for node, stage in stages.items():
+        by_module.setdefault(node.meta["autopar"].module, set()).add(stage)
+    assert by_module["layers.4"] == {0} and by_module["layers.5"] == {1}
+
+
+def test_every_forward_node_has_a_stage_and_values_flow_forwards():
+    pipeline = compiled_as("pp=4", 4).pipeline
+    assert pipeline is not None
+    program = run_passes(subject().captured.program, Plan(mesh_of("pp=4"), microbatches=4))[-1][1]
+    times = times_of(program, 4)
+    forward = {node.name for node in forward_nodes(program, times)}
+    owners: dict[str, int] = {}
+    for (stage, kind), graph in pipeline.graphs.items():
+        for node in graph.calls():
+            if kind == "F" and node.name in forward:
+                owners.setdefault(node.name, stage)
+    assert owners.keys() == forward
+    for node in forward_nodes(program, times):
+        for operand in node.all_input_nodes:
+            if times.of[operand] is When.EACH:
+                assert owners[operand.name] <= owners[node.name]
