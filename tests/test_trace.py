@@ -139,6 +139,9 @@ def test_what_is_no_trace_of_this_pipeline(compiled: Compiled, folder: Path, tmp
     path.write_text(text.replace('"name": "0F0"', '"name": "zero"'))
     with pytest.raises(TargetError, match="has a wrong event: ValueError 'zero' is not an action"):
         read_trace(folder, compiled)
+    path.write_text(text.replace('"name": "0F0"', '"name": "7F0"'))
+    with pytest.raises(TargetError, match="has a wrong event: ValueError '7F0' is no action of this pipeline"):
+        read_trace(folder, compiled)
     content = json.loads(text)
     content["traceEvents"] = []
     path.write_text(json.dumps(content))

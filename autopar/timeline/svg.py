@@ -10,7 +10,7 @@ from autopar.timeline.picture import COLOURS, KIND_NAMES, OTHER, Block, Lane, Pi
 
 WIDTH, LEFT, RIGHT = 1400, 96, 92
 TOP, GAP, MESSAGE = 26, 8, 4  # above the lanes, between ranks, of the strip of messages
-CHARACTER = 6.4  # of a label
+CHARACTER = 7.0  # of a label
 MOST_MESSAGES = 6000  # more of them are not drawn: nobody could tell them apart
 
 
@@ -86,7 +86,7 @@ def gap(picture: Picture, place: int) -> int:
 def _fits(block: Block, scale: float) -> bool:
     """True if there is room for kind and micro-batch, or nothing to tell."""
     width = (block.end_us - block.start_us) * scale
-    return block.action.kind not in "FBIW" or width >= CHARACTER * len(block.label) + 2
+    return block.action.kind not in "FBIW" or width >= CHARACTER * len(block.label) + 4
 
 
 def _block(

@@ -129,6 +129,8 @@ def _steps(events: list[Mapping[str, Any]], ranks: list[int], pipeline: Pipeline
             line = parse_instruction(event["args"]["instruction"], pipeline.flow.types)
         else:
             line = Instruction("RUN", parse_action(event["name"]))
+            if (line.action.stage, line.action.kind) not in pipeline.flow.works:
+                raise ValueError(f"'{line}' is no action of this pipeline")
         spans[ranks.index(event["pid"])].append(
             Span(line, float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         )
