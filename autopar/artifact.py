@@ -4,6 +4,11 @@
     program_0_step.py     the graph as Python, for reading
     program_0_step.json   the graph as program text, from which it is rebuilt
 
+and of a pipeline, whose graphs are program_0_forward_0, program_0_epilogue, program_1_forward_1, ...
+
+    pipeline.json         the instruction lists, and how the graphs belong together (see artifact_pipeline.py)
+    step.py, step.json    the whole step, before it was cut
+
 Loading unpickles, imports and evaluates nothing: text is parsed, and ops are looked up in an allow-list.
 """
 
@@ -18,25 +23,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.artifact_pipeline import parse_pipeline, pipeline_json
 from autopar.errors import ArtifactError, AutoparError
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import PIPELINE, Plan
 from autopar.ir.program import Program
 from autopar.ir.text import parse_program, print_program
 from autopar.readable import parse_ranges, python_text, rank_ranges
 
 FORMAT = "autopar artifact"
-VERSION = 1
-INDEX = "index.json"
-_FILE = re.compile(r"program_\d+_\w+\.(py|json)\Z", re.ASCII)
+VERSION = 2
+INDEX, PIPELINE_FILE, WHOLE = "index.json", "pipeline.json", "step"
+_FILE = re.compile(r"(program_\d+_\w+\.(py|json)|pipeline\.json|step\.(py|json))\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What is saved: each distinct program with the ranks that run it, its graphs by name."""
+    """What is saved: each distinct program with the ranks that run it, its graphs by name. Of a pipeline, in the order
+    of the axis pp, also the program that was cut."""
 
     mesh: Mesh
     programs: tuple[tuple[tuple[int, ...], Mapping[str, Program]], ...]
     meta: Mapping[str, str]
+    pipeline: Pipeline | None = None
+    whole: Program | None = None
+
+    @property
+    def layout_mesh(self) -> Mesh:
+        """The mesh that the layouts of the programs name."""
+        if self.pipeline is None:
+            return self.mesh
+        return Plan(self.mesh, microbatches=self.pipeline.microbatches).layout_mesh
 
 
 def save_programs(directory: str | os.PathLike[str], artifact: Artifact) -> None:
@@ -78,15 +96,21 @@ def _write(folder: Path, artifact: Artifact) -> None:
         (folder / name).write_bytes(data)
         digests[name] = hashlib.sha256(data).hexdigest()
 
+    def write_graph(stem: str, graph: str, program: Program, ranks: tuple[int, ...]) -> None:
+        assert graph.isidentifier() and graph.isascii(), graph
+        assert program.mesh == artifact.layout_mesh, (str(program.mesh), str(artifact.layout_mesh))
+        write(f"{stem}.py", python_text(program, graph, rank_ranges(ranks)))
+        write(f"{stem}.json", _json({"graph": graph, "program": print_program(program).splitlines()}))
+
     programs = []
     for number, (ranks, graphs) in enumerate(artifact.programs):
         for graph, program in graphs.items():
-            assert graph.isidentifier() and graph.isascii(), graph
-            assert program.mesh == artifact.mesh, (str(program.mesh), str(artifact.mesh))
-            stem = f"program_{number}_{graph}"
-            write(f"{stem}.py", python_text(program, graph, rank_ranges(ranks)))
-            write(f"{stem}.json", _json({"graph": graph, "program": print_program(program).splitlines()}))
+            write_graph(f"program_{number}_{graph}", graph, program, ranks)
         programs.append({"ranks": rank_ranges(ranks), "graphs": list(graphs)})
+    if artifact.pipeline is not None:
+        assert artifact.whole is not None
+        write_graph(WHOLE, WHOLE, artifact.whole, tuple(range(artifact.mesh.size)))
+        write(PIPELINE_FILE, _json(pipeline_json(artifact.pipeline)))
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -109,15 +133,23 @@ def load_programs(directory: str | os.PathLike[str], own_ops: frozenset[str] = f
         raise ArtifactError(f"'{folder}' is not a directory of saved programs: there is no such directory.")
     index = _read_index(folder)
     _check_files(folder, index["files"])
+    files = index["files"]
+
+    def load_graph(stem: str, graph: str, mesh: Mesh) -> Program:
+        if f"{stem}.json" not in files:
+            raise ArtifactError(f"'{folder / INDEX}' names graph '{graph}', but has no file '{stem}.json' of it.")
+        return _load_graph(folder / f"{stem}.json", files[f"{stem}.json"], mesh, own_ops)
+
     try:
         mesh = parse_mesh(index["mesh"]) if index["mesh"] else Mesh(())
+        meta = {str(key): str(value) for key, value in index["meta"].items()}
+        content = _read_json(folder / PIPELINE_FILE, files[PIPELINE_FILE]) if PIPELINE_FILE in files else None
+        plan = Plan(mesh, microbatches=1 if content is None else int(content["microbatches"]))
+        inner = mesh if content is None else plan.layout_mesh
         programs = []
         for number, entry in enumerate(index["programs"]):
-            graphs = {
-                graph: _load_graph(folder, index["files"], number, graph, mesh, own_ops) for graph in entry["graphs"]
-            }
+            graphs = {graph: load_graph(f"program_{number}_{graph}", graph, inner) for graph in entry["graphs"]}
             programs.append((parse_ranges(entry["ranks"], mesh), graphs))
-        meta = {str(key): str(value) for key, value in index["meta"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"'{folder / INDEX}' has a wrong entry: {type(error).__name__} {error}.") from None
     everyone = [rank for ranks, _ in programs for rank in ranks]
@@ -125,7 +157,18 @@ def load_programs(directory: str | os.PathLike[str], own_ops: frozenset[str] = f
         raise ArtifactError(f"'{folder / INDEX}' holds no program.")
     if len(set(everyone)) != len(everyone):
         raise ArtifactError(f"'{folder / INDEX}' gives a rank two programs.")
-    return Artifact(mesh, tuple(programs), meta)
+    if content is None:
+        return Artifact(mesh, tuple(programs), meta)
+    places = [tuple(r for r, at in enumerate(mesh.coords()) if at.get(PIPELINE, 0) == place)
+              for place in range(plan.ranks_of_pipeline)]  # fmt: skip
+    if [ranks for ranks, _ in programs] != places:
+        raise ArtifactError(f"'{folder / INDEX}' does not give each place on the axis '{PIPELINE}' its program.")
+    whole = load_graph(WHOLE, WHOLE, inner)
+    try:
+        pipeline = parse_pipeline(content, mesh, [graphs for _, graphs in programs], whole)
+    except ArtifactError as error:
+        raise ArtifactError(f"'{folder / PIPELINE_FILE}': {error}") from None
+    return Artifact(mesh, tuple(programs), meta, pipeline, whole)
 
 
 def _read_index(folder: Path, replace: bool = False) -> dict[str, Any]:
@@ -164,13 +207,8 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
         raise ArtifactError(f"'{folder}' is not intact: {'; '.join(faults)}. Compile again, or restore the files.")
 
 
-def _load_graph(
-    folder: Path, files: Mapping[str, str], number: int, graph: str, mesh: Mesh, own_ops: frozenset[str]
-) -> Program:
-    path = folder / f"program_{number}_{graph}.json"
-    if path.name not in files:
-        raise ArtifactError(f"'{folder / INDEX}' names graph '{graph}' of program {number}, but has no file of it.")
-    content = _read_json(path, files[path.name])
+def _load_graph(path: Path, digest: str, mesh: Mesh, own_ops: frozenset[str]) -> Program:
+    content = _read_json(path, digest)
     try:
         program = parse_program("\n".join(content["program"]), own_ops)
     except (KeyError, TypeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,18 +14,18 @@ import typer
 from rich.console import Console
 
 from autopar.capture.capture import capture
-from autopar.compiled import STEP, Compiled, load
-from autopar.compiler import Choices, batch_arguments, lower
+from autopar.compiled import Compiled, load
+from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
-from autopar.execution import compiler_of
-from autopar.inspection import collectives_text, human, memory_text
+from autopar.inspection import human
+from autopar.inspection_pipeline import rank_texts
 from autopar.ir.text import diff_programs, print_program
-from autopar.job import Job
 from autopar.launch import launch, report
 from autopar.meshes import mesh_of
+from autopar.options import Options, takes_options
 from autopar.page import page_text
 from autopar.settings import Settings
-from autopar.target import load_job
+from autopar.timeline.show import picture_of, show_timeline, write_timeline
 from autopar.training import train
 from autopar.verification import verify as verify_job
 from autopar.verification_distributed import verify_on_ranks
@@ -36,71 +35,66 @@ out = Console(soft_wrap=True)
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
-Seed = Annotated[int, typer.Option(help="of the initial weights and of random ops")]
-SequenceOption = Annotated[
-    bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
-]
-
-SpecializeOption = Annotated[
-    bool, typer.Option("--specialize", help="take values that the model reads from tensors from the example batch")
-]
-CompileOption = Annotated[
-    str | None, typer.Option("--compile", metavar="inductor", help="run the programs as code that Inductor writes")
-]
 
 
 @app.command()
+@takes_options()
 def run(
     target: Target,
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
-    compile: CompileOption = None,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
+    ] = None,
+    *,
+    options: Options,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
-    options = ["run", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed)]
-    options += ["--log", str(log)] if log is not None else []
-    options += _passed_on(sequence_parallel, specialize, compile)
-    _on_ranks(
-        mesh, options, lambda: train(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed, log)
-    )
+    arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
+    files = {"--log": log, "--trace": trace}
+    arguments += [word for flag, path in files.items() if path is not None for word in (flag, str(path))]
+    _on_ranks(mesh, arguments, lambda: train(options.job(target), mesh, steps, options.seed, log, trace))
 
 
 @app.command("compile")
+@takes_options("compile")
 def compile_(
     target: Target,
     mesh: MeshOption,
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="a new or empty folder")],
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    *,
+    options: Options,
 ) -> None:
     """Write the programs of the distinct ranks as readable Python and JSON."""
-    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+    compiled = _compile(target, mesh, options)
     compiled.save(out_dir)
-    moved = sum(row.bytes for row in compiled.collectives)
+    programs, times = len(compiled.alike), sum(row.times for row in compiled.collectives)
+    moved = sum(row.bytes * row.times for row in compiled.collectives)
     out.print(
-        f"{out_dir}: 1 distinct program for {compiled.mesh.size} ranks (mesh {compiled.mesh}), "
-        f"{len(compiled.program.graph.nodes)} nodes, {len(compiled.collectives)} collectives of {human(moved)} a step."
+        f"{out_dir}: {programs} distinct program{'s' * (programs > 1)} for {compiled.mesh.size} ranks "
+        f"(mesh {compiled.mesh}), "
+        f"{len(compiled.program.graph.nodes)} nodes, {times} collectives of {human(moved)} a step."
     )
     _show_notes(compiled)
 
 
 @app.command()
+@takes_options("compile")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
     rank: Annotated[int, typer.Option(help="whose program")] = 0,
-    graph: Annotated[str, typer.Option(metavar="NAME", help="which of the rank's graphs")] = STEP,
+    graph: Annotated[str | None, typer.Option(metavar="NAME", help="only this one of the rank's graphs")] = None,
+    full: Annotated[bool, typer.Option("--full", help="all of a long list of instructions")] = False,
     pass_: Annotated[str | None, typer.Option("--pass", metavar="NAME", help="the program after this pass")] = None,
     diff: Annotated[str | None, typer.Option(metavar="NAME", help="what this pass changed")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write a page to look at in a browser")] = None,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="draw when each rank of a pipeline does what")] = False,
+    timeline_file: Annotated[Path | None, typer.Option(metavar="FILE.svg|.html", help="draw it in a file")] = None,
+    over: Annotated[Path | None, typer.Option(metavar="DIR", help="draw it over what `run --trace DIR` saw")] = None,
+    *,
+    options: Options,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if Path(target).is_dir():
@@ -108,9 +102,17 @@ def inspect(
     elif mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
     else:
-        compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+        compiled = _compile(target, mesh, options)
     if html is not None:
         _write_page(compiled, html, target)
+        return
+    if timeline or timeline_file is not None or over is not None:
+        shown = picture_of(compiled, over)
+        if timeline or timeline_file is None:
+            show_timeline(out, shown)
+        if timeline_file is not None:
+            size = write_timeline(shown, timeline_file, target)
+            out.print(f"{timeline_file}: {human(size)}", markup=False, highlight=False)
         return
     if pass_ is not None or diff is not None:
         _show_pass(compiled, pass_, diff)
@@ -118,60 +120,51 @@ def inspect(
     if not 0 <= rank < compiled.mesh.size:
         raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     names = list(compiled.ranks[rank].programs)
-    if graph not in names:
+    if graph is not None and graph not in names:
         raise TargetError(f"--graph {graph}: rank {rank} has {', '.join(names)}.")
-    coord = ",".join(f"{axis}={place}" for axis, place in compiled.ranks[rank].coord.items())
-    out.print(f"rank {rank} ({coord}) of mesh {compiled.mesh}, graph '{graph}'", markup=False, highlight=False)
-    out.print(compiled.text(rank, graph), markup=False, highlight=False)
-    out.print(f"\ncollectives of a step\n{collectives_text(compiled)}", markup=False, highlight=False)
-    out.print(f"\nbytes on each rank\n{memory_text(compiled)}", markup=False, highlight=False)
+    for title, text in rank_texts(compiled, rank, graph, full):
+        out.print(f"{title}\n{text}", markup=False, highlight=False)
     _show_notes(compiled)
 
 
 @app.command()
+@takes_options("compile")
 def explain(
     target: Target,
     value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
     mesh: MeshOption,
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
+    *,
+    options: Options,
 ) -> None:
     """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
-    compiled = _compile(target, mesh, seed, sequence_parallel, specialize)
+    compiled = _compile(target, mesh, options)
     out.print(str(compiled.explain(value)), markup=False, highlight=False)
     _show_notes(compiled)
 
 
 @app.command()
+@takes_options()
 def verify(
     target: Target,
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
-    seed: Seed = 0,
-    sequence_parallel: SequenceOption = False,
-    specialize: SpecializeOption = False,
-    compile: CompileOption = None,
+    *,
+    options: Options,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     if backend == "gloo":
-        options = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--seed", str(seed), "--backend", "gloo"]
-        options += _passed_on(sequence_parallel, specialize, compile)
-
-        def check() -> None:
-            _finish(verify_on_ranks(_job(target, seed, sequence_parallel, specialize, compile), mesh, steps, seed))
-
-        _on_ranks(mesh, options, check)
+        arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *options.arguments()]
+        _on_ranks(mesh, arguments, lambda: _finish(verify_on_ranks(options.job(target), mesh, steps, options.seed)))
         return
     if backend != "virtual":
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
-    if compile is not None:
+    if options.compile is not None:
         raise TargetError(
-            f"--compile {compile}: it compiles what a process runs, collectives included; add --backend gloo. "
+            f"--compile {options.compile}: it compiles what a process runs, collectives included; add --backend gloo. "
             f"One process that plays all ranks has only autopar's own executor."
         )
-    job = _job(target, seed, sequence_parallel, specialize)
+    job = options.job(target)
     _finish(
         verify_job(
             job.model,
@@ -180,9 +173,10 @@ def verify(
             batch=job.batch,
             steps=steps,
             optimizer=job.optimizer,
-            seed=seed,
+            seed=options.seed,
             sequence_parallel=job.sequence_parallel,
             specialize=job.specialize,
+            **job.pipeline_options,
         )
     )
 
@@ -196,27 +190,13 @@ def _finish(found: object) -> None:
         raise typer.Exit(1)
 
 
-def _passed_on(sequence_parallel: bool, specialize: bool, compile: str | None) -> list[str]:
-    """Options that each rank is started with."""
-    compiler = compiler_of(compile)
-    flags = {"--sequence-parallel": sequence_parallel, "--specialize": specialize}
-    return [*(flag for flag, is_on in flags.items() if is_on), *(["--compile", compiler] if compiler else [])]
-
-
-def _job(target: str, seed: int, sequence_parallel: bool, specialize: bool, compile: str | None = None) -> Job:
-    """The TARGET's job, with what the command line says of it."""
-    job = load_job(target, seed)
-    job = replace(job, sequence_parallel=True) if sequence_parallel else job
-    job = replace(job, specialize=True) if specialize else job
-    return replace(job, compile=compiler_of(compile)) if compile is not None else job
-
-
-def _compile(target: str, mesh: str, seed: int, sequence_parallel: bool, specialize: bool) -> Compiled:
+def _compile(target: str, mesh: str, options: Options) -> Compiled:
     parsed = mesh_of(mesh)
-    job = _job(target, seed, sequence_parallel, specialize)
+    job = options.job(target)
+    choices = job.choices  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(job.batch)
     captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize)
-    return lower(captured, parsed, Choices(sequence_parallel=job.sequence_parallel))
+    return lower(captured, parsed, choices)
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:

@@ -14,9 +14,9 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import axes_of, is_collective
-from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
+from autopar.ir.ops import axes_of, is_collective, op
+from autopar.ir.pipeline import Pipeline, graph_name
+from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.explanation import Explanation
 
 STEP = "step"
+WAIT = op("wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Collective:
 
     bytes: of the whole value that takes part, on one rank (what an all-reduce reduces, what an all-gather gives).
     shape: its local shape. value: the node. module, source: whose value it is. reason: why it is moved.
+    Of a pipeline also graph: of whose ranks, those at `place` on the axis pp; times: how often it runs in a step.
     """
 
     op: str
@@ -44,6 +46,9 @@ class Collective:
     reason: str
     phase: str
     dtype: torch.dtype
+    graph: str = STEP
+    place: int = 0
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,24 @@ class Compiled:
         )
 
     @functools.cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that run the same, together: all of them, or those with the same place on the axis pp."""
+        found: dict[int, list[int]] = {}
+        for rank, coord in enumerate(self.mesh.coords()):
+            found.setdefault(coord.get(PIPELINE, 0) if self.pipeline else 0, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of a step, in order; of a pipeline those of every graph, without its sends and receives."""
-        if self.pipeline is None:
+        pipeline = self.pipeline
+        if pipeline is None:
             return tuple(collectives_of(self.program))
-        return tuple(row for graph in self.pipeline.graphs.values() for row in collectives_of(graph))
+        return tuple(
+            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=pipeline.times_of(key))
+            for key, program in pipeline.graphs.items()
+            for row in collectives_of(program)
+        )
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -173,8 +191,9 @@ class Compiled:
         """Write the programs of the distinct ranks as readable Python and JSON."""
         from autopar.artifact import Artifact, save_programs
 
-        everyone = tuple(range(self.mesh.size))
-        save_programs(Path(directory), Artifact(self.mesh, ((everyone, {STEP: self.program}),), {}))
+        programs = tuple((ranks, self.ranks[ranks[0]].programs) for ranks in self.alike)
+        whole = None if self.pipeline is None else self.program
+        save_programs(Path(directory), Artifact(self.mesh, programs, {}, self.pipeline, whole))
 
 
 def load(directory: str | Path) -> Compiled:
@@ -184,19 +203,28 @@ def load(directory: str | Path) -> Compiled:
     from autopar.own_ops import OWN_OPS
 
     artifact = load_programs(Path(directory), OWN_OPS.names())
+    pipeline = artifact.pipeline
+    if pipeline is not None:
+        assert artifact.whole is not None
+        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
+        return Compiled(plan, (("load", artifact.whole),), pipeline)
     (_, programs), *_ = artifact.programs
     if STEP not in programs:
         raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")
     return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
 
 
-def collectives_of(program: Program) -> Iterator[Collective]:
-    """The collectives of a program, in order."""
+def moving_nodes(program: Program) -> Iterator[fx.Node]:
+    """The collectives of a program, in order. What micro-batches add up to stays where it is and is none."""
     for node in program.calls():
-        name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
-        if not is_collective(node.target) or name == "wait":
-            continue
-        found = record(node)
+        if is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+            yield node
+
+
+def collectives_of(program: Program) -> Iterator[Collective]:
+    """The table of a program's collectives, in order."""
+    for node in moving_nodes(program):
+        found, name = record(node), node.target.__name__.split(".")[0]  # type: ignore[union-attr]
         operand = operand_nodes(node)[0]
         # A gather's value is its result; all others move their operand.
         type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)

@@ -20,6 +20,7 @@ from autopar.ir.schedule import KINDS
 from autopar.runtime.distributed import DistributedDriver, Group
 from autopar.runtime.executor import Executable, Outputs, compile_graph
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
+from autopar.runtime.recorder import Recorder
 
 Compiler = Literal["inductor"]
 COMPILERS: tuple[Compiler, ...] = ("inductor",)
@@ -50,6 +51,9 @@ class ExecutorRunner:
     def run(self, inputs: Iterable[Any]) -> Outputs:
         return self.driver.run(self.executable, inputs)
 
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
 
 @dataclass(frozen=True)
 class PipelineRunner:
@@ -70,6 +74,9 @@ class PipelineRunner:
         finals = self.driver.run_pipeline(self.code, inputs, self.device)
         return tuple(finals.get((out.kind, out.name)) for out in self.outputs)
 
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
 
 @dataclass(slots=True)
 class Running:
@@ -81,6 +88,14 @@ class Running:
     slots: tuple[tuple[Input, Layout], ...]
     constants: Mapping[str, torch.Tensor]
     shared: frozenset[int] | None = None
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder see what the steps from now on do on this rank; raises CompileError where nothing can."""
+        if not isinstance(self.runner, (ExecutorRunner, PipelineRunner)):
+            raise CompileError(
+                "a trace is of autopar's own executor, and these programs are compiled: leave compile out."
+            )
+        self.runner.record(recorder)
 
     def run(self, inputs: list[torch.Tensor] | Given) -> Outputs:
         """The outputs, each in memory of its own; None for those that other stages have."""

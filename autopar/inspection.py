@@ -1,13 +1,18 @@
-"""What `autopar inspect` shows: the table of collectives, and the bytes that a rank holds."""
+"""What `autopar inspect` shows: the table of collectives, and the bytes that a rank holds.
+
+`inspection_pipeline.py` has what only pipelines have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
+from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Program, is_getitem, is_view, record
 
 
@@ -36,14 +41,14 @@ def memory_of(program: Program) -> Memory:
         root
         for node in program.calls()
         if record(node).phase == "forward" and any(record(user).phase == "backward" for user in node.users)
-        for root in (_root(node),)
+        for root in (root_of(node),)
         if root.op == "call_function"
     }
     activations = sum(bytes_of(node, program) for node in saved)
     return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a value lies."""
     while node.op == "call_function":
         source = node.args[0] if node.args else None
@@ -65,25 +70,32 @@ def bytes_of(node: fx.Node, program: Program) -> int:
     return total
 
 
-def collectives_text(compiled: Compiled) -> str:
-    """All collectives of a step, a line each, with their bytes and reasons."""
-    heads = ("op", "axis", "bytes", "shape", "value", "module", "source")
+def collectives_text(compiled: Compiled, rank: int = 0, graph: str | None = None) -> str:
+    """All collectives of a rank's step (or of one of its graphs), a line each, with their bytes and reasons."""
+    place, staged = compiled.mesh.coord(rank).get(PIPELINE, 0), compiled.pipeline is not None
+    heads = ("op", "axis", "bytes", "shape", "value", "module", "source", "reason")
+    chosen = [row for row in compiled.collectives if row.place == place and graph in (None, row.graph)]
     rows = [
         (row.op, row.axis, human(row.bytes), "x".join(map(str, row.shape)) or "scalar", f"%{row.value}", row.module,
-         row.source) for row in compiled.collectives
+         row.source, row.reason) for row in chosen
     ]  # fmt: skip
-    widths = [max(len(line[i]) for line in (heads, *rows)) for i in range(len(heads))]
-
-    def line(cells: tuple[str, ...], reason: str) -> str:
-        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + "  " + reason
-
-    lines = [line(cells, row.reason) for cells, row in zip(rows, compiled.collectives, strict=True)]
-    return "\n".join([line(heads, "reason"), *lines])
+    if not staged:
+        return table_text(heads, rows)
+    begins = [(row.graph, f"{row.times}x") for row in chosen]
+    return table_text(("graph", "times", *heads), [(*begin, *row) for begin, row in zip(begins, rows, strict=True)])
 
 
-def memory_text(compiled: Compiled) -> str:
-    """The bytes that a rank holds."""
-    memory = memory_of(compiled.program)
+def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what they hold; the last one is as long as it is."""
+    widths = [max(len(line[i]) for line in (heads, *rows)) for i in range(len(heads) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in (heads, *rows)
+    )
+
+
+def bytes_text(memory: Memory) -> str:
+    """The bytes that a rank holds, a line a kind."""
     rows = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler import SequenceParallel
+from autopar.compiler import Choices, ScheduleLike, SequenceParallel, staging_of
 from autopar.execution import Compiler
 
 
@@ -24,6 +24,7 @@ class Job:
     sequence_parallel: True, False or "auto", as of `autopar.parallelize`.
     compile: "inductor" or None, as of `autopar.parallelize`.
     specialize: True or False, as of `autopar.parallelize`.
+    microbatches, schedule, stages, chunks, stage_memory: of a pipeline, as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -37,6 +38,28 @@ class Job:
     sequence_parallel: SequenceParallel = False
     compile: Compiler | None = None
     specialize: bool = False
+
+    microbatches: int | None = None
+    schedule: ScheduleLike = "1f1b"
+    stages: Sequence[str] | None = None
+    chunks: int | None = None
+    stage_memory: int | None = None
+
+    @property
+    def choices(self) -> Choices:
+        """What the job decides beside the mesh."""
+        return Choices(
+            sequence_parallel=self.sequence_parallel,
+            specialize=self.specialize,
+            microbatches=self.microbatches,
+            staging=staging_of(self.schedule, self.stages, self.chunks, self.stage_memory),
+        )
+
+    @property
+    def pipeline_options(self) -> dict[str, Any]:
+        """What it says of a pipeline, by the names that `autopar.parallelize` and `autopar.verify` give them."""
+        names = ("microbatches", "schedule", "stages", "chunks", "stage_memory")
+        return {name: getattr(self, name) for name in names}
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

@@ -32,6 +32,7 @@ from autopar.parameter import wrap_like
 from autopar.random_state import RandomState
 from autopar.runtime.distributed import make_groups
 from autopar.runtime.pipeline import Given
+from autopar.runtime.recorder import Recorder
 from autopar.staged import given_of
 from autopar.state_dicts import split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten
@@ -118,6 +119,11 @@ class ParallelModule(nn.Module):
         Parameters take their final layouts. Every rank must call this with batches of the same shapes.
         """
         return self._prepare(args, kwargs, train=True)[0].compiled
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
+        for running in self._running.values():
+            running.record(recorder)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.api import parallelize
 from autopar.compiler import batch_arguments
 from autopar.job import Job
+from autopar.runtime.recorder import Recorder
+from autopar.timeline.trace import write_trace
 from autopar.torch_compat import tree_flatten
 
+TRACED = 3  # steps: the last ones, which are warm
 
-def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
-    """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step."""
+
+def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: Path | None = None) -> None:
+    """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
+
+    trace: a folder for what every rank does in the last steps (`timeline/trace.py`).
+    """
     model = parallelize(
         job.model,
         mesh,
@@ -30,6 +37,7 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
         sequence_parallel=job.sequence_parallel,
         compile=job.compile,
         specialize=job.specialize,
+        **job.pipeline_options,
     )
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
@@ -41,14 +49,22 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
         f"{len(compiled.collectives)} collectives in {time.monotonic() - start:.1f} s"
     )
     optimizer = job.make_optimizer(model.parameters())
+    recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
     lines = log.open("w") if log is not None and first else None
     with _bar(console, steps, str(compiled.mesh)) as show:
         for step in range(steps):
             start = time.perf_counter()
             args, kwargs = batch_arguments(job.batch_of(step))
-            loss = model.forward_backward(*args, **kwargs).item()
-            optimizer.step()
-            optimizer.zero_grad()
+            traced = trace is not None and step >= steps - TRACED
+            if traced:
+                recorder.step = step
+                model.prepare(*args, **kwargs)
+                model.record(recorder)
+            with recorder.timed(f"step {step}") if traced else nullcontext():
+                loss = model.forward_backward(*args, **kwargs).item()
+            with recorder.timed("optimizer") if traced else nullcontext():
+                optimizer.step()
+                optimizer.zero_grad()
             seconds = time.perf_counter() - start
             count, unit = _amount((args, kwargs))
             show(step, loss, seconds, count / seconds, unit)
@@ -56,6 +72,8 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None) -> None:
                 lines.write(json.dumps({"step": step, "loss": loss, "seconds": seconds, unit: count}) + "\n")
     if lines is not None:
         lines.close()
+    if trace is not None:
+        console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
     text = job.after(model) if job.after is not None else None
     if text:
         console.rule("after training")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.comparison import Report, Table, Values
-from autopar.compiler import Choices, batch_arguments
+from autopar.compiler import batch_arguments
 from autopar.job import Job
 from autopar.meshes import mesh_of
 from autopar.module import ParallelModule
@@ -26,7 +26,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model,
         mesh,
         loss_fn=job.loss_fn,
-        choices=Choices(sequence_parallel=job.sequence_parallel, specialize=job.specialize),
+        choices=job.choices,
         batch="global",
         seed=seed,
         device="cpu",

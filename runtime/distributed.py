@@ -36,7 +36,8 @@ from autopar.runtime.mesh_ops import (
     pieces,
 )
 from autopar.runtime.peers import Peers
-from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
+from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
+from autopar.runtime.recorder import Recorder
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,6 +111,7 @@ class DistributedDriver:
         self.coord = mesh.coord(self.rank)
         self._groups = dict(groups)
         self._peers: Peers | None = None
+        self.recorder: Recorder | None = None
 
     def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
         """The outputs of this rank. `inputs` are the placeholders' values; an iterator lets them be freed early.
@@ -119,10 +121,11 @@ class DistributedDriver:
         outputs: Outputs = self._drive(run(executable, inputs, observe), overlap=observe is None)
         return outputs
 
-    def run_pipeline(self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None) -> Finals:
+    def run_pipeline(self, code: RankCode, given: Given, device: torch.device) -> Finals:
         """What a step gives on this rank of a pipeline; as `run`."""
         if PIPELINE in self._groups:
             self._peers = Peers(self._groups[PIPELINE].handle, self._rank_at, device)
+        watch = None if self.recorder is None else self.recorder.watch
         finals: Finals = self._drive(steps_of(code, given, watch), overlap=True)
         if self._peers is not None:
             with self._lost("the end of the step"):
@@ -133,6 +136,7 @@ class DistributedDriver:
         return self.mesh.rank({**self.coord, PIPELINE: place})
 
     def _drive(self, steps: Any, overlap: bool) -> Any:
+        steps = steps if self.recorder is None else self.recorder.observe(steps)
         with torch.no_grad():
             answer: list[Any] | None = None
             try:

@@ -32,7 +32,8 @@ from autopar.runtime.mesh_ops import (
     pieces,
     reduce_parts,
 )
-from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
+from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
+from autopar.runtime.recorder import Recorder
 
 RankObserve = Callable[[int, fx.Node, Any], None]
 
@@ -70,13 +71,19 @@ class VirtualMesh:
             return self._drive(steps)
 
     def run_pipeline(
-        self, codes: Sequence[RankCode], given: Sequence[Given], watches: Sequence[Watch] | None = None
+        self, codes: Sequence[RankCode], given: Sequence[Given], recorders: Sequence[Recorder] | None = None
     ) -> list[Finals]:
-        """What a step gives on every rank. `codes[k]` is run by the ranks with coordinate k on "pp"."""
+        """What a step gives on every rank. `codes[k]` is run by the ranks with coordinate k on "pp".
+
+        `recorders[r]` sees what rank r does, with times of this one process.
+        """
         with torch.no_grad():
             places = [coord.get(PIPELINE, 0) for coord in self._coords]
-            watch = watches or [None] * self.mesh.size  # type: ignore[list-item]
-            steps = [steps_of(codes[place], given[rank], watch[rank]) for rank, place in enumerate(places)]
+            if recorders is None:
+                steps: list[Any] = [steps_of(codes[place], given[rank]) for rank, place in enumerate(places)]
+            else:
+                every = zip(places, given, recorders, strict=True)
+                steps = [seen.observe(steps_of(codes[place], mine, seen.watch)) for place, mine, seen in every]
             finals = self._drive(steps)
         left = self._mail.left()
         if left:

@@ -141,8 +141,8 @@ def test_changed_index(saved: Path):
 
 def test_wrong_version(saved: Path):
     text = (saved / INDEX).read_text()
-    (saved / INDEX).write_text(text.replace('"version": 1', '"version": 7'))
-    with pytest.raises(ArtifactError, match="written in version 7 of the format; this autopar reads version 1"):
+    (saved / INDEX).write_text(text.replace('"version": 2', '"version": 7'))
+    with pytest.raises(ArtifactError, match="written in version 7 of the format; this autopar reads version 2"):
         load_programs(saved)
 
 
@@ -187,7 +187,11 @@ def test_no_file_outside_is_read(saved: Path, name: str):
     [
         ("programs", [{"ranks": "0-9", "graphs": []}], "'0-9' is not among the ranks of mesh"),
         ("programs", [{"ranks": "0", "graphs": []}, {"ranks": "0", "graphs": []}], "gives a rank two programs"),
-        ("programs", [{"ranks": "0", "graphs": ["other"]}], "names graph 'other' of program 0, but has no file"),
+        (
+            "programs",
+            [{"ranks": "0", "graphs": ["other"]}],
+            "names graph 'other', but has no file 'program_0_other.json' of it",
+        ),
         ("programs", [], "holds no program"),
         ("programs", 7, "has a wrong entry"),
         ("mesh", "dp=4", r"is a program for mesh 'dp=2,tp=2', but the index says 'dp=4'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from pipeline_case import compiled_as, subject
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.ir.plan import GPU, Plan
+from autopar.ir.plan import Plan
 from autopar.meshes import mesh_of
 from autopar.passes import run_passes
 from autopar.passes.pipeline.cut import Limits, _Line, forward_nodes
@@ -62,7 +61,7 @@ def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("memory", [None, 120_000])
+@pytest.mark.parametrize("memory", [None, 300_000])
 def test_no_cut_is_better(stages: int, memory: int | None):
     line = line_of(Limits([stages - i for i in range(stages)], memory))
     assert len(line.places) > 8
@@ -79,10 +78,8 @@ def test_no_cut_is_better(stages: int, memory: int | None):
 
 def test_memory_matters():
     """Less of it never makes a step faster, and some amounts cost time."""
-    machine = replace(GPU, call_us=0.0)  # else the layers of this model would cost the same
-    amounts = range(150_000, 420_000, 10_000)
-    times = [line_of(Limits([2, 1], memory, machine=machine)).best(2, math.inf)[0] for memory in amounts]
-    free = line_of(Limits([2, 1], machine=machine)).best(2, math.inf)[0]
+    times = [line_of(Limits([20, 1], memory)).best(2, math.inf)[0] for memory in range(150_000, 6_000_000, 150_000)]
+    free = line_of(Limits([20, 1])).best(2, math.inf)[0]
     assert times == sorted(times, reverse=True) and times[0] == math.inf and times[-1] == free
     assert any(free < time < math.inf for time in times), times
 

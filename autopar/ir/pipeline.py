@@ -11,6 +11,11 @@ from autopar.ir.program import Program
 from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
 
 
+def graph_name(place: int, kind: str) -> str:
+    """`forward_0` of a stage, `epilogue` of a rank."""
+    return f"{KINDS[kind]}_{place}" if kind in "FBIW" else KINDS[kind]
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """How a value of the step is made of its parts: their sum, max, min or logsumexp; or `gather`, side by side on a
@@ -50,14 +55,18 @@ class Pipeline:
 
     def graphs_of(self, rank: int) -> dict[str, Program]:
         """The graphs that a rank runs, by name: `forward_0`, `backward_0`, ... and `epilogue`."""
-        found = {}
-        for (place, kind), program in self.graphs.items():
-            if kind in "FBIW":
-                if self.flow.ranks[place] == rank:
-                    found[f"{KINDS[kind]}_{place}"] = program
-            elif place == rank:
-                found[KINDS[kind]] = program
-        return found
+        return {graph_name(*key): program for key, program in self.graphs.items() if self.place_of(key) == rank}
+
+    def place_of(self, key: tuple[int, str]) -> int:
+        """The rank of the pipeline that runs a graph."""
+        return self.flow.rank_of(Action(*key))
+
+    def times_of(self, key: tuple[int, str]) -> int:
+        """How often a graph runs in a step."""
+        return 1 if key[1] in "PE" else self.microbatches
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.flow.ranks) if owner == rank)
 
     def graph(self, action: Action) -> Program:
         return self.graphs[action.stage, action.kind]

@@ -2,7 +2,7 @@
 // The data are one rank's program (see page.py). Rows are made only when they are opened or scrolled to, and all text
 // goes in as text, never as HTML: a name may hold anything.
 const data = JSON.parse(document.getElementById("data").textContent);
-const [NAME, TYPE, CALL, MODULE, SOURCE, PHASE, PASS, WHY, SHAPE, LAYOUT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
+const [NAME, TYPE, CALL, MODULE, SOURCE, PHASE, PASS, WHY, SHAPE, LAYOUT, STAGE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
 const CHUNK = 200, HITS = 60, LINE = 20;
 const $ = (id) => document.getElementById(id);
 const word = (i, field) => data.words[data.nodes[i][field]];
@@ -20,6 +20,12 @@ function el(tag, classes, ...children) {
 function color(element, axis) {
   element.style.setProperty("--c", axes.has(axis) ? axes.get(axis).color : "var(--dim)");
   return element;
+}
+// A stage of a pipeline, in a shade of its own.
+function stageChip(stages) {
+  const [first, last] = [Math.min(...stages), Math.max(...stages)], made = el("span", "stage", first === last ? `stage ${first}` : `stages ${first}-${last}`);
+  made.style.setProperty("--s", `hsl(${(first * 137.5 + 210) % 360} 55% 50%)`);
+  return made;
 }
 const chip = (axis, text) => color(el("span", "chip", text), axis);
 function human(bytes) {

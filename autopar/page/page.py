@@ -14,24 +14,36 @@ from autopar.compiled import Compiled
 from autopar.inspection import memory_of
 from autopar.ir.layout import local_shape
 from autopar.ir.names import dtype_name
-from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, record
 from autopar.ir.text import diff_programs, print_program, print_result
+from autopar.page.stages import (
+    collectives_with_names,
+    fullest,
+    stage_of_names,
+    stages_data,
+    timeline_of_page,
+    timeline_script,
+    timeline_style,
+)
 
 STYLE, SCRIPT = "/* STYLE */", "/* SCRIPT */"  # in page.html
 SCRIPTS = ("base.js", "tree.js", "panel.js", "tables.js", "passes.js", "search.js", "frame.js")  # one script, in order
-TITLE, DATA = "TITLE", "DATA"
+TITLE, DATA, TIMELINE = "TITLE", "DATA", "TIMELINE"
 SEPARATOR = "   # "  # before the comment of a line
 
 
 def page_text(compiled: Compiled, title: str) -> str:
     """The whole page. It opens from a file, asks no network for anything and runs in any browser of its decade."""
-    page = _file("page.html").replace(STYLE, _file("style.css")).replace(SCRIPT, "\n".join(map(_file, SCRIPTS)))
+    style, script, pipeline = _file("style.css"), "\n".join(map(_file, SCRIPTS)), compiled.pipeline
+    if pipeline is not None:
+        style, script = style + timeline_style(compiled), script + timeline_script()
+    page = _file("page.html").replace(STYLE, style).replace(SCRIPT, script)
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
     # A name may hold anything; without `<` no text can end the element that holds it.
     data = json.dumps(page_data(compiled, title), separators=(",", ":")).replace("<", "\\u003c")
     head, _, tail = page.partition(f"{{{DATA}}}")
-    return head.replace(f"{{{TITLE}}}", escaped) + data + tail
+    head = head.replace(f"{{{TITLE}}}", escaped).replace(f"{{{TIMELINE}}}", timeline_of_page(compiled))
+    return head + data + tail
 
 
 def _file(name: str) -> str:
@@ -40,15 +52,16 @@ def _file(name: str) -> str:
 
 def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
     """All that the page shows. Nodes are rows, so that thousands of them stay small."""
-    program = compiled.program
-    memory = memory_of(program)
+    program, pipeline = compiled.program, compiled.pipeline
+    memory, place = (memory_of(program), None) if pipeline is None else fullest(compiled)
     words = _Words()
-    places = {node: i for i, node in enumerate(program.graph.nodes)}
-    moved = [node for node in program.calls() if is_collective(node.target) and ".wait." not in f".{node.target}."]
+    places = {node.name: i for i, node in enumerate(program.graph.nodes)}
+    stages = stage_of_names(compiled)
+    mesh = [*compiled.mesh.axes, *(axis for axis in program.mesh.axes if axis[0] not in compiled.mesh)]
     return {
         "title": title,
-        "mesh": [list(axis) for axis in program.mesh.axes],
-        "ranks": program.mesh.size,
+        "mesh": [list(axis) for axis in mesh],
+        "ranks": compiled.mesh.size,
         "notes": list(program.notes),
         "memory": {
             "parameters": memory.parameters,
@@ -56,12 +69,15 @@ def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
             "buffers": memory.buffers,
             "activations": memory.activations,
         },
-        "nodes": list(_nodes(program, words)),
+        "fullest": place,
+        "pipeline": None if pipeline is None else stages_data(pipeline),
+        "nodes": [[*row, stages.get(row[0], -1)] for row in _nodes(program, words)],
         "collectives": [
-            {"op": row.op, "axis": row.axis, "bytes": row.bytes, "shape": row.shape, "value": row.value,
+            {"op": row.op, "axis": row.axis, "bytes": row.bytes * row.times, "shape": row.shape, "value": row.value,
              "module": row.module, "source": row.source, "reason": row.reason, "phase": row.phase,
-             "dtype": dtype_name(row.dtype), "node": places[node]}
-            for row, node in zip(compiled.collectives, moved, strict=True)
+             "dtype": dtype_name(row.dtype), "node": places.get(name, -1), "graph": row.graph, "place": row.place,
+             "times": row.times}
+            for row, name in collectives_with_names(compiled)
         ],
         "inputs": list(_inputs(program)),
         "passes": list(_passes(compiled)),

@@ -43,6 +43,7 @@ function valueDetail(i) {
   out.push(facts([
     ["layout", node[LAYOUT] && layout(node[LAYOUT])], ["type", typed(node[TYPE])],
     ["shape", input && dims(input.shape)], ["on a rank", input && `${dims(input.local)}, ${human(input.bytes)} of ${human(input.whole)}`],
+    ["stage", node[STAGE] >= 0 && `${node[STAGE]}, on pp=${data.pipeline.rows[node[STAGE]].rank}`],
     ["also", input && input.names.slice(1).join(", ")], ["module", word(i, MODULE)], ["source", word(i, SOURCE)],
   ]));
   out.push(el("h4", "", "in the program"), el("pre", "", `%${node[NAME]} = ${node[CALL]}`));
@@ -54,7 +55,7 @@ function moduleDetail(one) {
   const held = data.inputs.filter((row) => row.kind === "parameter" && inside(row.names[0]));
   const out = [el("h2", "", one.path || "model"), el("div", "kind", `module · ${many(one.count, "value")} · ${many(one.kids.length, "submodule")}`)];
   out.push(facts([
-    ["parameters", one.parameters ? `${one.parameters}, ${human(one.held)} on each rank` : ""],
+    ["parameters", one.parameters ? `${one.parameters}, ${human(one.held)} on ${data.pipeline ? "the ranks of its stages" : "each rank"}` : ""],
     ["moves", moved.length ? `${human(sum(moved.map((row) => row.bytes)))} in ${many(moved.length, "collective")}` : "nothing"],
   ]));
   if (moved.length) {

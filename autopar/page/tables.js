@@ -42,6 +42,11 @@ function collectivesView() {
   const columns = [
     { name: "op", key: (row) => row.op, cell: (row) => mono(row.op.replaceAll("_", "-")) },
     { name: "axis", key: (row) => row.axis, cell: (row) => chip(row.axis, row.axis) },
+    ...(data.pipeline ? [
+      { name: "graph", key: (row) => row.graph, cell: (row) => mono(row.graph) },
+      { name: "pp", number: true, key: (row) => row.place, cell: (row) => String(row.place) },
+      { name: "times", number: true, key: (row) => row.times, cell: (row) => `${row.times}x` },
+    ] : []),
     { name: "bytes", number: true, key: (row) => row.bytes, cell: (row) => el("span", "", human(row.bytes), meter(row.bytes / largest, row.axis)) },
     { name: "shape", key: (row) => row.shape.join(), cell: (row) => mono(`${row.dtype} ${dims(row.shape)}`) },
     { name: "phase", key: (row) => row.phase, cell: (row) => row.phase },
@@ -57,6 +62,7 @@ function parametersView() {
   const columns = [
     { name: "name", key: (row) => row.names[0], cell: (row) => mono(row.names.join(" = ")) },
     { name: "kind", key: (row) => row.kind, cell: (row) => row.kind },
+    ...(data.pipeline ? [{ name: "stage", key: (row) => data.nodes[row.node][STAGE], cell: (row) => (data.nodes[row.node][STAGE] < 0 ? "" : stageChip([data.nodes[row.node][STAGE]])) }] : []),
     { name: "dtype", key: (row) => row.dtype, cell: (row) => mono(row.dtype) },
     { name: "shape", key: (row) => row.whole, cell: (row) => mono(dims(row.shape)) },
     { name: "layout", key: (row) => row.layout, cell: (row) => layout(row.layout) },

@@ -3,7 +3,7 @@ const modules = new Map();
 function moduleOf(path) {
   if (modules.has(path)) return modules.get(path);
   const parent = path === "" ? null : moduleOf(path.includes(".") ? path.slice(0, path.lastIndexOf(".")) : "");
-  const made = { path, parent, kids: [], own: [], back: [], moved: new Map(), held: 0, count: 0, parameters: 0, first: Infinity };
+  const made = { path, parent, kids: [], own: [], back: [], moved: new Map(), held: 0, count: 0, parameters: 0, first: Infinity, stages: new Set() };
   modules.set(path, made);
   if (parent) parent.kids.push(made);
   return made;
@@ -15,6 +15,7 @@ data.nodes.forEach((_, i) => {
   const moved = collectiveAt.get(i), input = inputAt.get(i), isParameter = input && input.kind === "parameter";
   for (const one of up(module)) {
     one.count++;
+    if (data.nodes[i][STAGE] >= 0) one.stages.add(data.nodes[i][STAGE]);
     if (!input && !backward) one.first = Math.min(one.first, i);
     if (isParameter) { one.held += input.bytes; one.parameters++; }
     if (moved) one.moved.set(moved.axis, (one.moved.get(moved.axis) || 0) + moved.bytes);
@@ -26,12 +27,14 @@ for (const one of modules.values()) one.moved = inOrder(one.moved);
 const total = (one) => sum(one.moved.map(([, bytes]) => bytes));
 for (const one of modules.values()) one.most = Math.max(1, ...one.kids.map(total)); // what the bars of its children are drawn against
 // What a folder shows, in the order of the program: parameters, then modules and values as they run, then the backward pass.
+let chosen = null; // the stage that is shown, if it is one
+const isShown = (item) => chosen === null || (typeof item === "number" ? data.nodes[item][STAGE] === chosen : item.stages.has(chosen));
 function contents(folder) {
-  if (folder.nodes) return folder.nodes;
-  const items = [...folder.own, ...folder.kids];
+  if (folder.nodes) return folder.nodes.filter(isShown);
+  const items = [...folder.own, ...folder.kids].filter(isShown);
   const rank = (item) => (typeof item !== "number" ? item.first : inputAt.has(item) ? item - data.nodes.length : item);
   items.sort((a, b) => rank(a) - rank(b));
-  if (folder.back.length) items.push((folder.later ||= { nodes: folder.back, of: folder }));
+  if (folder.back.some(isShown)) items.push((folder.later ||= { nodes: folder.back, of: folder }));
   return items;
 }
 let selected = null;
@@ -62,6 +65,7 @@ function moduleRow(one) {
   const made = el("div", "row module", el("span", "caret", "▶"), el("span", "name", last(one.path) || "model"));
   made.append(el("span", "muted", many(one.count, "value") + (one.held ? ` · ${human(one.held)} of parameters` : "")));
   made.append(el("span", "push"));
+  if (one.stages.size) made.append(stageChip(one.stages));
   for (const [axis, bytes] of one.moved) made.append(chip(axis, `${axis} ${human(bytes)}`));
   if (one !== root) made.append(bars(one.moved, one.parent.most));
   return made;
@@ -133,9 +137,20 @@ function step(key) {
   else if (folder && open.has(folder) === (key === "ArrowLeft")) toggle(folder, rows.get(folder), open.get(folder)?.depth ?? Number(rows.get(folder).style.getPropertyValue("--depth")));
   rows.get(selected).scrollIntoView({ block: "nearest" });
 }
+// Show one stage of a pipeline, or all.
+function choose(stage) {
+  chosen = stage;
+  for (const button of document.querySelectorAll(".stages button")) button.ariaPressed = String(button.dataset.stage === String(stage));
+  open.clear();
+  rows.clear();
+  $("tree").replaceChildren(row(root, 0));
+  toggle(root, rows.get(root), 0);
+}
 // Open everything above an item, select it and bring it into view.
 function reveal(item) {
+  if (item === -1) return; // a value of one graph only, such as a bucket of gradients
   view("modules");
+  if (!isShown(item)) choose(null);
   const module = typeof item === "number" ? moduleOf(word(item, MODULE)) : item.parent;
   const path = module ? [...up(module)].reverse() : [];
   path.forEach((folder, k) => show(folder, path[k + 1] || item));

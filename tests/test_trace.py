@@ -1,0 +1,146 @@
+"""Traces: what a recorder sees on the virtual mesh and on processes, as files, and laid over a simulation."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import mlp
+
+import autopar
+from autopar.compiled import Compiled
+from autopar.errors import TargetError
+from autopar.ir.layout import local_part
+from autopar.ir.plan import MICROBATCH
+from autopar.runtime.pipeline import compile_rank
+from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
+from autopar.runtime.virtual import VirtualMesh
+from autopar.staged import given_of
+from autopar.timeline.show import picture_of
+from autopar.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    model, loss_fn, batch = mlp()
+    return autopar.compile(model, "pp=2,tp=2", loss_fn=loss_fn, batch=batch, microbatches=4, schedule="1f1b")
+
+
+@pytest.fixture(scope="module")
+def recorders(compiled: Compiled) -> list[Recorder]:
+    """Of every rank, of two steps on zeros."""
+    program, pipeline = compiled.program, compiled.pipeline
+    assert pipeline is not None
+
+    def part_of(entry: Any, layout: Any, coord: Any) -> torch.Tensor:
+        node = program.placeholders[program.inputs.index(entry)]
+        type_ = node.meta["autopar"].type
+        return local_part(torch.zeros(type_.shape, dtype=type_.dtype), layout, program.mesh, coord)
+
+    made = [Recorder() for _ in range(compiled.mesh.size)]
+    codes = [compile_rank(pipeline, place) for place in range(2)]
+    for step in range(2):
+        given = []
+        for coord in compiled.mesh.coords():
+            value_of = functools.partial(part_of, coord={**coord, MICROBATCH: 0})
+            given.append(given_of(compiled, coord, value_of, part_of))
+        for one in made:
+            one.step = step
+        VirtualMesh(compiled.mesh).run_pipeline(codes, given, made)
+    return made
+
+
+def test_a_recorder_sees_all_that_a_rank_does(compiled: Compiled, recorders: list[Recorder]):
+    assert compiled.pipeline is not None
+    for rank, one in enumerate(recorders):
+        lines = compiled.pipeline.lists[rank // 2]
+        mine = [event for event in one.events if event.step == 1]
+        assert [event.name for event in mine if event.kind == RUN] == [str(line) for line in lines if line.op == "RUN"]
+        assert [event.text for event in mine if event.kind == POSTED] == [
+            str(line) for line in lines if line.op != "RUN"
+        ]
+        received = {str(line) for line in lines if line.op == "RECV"}
+        assert {event.text for event in mine if event.kind == WAITED} == received
+        moved = sum(row.times for row in compiled.collectives if row.place == rank // 2)
+        assert len([event for event in mine if event.kind == COLLECTIVE and "wait" not in event.name]) == moved > 0
+        assert all(event.start_us <= event.end_us for event in mine)
+        assert all(event.action is not None and event.bytes for event in mine if event.kind == COLLECTIVE)
+
+
+def test_waiting_is_no_part_of_an_action(recorders: list[Recorder]):
+    for one in recorders:
+        runs = [event for event in one.events if event.kind == RUN]
+        for wait in (event for event in one.events if event.kind == WAITED):
+            assert not any(run.start_us < wait.end_us and wait.start_us < run.end_us for run in runs)
+
+
+@pytest.fixture
+def folder(compiled: Compiled, recorders: list[Recorder], tmp_path: Path) -> Path:
+    for rank, one in enumerate(recorders):
+        write_rank(tmp_path / "trace", compiled, rank, one)
+    merge_ranks(tmp_path / "trace", compiled)
+    return tmp_path / "trace"
+
+
+def test_the_file_is_in_the_trace_event_format(compiled: Compiled, folder: Path):
+    content = json.loads((folder / MERGED).read_text())
+    events = content["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0 (pp=0,tp=0)", 1: "rank 1 (pp=0,tp=1)", 2: "rank 2 (pp=1,tp=0)", 3: "rank 3 (pp=1,tp=1)"}
+    timed = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in timed) == 0 and all(event["dur"] >= 0 for event in timed)
+    backward = next(event for event in timed if event["name"] == "1B3")
+    assert (backward["cat"], backward["args"]) == ("backward", {"step": 0, "stage": 1, "microbatch": 3})
+    inside = [event for event in timed if event["cat"] == "collective"]
+    assert inside and all(" in " in event["name"] and event["args"]["bytes"] for event in inside)
+    for pid in names:  # one track: events are side by side or one in the other
+        mine = sorted((e for e in timed if e["pid"] == pid), key=lambda e: (e["ts"], -e["dur"]))
+        ends: list[float] = []
+        for event in mine:
+            while ends and ends[-1] <= event["ts"] + 1:
+                ends.pop()
+            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1
+            ends.append(event["ts"] + event["dur"])
+
+
+def test_a_trace_is_read_back(compiled: Compiled, recorders: list[Recorder], folder: Path):
+    measured = read_trace(folder, compiled)
+    assert compiled.pipeline is not None
+    for place in range(2):
+        runs = [str(line) for line in compiled.pipeline.lists[place] if line.op == "RUN"]
+        assert [str(span.instruction) for span in measured.runs(place)] == runs
+    steps = [timeline_of([recorders[0], recorders[2]], step).span_us for step in range(2)]
+    assert measured.span_us == pytest.approx(min(steps), rel=0.01, abs=5)
+    costs = measured_costs(compiled.pipeline, measured)
+    assert set(costs.times_us) == set(compiled.pipeline.flow.works)
+    shown = picture_of(compiled, folder)
+    assert [lane.name for lane in shown.lanes] == ["rank 0", "measured", "rank 1", "measured"]
+    assert shown.captions[2].startswith("measured: ") and shown.lanes[1].idle == measured.bubble(0)
+
+
+def test_what_is_no_trace_of_this_pipeline(compiled: Compiled, folder: Path, tmp_path: Path):
+    with pytest.raises(TargetError, match=r"cannot read .*: No such file.* `autopar run --trace "):
+        read_trace(tmp_path / "none", compiled)
+    model, loss_fn, batch = mlp()
+    other = autopar.compile(model, "pp=2", loss_fn=loss_fn, batch=batch, microbatches=2, schedule="gpipe")
+    with pytest.raises(
+        TargetError, match=r"another pipeline: mesh pp=2,tp=2 and not pp=2, schedule 1f1b and not gpipe,"
+    ):
+        read_trace(folder, other)
+    path = folder / MERGED
+    text = path.read_text()
+    path.write_text("[]")
+    with pytest.raises(TargetError, match="is not a trace that"):
+        read_trace(folder, compiled)
+    path.write_text(text.replace('"name": "0F0"', '"name": "zero"'))
+    with pytest.raises(TargetError, match="has a wrong event: ValueError 'zero' is not an action"):
+        read_trace(folder, compiled)
+    content = json.loads(text)
+    content["traceEvents"] = []
+    path.write_text(json.dumps(content))
+    with pytest.raises(TargetError, match="holds no whole step"):
+        read_trace(folder, compiled)
