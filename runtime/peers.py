@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ class Posted:
         return self.tensors
 
 
+LEAVING = 8  # tensors on their way at a time. Gloo says that a send is done only to those who wait for it.
+
+
 @dataclass(slots=True)
 class Peers:
     """The other ranks of this rank's pipeline. rank_at: the process at a place on "pp"."""
@@ -33,10 +37,12 @@ class Peers:
     group: dist.ProcessGroup
     rank_at: Callable[[int], int]
     device: torch.device
-    leaving: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # sends, with the memory that they read
+    leaving: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque)  # sends, with the memory that they read
 
     def send(self, letter: Send) -> None:
-        self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()]
+        """Nobody waits in a circle even if every send blocks (`with_transfers`): so old ones may be waited for."""
+        while self.leaving and (len(self.leaving) > LEAVING or self.leaving[0][0].is_completed()):
+            self.leaving.popleft()[0].wait()
         target = self.rank_at(letter.instruction.peer)
         for tensor in letter.tensors:
             dense = tensor.contiguous()
