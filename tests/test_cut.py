@@ -47,7 +47,7 @@ def line_of(limits: Limits, microbatches: int = 2) -> _Line:
 
 
 def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
-    """(time of the slowest stage, bytes moved, borders) of every cut."""
+    """(time of the slowest stage, sum of squared times, borders) of every cut."""
     end = len(line.places) - 1
     found = []
     for inner in itertools.combinations(range(1, end), stages - 1):
@@ -56,7 +56,7 @@ def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
             float(line._cost(stage, border)[start])
             for stage, (start, border) in enumerate(itertools.pairwise([0, *borders]))
         ]
-        found.append((max(costs), float(sum(line.transfer[border] for border in borders)), borders))
+        found.append((max(costs), sum(cost**2 for cost in costs), borders))
     return found
 
 
@@ -71,8 +71,8 @@ def test_no_cut_is_better(stages: int, memory: int | None):
     if math.isinf(slowest):
         return
     limit = slowest * (1 + 1e-9)
-    moved, borders = line.best(stages, limit)
-    assert moved == pytest.approx(min(cut[1] for cut in cuts if cut[0] <= limit))
+    squares, borders = line.best(stages, limit)
+    assert squares == pytest.approx(min(cut[1] for cut in cuts if cut[0] <= limit))
     assert any(cut[2] == borders and cut[0] <= limit for cut in cuts)
 
 

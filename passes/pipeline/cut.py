@@ -39,7 +39,7 @@ def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
 
 def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
     """The stage of every forward node: pieces of the program's order, such that the slowest stage, with the transfers
-    over its two borders, is as fast as can be; among those, with the fewest bytes moved.
+    over its two borders, is as fast as can be; among those, with the others as even as can be.
 
     A stage costs its forward calls, the backward calls of the same source lines, and what crosses its borders both
     ways. Raises LayoutError if there are more stages than places to cut, or if no cut keeps to the memory.
@@ -152,10 +152,10 @@ class _Line:
         return found
 
     def best(self, stages: int, limit: float) -> tuple[float, list[int]]:
-        """Without a limit the least time of the slowest stage; with one the cut that moves least within it. And where
-        that cut is, as indices of places."""
+        """Without a limit the least time of the slowest stage; with one the least sum of squares of times within it. And
+        where that cut is, as indices of places."""
         count = len(self.places)
-        moves = math.isfinite(limit)
+        evens = math.isfinite(limit)
         before = np.full(count, math.inf)
         before[0] = 0.0
         choice = np.zeros((stages, count), dtype=int)
@@ -163,8 +163,8 @@ class _Line:
             now = np.full(count, math.inf)
             for end in range(1, count):
                 cost = self._cost(stage, end)
-                if moves:
-                    value = np.where(cost <= limit, before[:end] + self.transfer[end], math.inf)
+                if evens:
+                    value = np.where(cost <= limit, before[:end] + cost**2, math.inf)
                 else:
                     value = np.maximum(before[:end], cost)
                 choice[stage, end] = at = int(value.argmin())
