@@ -73,9 +73,9 @@ class _Line:
         own = np.array([cost[node] for node in self.nodes])
         each = {node: time for node, time in cost.items() if times.of[node] is When.EACH}
         total = own + self._backward(program, each, own)
-        crossing, saved = self._values(program, position)
+        crossing, saved = self._values(program, position, machine)
         train = any(out.kind == "gradient" for out in program.outputs)
-        transfer = (1 + train) * (machine.latency_us + crossing / machine.link_bytes_per_us)
+        transfer = (1 + train) * crossing
         # a place is the number of nodes before it; views stay with what they are views of
         inner = [i for i in range(1, len(self.nodes)) if own[i - 1] > 0 and own[i:].any()]
         self.places = [0, *inner, len(self.nodes)]
@@ -96,20 +96,25 @@ class _Line:
         lines = zip(keys, own, strict=True)
         return np.array([time / shares[key] * backward.get(key, 0.0) if shares[key] else 0.0 for key, time in lines])
 
-    def _values(self, program: Program, position: Mapping[fx.Node, int]) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes needed on both sides of each place, and those that each node leaves for the backward pass."""
+    def _values(
+        self, program: Program, position: Mapping[fx.Node, int], machine: Machine
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The time that it takes to send what is needed on both sides of each place, and the bytes that each node
+        for the backward pass. Each value is a message: two small ones cost more than one."""
         count = len(self.nodes)
         steps, saved = np.zeros(count + 1), np.zeros(count)
         for i, node in enumerate(self.nodes):
-            users = [user for user in node.users if not is_getitem(user)]
             if record(node).several:
                 continue
-            last = max((position[user] for user in users if user in position), default=i)
+            last = max((position[user] for user in node.users if user in position), default=i)
             bytes_ = local_bytes(node, program.mesh)
-            if last > i:
-                steps[i + 1] += bytes_
-                steps[last + 1 if last + 1 <= count else count] -= bytes_
-            if any(user.op != "output" and record(user).phase == "backward" for user in users):
+            source = node.args[0] if is_getitem(node) else None
+            first = position.get(source, i) if isinstance(source, fx.Node) else i  # results stay with their call
+            if last > first:
+                time = machine.latency_us + bytes_ / machine.link_bytes_per_us
+                steps[first + 1] += time
+                steps[last + 1 if last + 1 <= count else count] -= time
+            if any(user.op != "output" and record(user).phase == "backward" for user in node.users):
                 saved[i] = bytes_
         return np.cumsum(steps), saved
 
@@ -152,8 +157,8 @@ class _Line:
         return found
 
     def best(self, stages: int, limit: float) -> tuple[float, list[int]]:
-        """Without a limit the least time of the slowest stage; with one the least sum of squares of times within it. And
-        where that cut is, as indices of places."""
+        """Without a limit the least time of the slowest stage; with one the least sum of squares of times within it.
+        And where that cut is, as indices of places."""
         count = len(self.places)
         evens = math.isfinite(limit)
         before = np.full(count, math.inf)
