@@ -65,9 +65,9 @@ def times_of(program: Program, microbatches: int) -> Times:
         differs = _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
         if differs and after:
-            raise LayoutError(_coupled(node, _join_before(after[0], joins)))
+            raise LayoutError(_coupled(node, _join_before(after[0], joins), program.notes))
         if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
-            raise LayoutError(_coupled(node, node))
+            raise LayoutError(_coupled(node, node, program.notes))
         if after:
             of[node] = When.AFTER
         elif not differs:
@@ -105,13 +105,14 @@ def _join_before(node: fx.Node, joins: set[fx.Node]) -> fx.Node:
     return node
 
 
-def _coupled(node: fx.Node, join: fx.Node) -> str:
+def _coupled(node: fx.Node, join: fx.Node, notes: tuple[str, ...]) -> str:
     user, source = record(node), record(join)
+    ruleless = [f" {note}." for note in notes if "has no rule" in note][:1]  # it too needs all samples at once
     return (
         f"micro-batches cannot be computed one after another: {_place(source)} needs a value of the whole batch "
         f"(%{join.name}), and {_place(user)} uses it before the micro-batch is done (%{node.name}). BatchNorm in "
         f"training and losses between samples of one batch do this. Use microbatches=1, or a module without it "
-        f"(GroupNorm, LayerNorm; BatchNorm in eval mode)."
+        f"(GroupNorm, LayerNorm; BatchNorm in eval mode)." + "".join(ruleless)
     )
 
 
