@@ -32,7 +32,8 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     # once more, now that the times are known
     orders = parse_schedule(staging.schedule, ranks, plan.microbatches, stages, pipeline.costs).orders
     orders = orders if trains else forward_only(orders)
-    lists = with_transfers(orders, pipeline.flow, pipeline.costs)
+    # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
+    lists = with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
     check_schedule(lists, pipeline.flow)
     return pipeline.with_(lists=lists, schedule=schedule.name)
 
