@@ -23,8 +23,9 @@ import torch.multiprocessing as mp
 import autopar
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import PIPELINE
-from autopar.ir.schedule import KINDS, Costs, Span, Timeline
+from autopar.ir.schedule import KINDS, Costs, Instruction, Span, Timeline
 from autopar.passes.schedules import simulate
+from autopar.runtime.recorder import RUN, Event, Recorder
 from benchmarks.compare.models import MICROBATCHES, batch_of, loss_fn, model_of
 
 
@@ -44,26 +45,34 @@ def worker(rank: int, options: Options, ranks: int, folder: str) -> None:
         model_of(options.model), options.mesh, loss_fn=loss_fn, microbatches=MICROBATCHES, schedule=options.schedule
     )
     batch = batch_of("cpu")
-    model.forward_backward(*batch)
-    running, leaves, _ = model._prepare(batch, {}, train=True)
-    runner, steps = running.runner, list[list[Span]]()
-    for _ in range(options.steps):
+    recorder, steps = Recorder(), list[list[Span]]()
+    model.prepare(*batch)
+    model.record(recorder)
+    for step in range(-1, options.steps):  # the first is not counted
         dist.barrier()
-        steps.append([])
-        runner.driver.run_pipeline(runner.code, model._inputs(running, leaves), runner.device, steps[-1].append)
-    pipeline = runner.code.pipeline
+        recorder.events.clear()
+        model.forward_backward(*batch)
+        if step >= 0:
+            steps.append([span_of(event) for event in recorder.events if event.kind == RUN])
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(steps))
     if rank == 0:
+        pipeline = model.compiled.pipeline if model.compiled is not None else None
+        assert pipeline is not None
         kept = pipeline.lists, pipeline.flow
         Path(folder, "pipeline.pickle").write_bytes(pickle.dumps(kept))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def span_of(event: Event) -> Span:
+    assert event.action is not None
+    return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
+
+
 def mean_times(ranks: list[list[list[Span]]]) -> dict[tuple[int, str], float]:
     """Of each graph, over micro-batches and steps."""
     found: dict[tuple[int, str], list[float]] = {}
-    for span in (span for steps in ranks for spans in steps for span in spans if span.instruction.op == "RUN"):
+    for span in (span for steps in ranks for spans in steps for span in spans):
         action = span.instruction.action
         found.setdefault((action.stage, action.kind), []).append(span.end_us - span.start_us)
     return {key: statistics.mean(times) for key, times in found.items()}
