@@ -28,7 +28,7 @@ class Machine:
 
 
 GPU = Machine(4e8, 2e6, 1e5, 10.0, 2.0)  # of a server, as in passes/search/costs.py
-CPU = Machine(5e4, 1e4, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
+CPU = Machine(6e4, 5e3, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
 
 
 @dataclass(frozen=True, slots=True)
