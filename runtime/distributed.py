@@ -7,8 +7,7 @@ for a SUM that meets a MAX).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,8 +127,10 @@ class DistributedDriver:
         watch = None if self.recorder is None else self.recorder.watch
         finals: Finals = self._drive(steps_of(code, given, watch), overlap=True)
         if self._peers is not None:
-            with self._lost("the end of the step"):
+            try:
                 self._peers.finish()
+            except RuntimeError as error:
+                raise self._lost("the end of the step", error) from error
         return finals
 
     def _rank_at(self, place: int) -> int:
@@ -161,15 +162,17 @@ class DistributedDriver:
             return local_answer(self.mesh, self.coord, target, args)
         if target == WAIT and not isinstance(args[0], _Pending):
             return args[0]
-        with self._lost(describe(args[0].node if target == WAIT else request.node)):
+        try:
             if target == WAIT:
                 args[0].work.wait()
                 return args[0].buffer
             return self._collective(request, overlap)
+        except RuntimeError as error:
+            raise self._lost(describe(args[0].node if target == WAIT else request.node), error) from error
 
     def _message(self, request: Send | Receive | Await) -> Any:
         assert self._peers is not None
-        with self._lost(f"'{request.instruction}'"):
+        try:
             match request:
                 case Send():
                     self._peers.send(request)
@@ -177,17 +180,15 @@ class DistributedDriver:
                     return self._peers.receive(request.instruction)
                 case Await():
                     return request.posted.wait()
-
-    @contextmanager
-    def _lost(self, where: str) -> Iterator[None]:
-        """What the backend says of a peer that is gone, as a RankError."""
-        try:
-            yield
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} ({self._at()}) lost its peers at {where}\n"
-                f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
-            ) from error
+            raise self._lost(f"'{request.instruction}'", error) from error
+
+    def _lost(self, where: str, error: RuntimeError) -> RankError:
+        """What the backend says of a peer that is gone."""
+        return RankError(
+            f"rank {self.rank} ({self._at()}) lost its peers at {where}\n"
+            f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
+        )
 
     def _collective(self, request: Request, overlap: bool) -> Any:
         x, axis, *rest = request.args
