@@ -31,7 +31,6 @@ from autopar.stage_tensor import StageTensor
 from autopar.torch_compat import local_of
 
 pytestmark = pytest.mark.gloo
-
 # `scale` has no dims, `tied` lies on every stage.
 LAYOUTS = {
     "first.weight": ("[3:tp,-]", 0),
