@@ -47,9 +47,7 @@ def flow_of(ranks: tuple[int, ...], microbatches: int, kinds: str = "FB") -> Flo
         if "I" in kinds:
             works[s, "I"] = Work(grads_in, (*grads_out, f"mid{s}"), (), ends)
             works[s, "W"] = Work((saved, f"mid{s}"), (), weights)
-    end = ranks[last]
-    works[end, "C"] = Work(sums=("count",))
-    works[0, "P"] = Work(step_reads=("count",), step_writes=("scale",))
+    works[0, "P"] = Work(step_writes=("scale",))
     for rank in range(max(ranks) + 1):
         mine = [s for s in range(last + 1) if ranks[s] == rank]
         if kinds == "F":
@@ -112,9 +110,9 @@ def on_one_device(flow: Flow, actions: Sequence[Action]) -> dict[str, int]:
 
 
 def plain_order(flow: Flow) -> list[Action]:
-    """Counts, prologues, each micro-batch there and back, epilogues: what needs no schedule."""
+    """Prologues, each micro-batch there and back, epilogues: what needs no schedule."""
     ranks, ks = range(flow.size), range(flow.microbatches)
-    order = [Action(r, "C", k) for r in ranks for k in ks] + [Action(r, "P") for r in ranks]
+    order = [Action(r, "P") for r in ranks]
     for k in ks:
         order += [Action(s, "F", k) for s in range(flow.stages)]
         order += [Action(s, kind, k) for s in reversed(range(flow.stages)) for kind in "BIW"]

@@ -69,8 +69,8 @@ def twice(lists: Lists) -> None:
 
 
 def sum_too_soon(lists: Lists) -> None:
-    """The count goes to the prologue before the second micro-batch is counted."""
-    at = place(lists, 1, "1C1")
+    """The loss is sent before the second micro-batch is added to it."""
+    at = place(lists, 1, "1F1")
     lists[1][at], lists[1][at + 1] = lists[1][at + 1], lists[1][at]
 
 
@@ -78,71 +78,65 @@ def sum_too_soon(lists: Lists) -> None:
 BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
     "dropped run": (
         lambda lists: drop(lists, 1, "1F1"),
-        "rank 1: 1F1 is not run; "
-        "rank 1, instruction 10 (SEND 1F1 to rank 0: %loss): it sends %loss, which lacks 1 of its "
-        "parts; "
-        "rank 1, instruction 11 (1B1): it reads %saved1, which is not there; "
-        "rank 1, instruction 14 (1E): it reads %loss, which lacks 1 of its parts.",
+        "rank 1: 1F1 is not run; rank 1, instruction 7 (SEND 1F1 to rank 0: %loss): it sends %loss, "
+        "which lacks 1 of its parts; rank 1, instruction 8 (1B1): it reads %saved1, which is not there; "
+        "rank 1, instruction 11 (1E): it reads %loss, which lacks 1 of its parts.",
     ),
     "dropped send": (
         lambda lists: drop(lists, 0, "SEND 0F1"),
-        "rank 0, instruction 7 (RECV 1B0 from rank 1: %g1, %skip_grad): it waits for rank 1, which "
-        "waits at instruction 7 (RECV 0F1 from rank 0: %x1, %skip); "
-        "rank 1, instruction 7 (RECV 0F1 from rank 0: %x1, %skip): it waits for rank 0, which waits at "
-        "instruction 7 (RECV 1B0 from rank 1: %g1, %skip_grad).",
+        "rank 0, instruction 6 (RECV 1B0 from rank 1: %g1, %skip_grad): it waits for rank 1, which "
+        "waits at instruction 4 (RECV 0F1 from rank 0: %x1, %skip); rank 1, instruction 4 (RECV 0F1 "
+        "from rank 0: %x1, %skip): it waits for rank 0, which waits at instruction 6 (RECV 1B0 from "
+        "rank 1: %g1, %skip_grad).",
     ),
     "other peer": (
         lambda lists: change(lists, 0, "SEND 0F1", peer=7),
-        "rank 0, instruction 7 (SEND 0F1 to rank 7: %x1, %skip): it waits for rank 7, which does not "
-        "exist; "
-        "rank 1, instruction 7 (RECV 0F1 from rank 0: %x1, %skip): it waits for rank 0, which waits at "
-        "instruction 7 (SEND 0F1 to rank 7: %x1, %skip).",
+        "rank 0, instruction 6 (SEND 0F1 to rank 7: %x1, %skip): it waits for rank 7, which does not "
+        "exist; rank 1, instruction 4 (RECV 0F1 from rank 0: %x1, %skip): it waits for rank 0, which "
+        "waits at instruction 6 (SEND 0F1 to rank 7: %x1, %skip).",
     ),
     "action too late": (
         too_late,
-        "rank 0, instruction 4 (SEND 0F0 to rank 1: %x1, %skip): it sends %x1, which is not there.",
+        "rank 0, instruction 3 (SEND 0F0 to rank 1: %x1, %skip): it sends %x1, which is not there.",
     ),
     "resized": (
         resize,
-        "rank 0, instruction 5 (SEND 0F0 to rank 1: %x1, %skip): rank 1 receives %x1: f32[7,2,2], "
+        "rank 0, instruction 4 (SEND 0F0 to rank 1: %x1, %skip): rank 1 receives %x1: f32[7,2,2], "
         "%skip: f32[2,2] here, but what is sent is %x1: f32[2,2], %skip: f32[2,2].",
     ),
     "resized on both": (
         resize_both,
-        "rank 0, instruction 5 (SEND 0F0 to rank 1: %x1, %skip): the flow knows other types than %x1: "
+        "rank 0, instruction 4 (SEND 0F0 to rank 1: %x1, %skip): the flow knows other types than %x1: "
         "f32[7,2,2], %skip: f32[2,2].",
     ),
     "swapped": (
         swap_receives,
-        "rank 1, instruction 9 (SEND 1B0 to rank 0: %g1, %skip_grad): this meets instruction 8 of rank "
+        "rank 1, instruction 6 (SEND 1B0 to rank 0: %g1, %skip_grad): this meets instruction 7 of rank "
         "0 (RECV 1F1 from rank 1: %loss), which is another message.",
     ),
-    "run twice": (twice, "rank 1, instruction 7 (1F0): this action is run twice."),
+    "run twice": (twice, "rank 1, instruction 4 (1F0): this action is run twice."),
     "sum too soon": (
         sum_too_soon,
-        "rank 1, instruction 2 (SEND 1C1 to rank 0: %count): it sends %count, which lacks 1 of its parts.",
+        "rank 1, instruction 7 (SEND 1F1 to rank 0: %loss): it sends %loss, which lacks 1 of its parts.",
     ),
     "another's action": (
         lambda lists: change(lists, 0, "0F1", action=Action(1, "F", 1)),
-        "rank 0: 0F1 is not run; "
-        "rank 0, instruction 6 (1F1): this is an action of rank 1; "
-        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
-        "rank 1, instruction 10 (1F1): this action is run twice; "
-        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
+        "rank 0: 0F1 is not run; rank 0, instruction 5 (1F1): this is an action of rank 1; rank 0, "
+        "instruction 6 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; rank 1, "
+        "instruction 7 (1F1): this action is run twice; rank 0, instruction 12 (0B1): it reads %saved0, "
+        "which is not there.",
     ),
     "unknown action": (
         lambda lists: change(lists, 0, "0F1", action=Action(0, "W", 1)),
-        "rank 0: 0F1 is not run; "
-        "rank 0, instruction 6 (0W1): the flow has no such action; "
-        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
-        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
+        "rank 0: 0F1 is not run; rank 0, instruction 5 (0W1): the flow has no such action; rank 0, "
+        "instruction 6 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; rank 0, "
+        "instruction 12 (0B1): it reads %saved0, which is not there.",
     ),
     "unknown micro-batch": (
         lambda lists: change(lists, 0, "0F1", action=Action(0, "F", 2)),
-        "rank 0: 0F1 is not run; "
-        "rank 0, instruction 6 (0F2): the flow has no such micro-batch; "
-        "rank 0, instruction 7 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; "
-        "rank 0, instruction 13 (0B1): it reads %saved0, which is not there.",
+        "rank 0: 0F1 is not run; rank 0, instruction 5 (0F2): the flow has no such micro-batch; rank 0, "
+        "instruction 6 (SEND 0F1 to rank 1: %x1, %skip): it sends %x1, which is not there; rank 0, "
+        "instruction 12 (0B1): it reads %saved0, which is not there.",
     ),
     "not freed": (
         lambda lists: change(lists, 0, "0B1", frees=()),
@@ -152,15 +146,15 @@ BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
     ),
     "freed too soon": (
         lambda lists: change(lists, 1, "1F0", frees=("x1", "skip", "saved1")),
-        "rank 1, instruction 8 (1B0): it reads %saved1, which is freed already.",
+        "rank 1, instruction 5 (1B0): it reads %saved1, which is freed already.",
     ),
     "freed twice": (
         lambda lists: change(lists, 1, "1F0", frees=("x1", "skip", "x1")),
-        "rank 1, instruction 6 (1F0): it frees %x1, which is freed already.",
+        "rank 1, instruction 3 (1F0): it frees %x1, which is freed already.",
     ),
     "home freed": (
         lambda lists: change(lists, 0, "0E", frees=("w0",)),
-        "rank 0, instruction 14 (0E): it frees %w0, whose home is this rank.",
+        "rank 0, instruction 13 (0E): it frees %w0, whose home is this rank.",
     ),
 }
 
@@ -233,7 +227,7 @@ def broken(rng: random.Random, kind: str, lists: Lists, flow: Flow) -> bool:
         microbatch, stage, letter = (
             rng.randrange(-1, flow.microbatches + 1),
             rng.randrange(flow.stages),
-            rng.choice("FBIWCPE"),
+            rng.choice("FBIWPE"),
         )
         new = {"micro-batch": {"microbatch": microbatch}, "stage": {"stage": stage}, "kind": {"kind": letter}}[kind]
         lines[at] = replace(line, action=replace(action, **new))  # type: ignore[arg-type]

@@ -14,14 +14,14 @@ from autopar.ir.program import TensorType
 
 ONCE = -1  # the micro-batch of what is done once a step
 
-# kind -> what is run. Those above the line are once for each micro-batch of a stage.
+# kind -> what is run. The first four are of a stage, once for each micro-batch.
 KINDS: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",  # of inputs and weights in one: I and W together
     "I": "input_grad",
     "W": "weight_grad",
-    # of a rank, and not of a stage
-    "C": "count",  # once for each micro-batch, before the prologue: what it needs of the whole batch
+    # of a rank, and not of a stage: once a step
+    "C": "count",  # no action of its own: P begins with it, for all micro-batches side by side
     "P": "prologue",
     "E": "epilogue",
 }
@@ -29,7 +29,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One graph on one micro-batch. `stage` is the rank itself for the kinds C, P and E."""
+    """One graph on one micro-batch. `stage` is the rank itself for the kinds P and E."""
 
     stage: int
     kind: str

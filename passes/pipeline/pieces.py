@@ -14,7 +14,6 @@ from autopar.ir.program import (
     Output,
     Program,
     Record,
-    is_getitem,
     is_view,
     record,
     set_record,
@@ -102,15 +101,6 @@ def reach(nodes: Iterable[fx.Node], outside: Iterable[fx.Node]) -> set[fx.Node]:
             if node not in border:
                 pending += node.all_input_nodes
     return found
-
-
-def outermost(node: fx.Node) -> fx.Node:
-    """The call that makes a result."""
-    while is_getitem(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
 
 
 def is_before(times: Times, node: fx.Node) -> bool:

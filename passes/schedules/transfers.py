@@ -27,7 +27,7 @@ def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs,
         0F0, SEND 0F0 to rank 1: %x, RECV 1B0 from rank 1: %g, 0B0
         RECV 0F0 from rank 0: %x, 1F0, 1B0, SEND 1B0 to rank 0: %g
 
-    Counts (C), the prologue (P) and the epilogue (E) of each rank are put in. An action without work is left out.
+    The prologue (P) and the epilogue (E) of each rank are put in. An action without work is left out.
 
     The orders are replayed in simulated time. What an action wrote and others read is sent at its end: a SEND is then
     appended to the list of its rank, and the RECV to that of the other. So the lists are parts of one sequence in
@@ -182,8 +182,7 @@ class _Replay:
 
 
 def _all_actions(rank: int, order: Sequence[Action], flow: Flow) -> list[Action]:
-    counts = [Action(rank, "C", k) for k in range(flow.microbatches)]
-    every = (*counts, Action(rank, "P"), *order, Action(rank, "E"))
+    every = (Action(rank, "P"), *order, Action(rank, "E"))
     return [action for action in every if (action.stage, action.kind) in flow.works]
 
 
