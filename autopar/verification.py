@@ -55,8 +55,9 @@ def verify(
     Loss, every gradient, every updated weight and buffer are put together from the ranks and compared. Random ops
     draw from the counter-based generator on both sides, and casts that the model itself makes to another float
     (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. The
-    model is copied and not changed; `optimizer` makes one
-    from parameters (AdamW by default, see `descent`). On a difference the report names the first node that differs.
+    model is copied and not changed; `optimizer` makes one from parameters (AdamW by default, see `descent`).
+    `microbatches`, `schedule`, `stages`, `chunks` and `stage_memory` are as of `autopar.parallelize`. On a
+    difference the report names the first node that differs.
     """
     check_model(model)
     parsed = mesh_of(mesh)  # what is cheap to find is found first

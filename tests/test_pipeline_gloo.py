@@ -135,10 +135,8 @@ def test_a_rank_holds_its_own_stages_only(two: Ranks):
 def _local(rank: int) -> float:
     """Each dp rank passes its own rows; ranks of one dp coordinate pass the same."""
     model = tiny(dropout=0.1)
-    plain = copy.deepcopy(model)
     whole = autopar.parallelize(copy.deepcopy(model), "dp=2,pp=2", loss_fn=loss_fn, microbatches=3)
     parallel = autopar.parallelize(model, "dp=2,pp=2", loss_fn=loss_fn, microbatches=3, batch="local")
-    del plain
     x, y = batch(0)
     mine = slice(0, 12) if rank < 2 else slice(12, 24)
     return number(parallel.forward_backward(x[mine], y[mine])) - number(whole.forward_backward(x, y))

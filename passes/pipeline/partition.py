@@ -212,9 +212,7 @@ class _Partition:
         if (rank, "P") not in self.pieces:
             return
         piece, outside = self._piece((rank, "P")), self.outside[rank, "P"]
-        joins = [
-            node for node in reach((node for _, node in piece.leaving), self.times.joins) if node in self.times.joins
-        ]
+        joins = reach((node for _, node in piece.leaving), self.times.joins) & self.times.joins
         if not joins:
             return
         count = self._piece((rank, "C"))
@@ -236,9 +234,8 @@ class _Partition:
             rank = self.ranks[key[0]] if key[1] in "FBIW" else key[0]
             foreign = self._foreign(graph, rank)
             homes.update(foreign)
-            counted = (
-                {out.name for out in graphs[rank, "C"].outputs} if key[1] == "P" and (rank, "C") in graphs else set()
-            )
+            counting = graphs.get((rank, "C")) if key[1] == "P" else None
+            counted = {out.name for out in counting.outputs} if counting is not None else set()
             works[key] = _work(graph, tuple(foreign), counted)
             types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
@@ -260,8 +257,15 @@ class _Partition:
     def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
         machine = self.plan.staging.machine
         times = {node.name: time for node, time in node_times(self.program, machine).items()}
-        spent = {key: sum(times[node.name] for node in graph.calls()) for key, graph in graphs.items()}
+        spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
+        for (place, kind), graph in graphs.items():
+            spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
         return Costs(spent, machine.latency_us, machine.link_bytes_per_us)
+
+
+def _action_of(kind: str) -> str:
+    """The action that runs a graph: the prologue begins with its counts."""
+    return "P" if kind == "C" else kind
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:
