@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -25,6 +27,12 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
     When a process fails or dies the others are ended at once. Returns None if all went well, else what went wrong on
     which rank.
     """
+    with TemporaryDirectory(prefix="autopar-") as folder:
+        return _launch(arguments, mesh, Path(folder))
+
+
+def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
+    """As `launch`; `folder` takes what the ranks say of their errors."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -35,13 +43,13 @@ def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said below
     try:
         elastic_launch(config, sys.executable)("-m", "autopar", *arguments)
     except ChildFailedError as error:
-        return _first_failure(error, mesh)
+        return _first_failure({**error.failures, **_reported(folder)}, mesh)
     return None
 
 
@@ -62,10 +70,19 @@ def report(error: Exception) -> None:
     draft.replace(file)
 
 
-def _first_failure(error: ChildFailedError, mesh: Mesh) -> str:
+def _reported(folder: Path) -> dict[int, ProcessFailure]:
+    """What each rank said of itself, by rank.
+
+    torchrun lists only the ranks that had ended when it looked. One that raised and is still closing its connections
+    is not among them, though those that lost it may be.
+    """
+    files = {int(file.parent.name): file for file in folder.rglob("error.json")}
+    return {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files.items()}
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure], mesh: Mesh) -> str:
     """The root cause: what a rank said of itself first, before those that lost their peers because of it."""
-    failures = sorted(error.failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
-    rank, failure = failures[0]
+    rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
     coord = ",".join(f"{axis}={place}" for axis, place in mesh.coord(rank).items())
     name = f"rank {rank} ({coord})"
     if failure.exitcode < 0:

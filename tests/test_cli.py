@@ -45,6 +45,18 @@ def raises():
     made = job()
     return autopar.Job(made.model, made.loss_fn, made.batch, data=data)
 
+def slow_to_end():
+    # the rank that raises ends after those that lose it
+    from autopar.training import dist
+    destroy = dist.destroy_process_group
+    def slowly():
+        destroy()
+        if os.environ["RANK"] == "1":
+            import time
+            time.sleep(5)
+    dist.destroy_process_group = slowly
+    return raises()
+
 def leaves():
     def data(step):
         if step == 3 and os.environ["RANK"] == "1":
@@ -144,10 +156,11 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(jobs: Path):
 
 
 @pytest.mark.gloo
-def test_a_rank_that_raises_is_named(jobs: Path):
-    done = call("run", f"{jobs}:raises", "--mesh", "dp=2,tp=2", "--steps", 100000)
+@pytest.mark.parametrize("job", ["raises", "slow_to_end"])
+def test_a_rank_that_raises_is_named(jobs: Path, job: str):
+    done = call("run", f"{jobs}:{job}", "--mesh", "dp=2,tp=2", "--steps", 100000)
     assert done.returncode == 1
-    assert "autopar: rank 1 (dp=0,tp=1) failed: ValueError: no data left" in done.stderr
+    assert "autopar: rank 1 (dp=0,tp=1) failed: ValueError: no data left" in done.stderr, done.stderr
 
 
 @pytest.mark.gloo
