@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
-from autopar.compiler import Choices, ScheduleLike, SequenceParallel, Shard, staging_of
+from autopar.choices import StepOptions, choices_of
 from autopar.errors import MeshError
 from autopar.execution import Compiler
 from autopar.ir.mesh import Mesh
@@ -21,22 +21,14 @@ from autopar.module import ParallelModule
 Factory = Callable[..., nn.Module]
 
 
-class Options(TypedDict, total=False):
+class Options(StepOptions, total=False):
     """What `parallelize` takes by keyword."""
 
     loss_fn: LossFn | None
-    shard: Shard | None
-    sequence_parallel: SequenceParallel
     batch: str
     seed: int
     device: str | torch.device | None
     compile: Compiler | None
-    specialize: bool
-    microbatches: int | None
-    schedule: ScheduleLike
-    stages: Sequence[str] | None
-    chunks: int | None
-    stage_memory: int | None
 
 
 @overload
@@ -50,18 +42,11 @@ def parallelize(
     mesh: MeshLike | None = None,
     *,
     loss_fn: LossFn | None = None,
-    shard: Shard | None = None,
-    sequence_parallel: SequenceParallel = False,
     batch: str = "global",
     seed: int = 0,
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
-    specialize: bool = False,
-    microbatches: int | None = None,
-    schedule: ScheduleLike = "1f1b",
-    stages: Sequence[str] | None = None,
-    chunks: int | None = None,
-    stage_memory: int | None = None,
+    **step: Unpack[StepOptions],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
 
@@ -71,13 +56,17 @@ def parallelize(
       world. A mesh of size 1 needs no launcher.
     loss_fn: `loss_fn(model, *batch)` gives the scalar loss; None if the module returns it (a scalar, a tuple that
       begins with it, an object or dict with `.loss`).
-    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
-    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence (arXiv 2205.05198); "auto"
-      does so where the model allows it.
     batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
+
+    And of the step, in the order of `autopar.choices.StepOptions`:
+
+    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
+    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
+      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
+      longer all compute outweighs the starts of more collectives (`autopar/estimate.py`); a note says so.
     specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of the first batch of
       each signature, and each step is checked to have the same; BatchError if not. Needs batch="global".
     microbatches: the parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
@@ -86,14 +75,21 @@ def parallelize(
       "zb-h1", "zb-h2" or "zb-v" (2401.10241); a CSV of actions such as 0F0; or a function, see docs/pipelines.md.
     stages: modules, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by default the cut with the
       fastest slowest stage. chunks: stages on each rank. stage_memory: bytes that a stage may hold.
+    zero: of which states a rank of the data axis keeps only its part (arXiv 1910.02054): 1 the optimizer's, 2 and
+      gradients, 3 and parameters. With two data axes, "dp=2,fsdp=4", states are split over fsdp and replicated over
+      dp; an axis fsdp means zero=3 if nothing else is said. Parameters are DTensors of the parts: any element-wise
+      optimizer works. reshard_after_forward: False keeps what zero=3 gathered until the backward pass.
+    recompute: what the backward pass computes again instead of keeping it: "none", "selective" (arXiv 2205.05198),
+      "full", the bytes that a rank may keep (an int), or their part of what "none" keeps (a float); or those by
+      pattern of modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
+    precision: "bf16" or "fp16" computes in it, with parameters and norms, softmax and loss in fp32; None as the model
+      is. reduce_dtype: of the sums of gradients over ranks and micro-batches.
+    bucket_bytes: of gradients or parameters that move together; None leaves it to the sizes of the model.
 
-    Raises MeshError, RankError (ranks given different models), CompileError (no such compiler here) and, at the first
-    step, LayoutError, BatchError, ScheduleError, CaptureError or CompileError.
+    Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
+    here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
-    staging = staging_of(schedule, stages, chunks, stage_memory)
-    choices = Choices(
-        dict(shard or {}), sequence_parallel, specialize=specialize, microbatches=microbatches, staging=staging
-    )
+    choices = choices_of(**step)
     options: dict[str, Any] = {
         "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
     }  # fmt: skip

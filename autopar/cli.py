@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from autopar.capture.capture import capture
+from autopar.choices import choices_of
 from autopar.compiled import Compiled, load
 from autopar.compiler import batch_arguments, lower
 from autopar.errors import AutoparError, TargetError
@@ -174,9 +175,7 @@ def verify(
             steps=steps,
             optimizer=job.optimizer,
             seed=options.seed,
-            sequence_parallel=job.sequence_parallel,
-            specialize=job.specialize,
-            **job.pipeline_options,
+            **job.step,
         )
     )
 
@@ -193,7 +192,7 @@ def _finish(found: object) -> None:
 def _compile(target: str, mesh: str, options: Options) -> Compiled:
     parsed = mesh_of(mesh)
     job = options.job(target)
-    choices = job.choices  # what is cheap to find is found before the capture
+    choices = choices_of(**job.step)  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(job.batch)
     captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize)
     return lower(captured, parsed, choices)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
+from autopar.choices import Choices, StepOptions, choices_of
 from autopar.compiled import Compiled
 from autopar.constraints import (
     check_batch,
@@ -22,90 +23,36 @@ from autopar.constraints import (
     parse_shard,
     patterns_of,
 )
-from autopar.errors import CaptureError, LayoutError, ScheduleError
+from autopar.errors import CaptureError, LayoutError
 from autopar.estimate import step_cost
-from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan, Staging
+from autopar.ir.plan import Plan
 from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
 from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import make_pipeline, run_passes
 from autopar.passes.rules.rule import Table
-from autopar.passes.schedules import UserSchedule
 from autopar.settings import Settings
-
-Shard = Mapping[str, "str | Layout"]
-SequenceParallel = bool | Literal["auto"]
-ScheduleLike = str | Path | UserSchedule
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What is decided beside the mesh: layouts by parameter pattern, sequence parallelism, whether a batch that its
-    axes cannot divide is computed whole by every rank instead of refused, whether values that the model reads from
-    tensors are taken from the example batch, the number of micro-batches and the stages of a pipeline."""
-
-    shard: Shard | None = None
-    sequence_parallel: SequenceParallel = False
-    uneven: bool = False
-    specialize: bool = False
-    microbatches: int | None = None
-    staging: Staging = field(default_factory=Staging)
 
 
 def compile(
-    model: nn.Module,
-    mesh: MeshLike,
-    *,
-    loss_fn: LossFn | None = None,
-    batch: Any,
-    shard: Shard | None = None,
-    sequence_parallel: SequenceParallel = False,
-    specialize: bool = False,
-    microbatches: int | None = None,
-    schedule: ScheduleLike = "1f1b",
-    stages: Sequence[str] | None = None,
-    chunks: int | None = None,
-    stage_memory: int | None = None,
+    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepOptions]
 ) -> Compiled:
     """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
 
     model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
     batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
-    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`.
-    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
-      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
-      longer all compute outweighs the starts of more collectives (`autopar/estimate.py`); a note says so.
-    specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of this batch, which
-      needs data; they must depend on the batch and on buffers alone. Each is noted, and leaves the program as a guard.
-    microbatches: into how many parts a rank's batch goes, one after another; the step stays that of the whole batch.
-    schedule, stages, chunks, stage_memory: of a pipeline, as of `autopar.parallelize`.
+    options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
 
-    Raises MeshError, LayoutError, BatchError, ScheduleError or CaptureError for what cannot be compiled; RuleError for
-    an op of your own that is called as none of its registered patterns says.
+    Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
+    RuleError for an op of your own that is called as none of its registered patterns says.
     """
     check_model(model)
     parsed = mesh_of(mesh)
+    choices = choices_of(**options)  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs, specialize=specialize)
-    staging = staging_of(schedule, stages, chunks, stage_memory)
-    return lower(captured, parsed, Choices(shard, sequence_parallel, microbatches=microbatches, staging=staging))
-
-
-def staging_of(
-    schedule: ScheduleLike, stages: Sequence[str] | None, chunks: int | None, stage_memory: int | None
-) -> Staging:
-    """What a user says of a pipeline, checked as far as it can be without one."""
-    if isinstance(stages, str) or not all(isinstance(entry, str) for entry in stages or ()):
-        raise LayoutError(
-            f'stages={stages!r}: write a list of modules, a stage an entry: ["blocks.0-3", "blocks.4-7"].'
-        )
-    for name, value in (("chunks", chunks), ("stage_memory", stage_memory)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ScheduleError(f"{name}={value!r}: write a number of 1 or more.")
-    return Staging(schedule, chunks, None if stages is None else tuple(stages), stage_memory)
+    return lower(capture(model, loss_fn, args, kwargs, specialize=choices.specialize), parsed, choices)
 
 
 def check_model(model: object) -> None:
@@ -143,6 +90,7 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         batch_whole=batch_whole,
         microbatches=microbatches,
         staging=choices.staging,
+        memory=choices.memory,
         patterns=patterns,
     )
     program, table = check_calls(captured.program), OWN_OPS.table()

@@ -6,6 +6,8 @@ A message says what is wrong, where (parameter, file and line), both numbers, an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose."""
@@ -21,6 +23,10 @@ class LayoutError(AutoparError):
 
 class CaptureError(AutoparError):
     """A model or loss that cannot be turned into one graph."""
+
+
+class PlanError(AutoparError):
+    """What is asked of memory or precision, and cannot be had."""
 
 
 class ScheduleError(AutoparError):
@@ -68,7 +74,7 @@ def divisors(size: int, limit: int = 64) -> list[int]:
     return [n for n in range(1, min(size, limit) + 1) if size % n == 0]
 
 
-def one_of(values: list[int]) -> str:
+def one_of(values: Iterable[object]) -> str:
     """`1, 2, 5 or 10`: a list as a sentence says it."""
     words = [str(v) for v in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

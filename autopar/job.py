@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler import Choices, ScheduleLike, SequenceParallel, staging_of
+from autopar.choices import ScheduleLike, SequenceParallel, StepOptions
 from autopar.execution import Compiler
+from autopar.ir.plan import Recompute
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,8 @@ class Job:
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
-    sequence_parallel: True, False or "auto", as of `autopar.parallelize`.
     compile: "inductor" or None, as of `autopar.parallelize`.
-    specialize: True or False, as of `autopar.parallelize`.
-    microbatches, schedule, stages, chunks, stage_memory: of a pipeline, as of `autopar.parallelize`.
+    sequence_parallel, ...: how a step is computed, each as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -35,8 +34,8 @@ class Job:
     data: Callable[[int], Any] | None = None
     after: Callable[[nn.Module], str | None] | None = None
 
-    sequence_parallel: SequenceParallel = False
     compile: Compiler | None = None
+    sequence_parallel: SequenceParallel = False
     specialize: bool = False
 
     microbatches: int | None = None
@@ -45,21 +44,18 @@ class Job:
     chunks: int | None = None
     stage_memory: int | None = None
 
-    @property
-    def choices(self) -> Choices:
-        """What the job decides beside the mesh."""
-        return Choices(
-            sequence_parallel=self.sequence_parallel,
-            specialize=self.specialize,
-            microbatches=self.microbatches,
-            staging=staging_of(self.schedule, self.stages, self.chunks, self.stage_memory),
-        )
+    zero: int | None = None
+    reshard_after_forward: bool = True
+    recompute: Recompute = "none"
+    precision: str | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    bucket_bytes: int | None = None
 
     @property
-    def pipeline_options(self) -> dict[str, Any]:
-        """What it says of a pipeline, by the names that `autopar.parallelize` and `autopar.verify` give them."""
-        names = ("microbatches", "schedule", "stages", "chunks", "stage_memory")
-        return {name: getattr(self, name) for name in names}
+    def step(self) -> StepOptions:
+        """What the job decides beside the mesh, as keyword arguments of `autopar.parallelize` and others."""
+        names = StepOptions.__annotations__.keys() & {each.name for each in fields(self)}
+        return cast(StepOptions, {name: getattr(self, name) for name in sorted(names)})
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

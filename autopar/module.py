@@ -18,8 +18,9 @@ from autopar.batches import at_global_size, check_data, check_split, describe, o
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, state_of
 from autopar.capture.raising import default_dtype
+from autopar.choices import Choices, SequenceParallel
 from autopar.compiled import Compiled
-from autopar.compiler import Choices, SequenceParallel, lower
+from autopar.compiler import lower
 from autopar.distribute import Distributor, join
 from autopar.errors import AutoparError, BatchError
 from autopar.execution import Running, check_compiler, make_runner

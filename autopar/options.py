@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from autopar.execution import compiler_of
+from autopar.ir.plan import DTYPES, Policy, Recompute
 from autopar.job import Job
 from autopar.passes.schedules import SCHEDULES
 from autopar.target import load_job
@@ -43,6 +45,22 @@ class Options:
         typer.Option(metavar='"a,b;c,d"', help="modules of the stages, ';' between stages; or once for each stage"),
     ] = None
     stage_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="that a stage may hold")] = None
+    zero: Annotated[
+        int | None, typer.Option(metavar="0-3", help="split optimizer states (1), gradients (2), parameters (3)")
+    ] = None
+    no_reshard_after_forward: Annotated[
+        bool, typer.Option("--no-reshard-after-forward", help="with --zero 3: keep what was gathered for the backward")
+    ] = False
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|selective|full|BYTES|PART|MODULE=...,MODULE=...",
+            help="what the backward pass computes again; a whole number is bytes, one with a point a part",
+        ),
+    ] = None
+    precision: Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32", help="to compute in")] = None
+    reduce_dtype: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp16", help="of sums of gradients")] = None
+    bucket_bytes: Annotated[int | None, typer.Option(metavar="BYTES", help="that move together")] = None
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""
@@ -50,6 +68,12 @@ class Options:
         said: dict[str, Any] = {name: value for name, value in self._said().items() if name != "seed"}
         said |= {"compile": compiler} if compiler is not None else {}
         said |= {"stages": self._stages()} if self.stages is not None else {}
+        if said.pop("no_reshard_after_forward", False):
+            said["reshard_after_forward"] = False
+        if self.recompute is not None:
+            said["recompute"] = _recompute(self.recompute)
+        if self.reduce_dtype is not None:
+            said["reduce_dtype"] = DTYPES.get(self.reduce_dtype, self.reduce_dtype)
         return replace(load_job(target, self.seed), **said)
 
     def arguments(self) -> list[str]:
@@ -69,6 +93,21 @@ class Options:
 
     def _stages(self) -> tuple[str, ...]:
         return tuple(part.strip() for entry in self.stages or () for part in entry.split(";") if part.strip())
+
+
+def _recompute(text: str) -> Recompute:
+    """`full`, `1000000`, `0.5` or `blocks.0-3=full,*=selective`."""
+    if "=" not in text:
+        return _policy(text)
+    pairs = (entry.partition("=") for entry in text.split(","))
+    return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+
+
+def _policy(text: str) -> Policy:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text.strip()
 
 
 def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

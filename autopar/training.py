@@ -34,10 +34,8 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
         mesh,
         loss_fn=job.loss_fn,
         seed=seed,
-        sequence_parallel=job.sequence_parallel,
         compile=job.compile,
-        specialize=job.specialize,
-        **job.pipeline_options,
+        **job.step,
     )
     first = dist.get_rank() == 0
     console = Console(quiet=not first)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -12,18 +12,10 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn, loss_of
 from autopar.capture.raising import Raise, default_dtype
+from autopar.choices import StepOptions, choices_of
 from autopar.comparison import Report, Table, Values
 from autopar.compiled import Compiled
-from autopar.compiler import (
-    Choices,
-    ScheduleLike,
-    SequenceParallel,
-    Shard,
-    batch_arguments,
-    check_model,
-    lower,
-    staging_of,
-)
+from autopar.compiler import batch_arguments, check_model, lower
 from autopar.meshes import MeshLike, mesh_of
 from autopar.torch_compat import backward, tree_map
 from autopar.verification_virtual import OptimizerFactory, Virtual
@@ -40,15 +32,8 @@ def verify(
     steps: int = 2,
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
-    shard: Shard | None = None,
-    sequence_parallel: SequenceParallel = False,
-    specialize: bool = False,
-    microbatches: int | None = None,
-    schedule: ScheduleLike = "1f1b",
-    stages: Sequence[str] | None = None,
-    chunks: int | None = None,
-    stage_memory: int | None = None,
     seed: int = 0,
+    **options: Unpack[StepOptions],
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
 
@@ -56,17 +41,15 @@ def verify(
     draw from the counter-based generator on both sides, and casts that the model itself makes to another float
     (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. The
     model is copied and not changed; `optimizer` makes one from parameters (AdamW by default, see `descent`).
-    `microbatches`, `schedule`, `stages`, `chunks` and `stage_memory` are as of `autopar.parallelize`. On a
-    difference the report names the first node that differs.
+    `options` are those of a step, as of `autopar.parallelize`. On a difference the report names the first node that
+    differs.
     """
     check_model(model)
-    parsed = mesh_of(mesh)  # what is cheap to find is found first
+    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found first
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=specialize)
-    staging = staging_of(schedule, stages, chunks, stage_memory)
-    choices = Choices(shard, sequence_parallel, microbatches=microbatches, staging=staging)
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=choices.specialize)
     compiled = lower(captured, parsed, choices)
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed

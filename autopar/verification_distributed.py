@@ -7,6 +7,7 @@ import copy
 import torch
 import torch.distributed as dist
 
+from autopar.choices import choices_of
 from autopar.comparison import Report, Table, Values
 from autopar.compiler import batch_arguments
 from autopar.job import Job
@@ -26,7 +27,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model,
         mesh,
         loss_fn=job.loss_fn,
-        choices=job.choices,
+        choices=choices_of(**job.step),
         batch="global",
         seed=seed,
         device="cpu",

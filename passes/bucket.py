@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.ops import op
-from autopar.ir.plan import Plan
+from autopar.ir.plan import BUCKET_BYTES, Plan
 from autopar.ir.program import Builder, Program, Record, TensorType, record, set_record
 
 MADE_BY = "bucket"
@@ -48,12 +48,13 @@ class _Bucket:
         self.build = Builder(MADE_BY)
         self.open: dict[tuple[str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limit = plan.bucket_bytes
+        self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
 
     def run(self) -> Program:
         gradients = self._gradients()
         total = sum(self._shape(node, record(node).layout).bytes_ for node in gradients)
-        self.limit = min(self.plan.bucket_bytes, max(total // FEWEST, LEAST_BYTES))
+        if self.plan.memory.bucket_bytes is None:
+            self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
         for node in self.program.graph.nodes:
             if node.op == "output":
                 for bucket_ in self.open.values():

@@ -16,8 +16,9 @@ from test_artifact import reseal
 import autopar
 from autopar.artifact_pipeline import parse_instruction, print_instruction
 from autopar.capture import capture
+from autopar.choices import choices_of
 from autopar.compiled import Compiled
-from autopar.compiler import Choices, lower, staging_of
+from autopar.compiler import lower
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.text import print_program
@@ -79,7 +80,7 @@ def test_it_runs_with_the_same_numbers(mesh: str, schedule: str, tmp_path: Path)
     model = model.double()
     batch = tuple(cast(leaf, torch.float64) for leaf in batch)
     captured = capture(model, loss_fn, batch, {}, lift=torch.float64)
-    choices = Choices(microbatches=3, staging=staging_of(schedule, None, None, None))
+    choices = choices_of(microbatches=3, schedule=schedule)
     made = lower(captured, parse_mesh(mesh), choices)
     made.save(tmp_path / "out")
     found = []

@@ -9,7 +9,8 @@ import torch
 from models import Llama, token_loss
 
 from autopar.capture import Captured, capture
-from autopar.compiler import Choices, lower
+from autopar.choices import Choices
+from autopar.compiler import lower
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import Program
 from autopar.passes.rules import TABLE

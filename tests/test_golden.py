@@ -19,7 +19,7 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.ir.layout import Layout, combine, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import is_mesh_op
-from autopar.ir.plan import BUCKET_BYTES, Plan
+from autopar.ir.plan import Memory, Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
@@ -52,7 +52,7 @@ def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start = next(i for i, line in enumerate(lines) if " program" in line and line.split()[0] in Level.__members__)
     cut = lines.index("---\n")
-    mesh, layouts, bytes_ = Mesh(()), dict[str, Layout](), BUCKET_BYTES
+    mesh, layouts, bytes_ = Mesh(()), dict[str, Layout](), None
     for line in lines[1:start]:
         key, _, value = line.strip().partition(": ")
         if key == "mesh":
@@ -64,7 +64,7 @@ def read(name: str) -> Case:
             assert key == "bucket_bytes", line
             bytes_ = int(value)
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
-    return Case(lines[0].strip(), head, Plan(mesh, layouts, bucket_bytes=bytes_), given, expected)
+    return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=Memory(bucket_bytes=bytes_)), given, expected)
 
 
 def passed(name: str, case: Case) -> Program:

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import torch
+
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
+DATA_AXES = ("dp", "fsdp")  # split the batch
+SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
 BUCKET_BYTES = 25 * 2**20
@@ -48,6 +52,34 @@ class Staging:
     machine: Machine = GPU
 
 
+RECOMPUTE = ("none", "selective", "full")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS = tuple(DTYPES)
+Policy = str | int | float
+Recompute = Policy | Mapping[str, Policy]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank keeps, and in which dtype.
+
+    zero: the states of which a rank keeps only its part (arXiv 1910.02054): 1 the optimizer's, 2 and gradients, 3 and
+    parameters; None: 3 if the mesh has the axis `fsdp`, else 0. reshard_after_forward: with 3, what was gathered is
+    dropped after its use and gathered again. recompute: of what the forward pass computes, what the backward pass
+    computes again: a name of `RECOMPUTE`, the bytes of a rank that may be saved, or their part of what "none" saves;
+    or those by pattern of modules. precision: one of `PRECISIONS`, None to compute as the model is. reduce_dtype: of
+    the sums of gradients under a precision. bucket_bytes: of gradients or parameters that move together, None for
+    what the costs say.
+    """
+
+    zero: int | None = None
+    reshard_after_forward: bool = True
+    recompute: Recompute = "none"
+    precision: str | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    bucket_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Decisions only: a plan holds no cost and no graph, so it never goes stale.
@@ -56,7 +88,7 @@ class Plan:
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
     needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
     microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
-    in which order they run.
+    in which order they run. memory: what a rank keeps.
     """
 
     mesh: Mesh
@@ -66,7 +98,7 @@ class Plan:
     batch_whole: bool = False
     microbatches: int = 1
     staging: Staging = field(default_factory=Staging)
-    bucket_bytes: int = BUCKET_BYTES
+    memory: Memory = field(default_factory=Memory)
     patterns: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -85,14 +117,25 @@ class Plan:
         return Mesh(tuple((axis, size) for axis, size in self.mesh.axes if axis != PIPELINE))
 
     @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+        return (3 if SHARDED in self.mesh else 0) if self.memory.zero is None else self.memory.zero
+
+    @property
+    def zero_axis(self) -> str | None:
+        """The axis over which ZeRO splits states: `fsdp` if there is one, else `dp`; None without ZeRO."""
+        axis = SHARDED if SHARDED in self.mesh else "dp"
+        return axis if self.zero and dict(self.mesh.axes).get(axis, 1) > 1 else None
+
+    @property
     def layout_mesh(self) -> Mesh:
         """The axes that layouts name: those of the mesh but pp, which places stages, and the micro-batches.
 
         Micro-batches are an axis like dp, but in time: what is partial over it is added up, one micro-batch after the
-        other. It stands after dp, so that a rank's part of the batch is one piece.
+        other. It stands after the data axes, so that a rank's part of the batch is one piece.
         """
         if self.microbatches == 1:
             return self.mesh_of_stage
         inner = self.mesh_of_stage.axes
-        place = next((i + 1 for i, (axis, _) in enumerate(inner) if axis == "dp"), 0)
+        place = max((i + 1 for i, (axis, _) in enumerate(inner) if axis in DATA_AXES), default=0)
         return Mesh((*inner[:place], (MICROBATCH, self.microbatches), *inner[place:]))

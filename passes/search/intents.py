@@ -4,6 +4,7 @@
     tp   weights are split and never gathered, nor are their gradients reduced; activations are summed
          (arXiv 1909.08053). With sequence parallelism they are scattered and gathered instead, and lie split on the
          sequence where no weight needs them whole (arXiv 2205.05198)
+    fsdp as dp; ZeRO splits states over it
     mb   as dp, but one rank computes the parts, one after another
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.plan import MICROBATCH
+from autopar.ir.plan import DATA_AXES, MICROBATCH
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -118,7 +119,7 @@ class Intent:
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
-INTENTS = {"dp": _DATA, MICROBATCH: _DATA, "tp": Intent(batch_split=False, weights_split=True)}
+INTENTS = {**dict.fromkeys(DATA_AXES, _DATA), MICROBATCH: _DATA, "tp": Intent(batch_split=False, weights_split=True)}
 
 
 def intent_of(axis: str, sequence_parallel: bool) -> Intent:
