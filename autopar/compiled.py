@@ -66,6 +66,14 @@ class RankProgram:
         return _modules(tuple(self.programs.items()))
 
 
+def _layouts(program: Program) -> dict[str, Layout]:
+    return {
+        entry.name: record(node).layout
+        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        if entry.kind == "parameter"
+    }
+
+
 @functools.lru_cache(maxsize=8)
 def _modules(programs: tuple[tuple[str, Program], ...]) -> Mapping[str, fx.GraphModule]:
     """Ranks that run the same program share its modules."""
@@ -131,11 +139,12 @@ class Compiled:
     @property
     def layouts(self) -> dict[str, Layout]:
         """The layouts of the parameters, by first name."""
-        return {
-            entry.name: record(node).layout
-            for node, entry in zip(self.program.placeholders, self.program.inputs, strict=True)
-            if entry.kind == "parameter"
-        }
+        return _layouts(self.program)
+
+    @property
+    def searched(self) -> dict[str, Layout]:
+        """The layouts in which the step computes with the parameters, before ZeRO."""
+        return _layouts(dict(self.history)["propagate"])
 
     @property
     def homes(self) -> dict[str, int | None]:

@@ -91,6 +91,7 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         microbatches=microbatches,
         staging=choices.staging,
         memory=choices.memory,
+        frozen=captured.frozen,
         patterns=patterns,
     )
     program, table = check_calls(captured.program), OWN_OPS.table()

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.agreement import Agreement
-from autopar.ir.layout import Layout, combine, local_part, local_shape, whole
+from autopar.ir.layout import Layout, combine, local_shape, padded_shape, whole
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
 from autopar.meshes import MeshLike, mesh_of
+from autopar.padding import beginning, pad_to, padded_part, with_padding, without_padding
 from autopar.parameter import parameter_tensor
 from autopar.passes.search.states import states_of
 from autopar.settings import Settings
@@ -70,9 +71,9 @@ def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
     return found
 
 
-def is_strided(layout: Layout) -> bool:
+def is_strided(layout: Layout, mesh: Mesh) -> bool:
     """True for a layout that no public placement expresses."""
-    return any(isinstance(factor, int) for factors in layout.dims for factor in factors)
+    return any(isinstance(placed, StridedShard) for placed in placements(layout, mesh))
 
 
 class Distributor:
@@ -92,7 +93,8 @@ class Distributor:
         if not self.is_home(home):
             nothing = tensor.new_empty((0,) * tensor.ndim)  # torch takes an empty shape as none, and that of the part
             return self.wrap(nothing, layout, tensor, home)
-        part = local_part(tensor, layout, self.mesh, self.coord)
+        part = padded_part(tensor, layout, self.mesh, self.coord)
+        part = without_padding(part, tuple(tensor.shape), layout, self.mesh, self.coord)
         part = (
             part.clone(memory_format=torch.contiguous_format) if part.numel() != tensor.numel() else part.contiguous()
         )
@@ -114,35 +116,44 @@ class Distributor:
         made = self.split(tensor.detach(), layout, home)
         return nn.Parameter(made if self.stages else parameter_tensor(made), requires_grad=tensor.requires_grad)
 
+    def given(self, parameter: DTensor, layout: Layout) -> torch.Tensor:
+        """What a program takes of a parameter on this rank."""
+        return with_padding(local_of(parameter), tuple(parameter.shape), layout, self.inner)
+
+    def taken(self, value: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+        """What a program's gradient is, on this rank, for a parameter of `shape`."""
+        return without_padding(value, tuple(shape), layout, self.inner, self.coord)
+
     def is_home(self, home: int | None) -> bool:
         """True if this rank holds a part of what lies there."""
         return home is None or home == self.coord[PIPELINE]
 
     def gather(
-        self, part: torch.Tensor, layout: Layout, home: int | None = None, shape: torch.Size | None = None
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
     ) -> torch.Tensor | None:
-        """The whole CPU tensor on rank 0, None elsewhere. Every rank must call this; `shape` as below."""
+        """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this."""
         first = dist.get_rank() == 0
         part = part.detach()
         if home is not None:
-            value = self.gather_everywhere(part, layout, home, shape)
+            value = self.gather_everywhere(part, layout, shape, home)
             return value.cpu() if first else None
         if layout.is_whole:
             return part.cpu().clone() if first else None
-        part = part.contiguous()
+        part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
         dist.gather(part, parts, dst=0)
-        return combine([p.cpu() for p in parts], layout, self.mesh) if parts is not None else None
+        return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
 
     def gather_everywhere(
-        self, part: torch.Tensor, layout: Layout, home: int | None = None, shape: torch.Size | None = None
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
     ) -> torch.Tensor:
-        """The whole tensor on every rank. A value with a home needs its `shape`, of which other ranks hold no part."""
+        """The whole tensor, of `shape`, on every rank; those that are not at its home hold no part of it."""
         if home is None:
+            part = with_padding(part.detach(), tuple(shape), layout, self.mesh).contiguous()
             parts = [torch.empty_like(part) for _ in range(self.mesh.size)]
-            dist.all_gather(parts, part.detach().contiguous())
-            return combine(parts, layout, self.mesh)
-        assert shape is not None
+            dist.all_gather(parts, part)
+            return beginning(combine(parts, layout, self.mesh), shape)
+        local = local_shape(padded_shape(tuple(shape), layout, self.inner), layout, self.inner)
         parts = []
         for coord in self.inner.coords():
             if any(place and axis not in layout.axes for axis, place in coord.items()):
@@ -150,10 +161,10 @@ class Distributor:
                 continue
             source = self.mesh.rank({**coord, PIPELINE: home})
             mine = source == dist.get_rank()
-            sent = part.detach().contiguous() if mine else part.new_empty(local_shape(shape, layout, self.inner))
+            sent = pad_to(part.detach(), local).contiguous() if mine else part.new_empty(local)
             dist.broadcast(sent, src=source)
             parts.append(sent)
-        return combine(parts, layout, self.inner).clone()
+        return beginning(combine(parts, layout, self.inner), shape).clone()
 
     def relayout(
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,
@@ -163,7 +174,7 @@ class Distributor:
         local = local_of(parameter)  # type: ignore[arg-type]
         value = local
         if home is not None or has != whole(len(has.dims)):
-            value = self.gather_everywhere(local, has, home, parameter.shape)
+            value = self.gather_everywhere(local, has, parameter.shape, home)
         made = self.parameter(value, wanted, new_home)
         made.requires_grad_(parameter.requires_grad)
         torch.utils.swap_tensors(parameter, made)

@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
         self._running: dict[Any, Running] = {}
         self._signatures: dict[Any, list[str]] = {}
         self._layouts: dict[str, Layout] = {}
+        self._searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
         self._homes: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
         self._stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
         self._groups: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class ParallelModule(nn.Module):
             if out.kind == "loss":
                 loss = value
             elif out.kind == "gradient":
-                accumulate(parameters[out.name], value)
+                self._accumulate(out.name, parameters[out.name], value)
             elif out.kind == "buffer":
                 self._set_buffer(out.name, value)
         assert loss is not None
@@ -133,7 +134,7 @@ class ParallelModule(nn.Module):
             if entry.kind == "constant":
                 continue
             local, layout = self._local(entry, tensor)
-            value = self._distributor.gather(local, layout, self._homes.get(entry.name), tensor.shape)
+            value = self._distributor.gather(local, layout, tensor.shape, self._homes.get(entry.name))
             if value is not None:
                 found.update(dict.fromkeys(entry.names, value))
         return {name: found[name] for name in self.original.state_dict(keep_vars=True) if name in found}
@@ -144,7 +145,7 @@ class ParallelModule(nn.Module):
         for name, parameter in self.named_parameters():
             if isinstance(parameter.grad, DTensor):
                 local, layout = local_of(parameter.grad), self._layout(name, parameter)
-                value = self._distributor.gather(local, layout, self._homes.get(name), parameter.shape)
+                value = self._distributor.gather(local, layout, parameter.shape, self._homes.get(name))
                 if value is not None:
                     found[name] = value
         return found
@@ -300,7 +301,7 @@ class ParallelModule(nn.Module):
                 train=train, lift=self._lift, specialize=choices.specialize,
             )  # fmt: skip
             if not first:
-                known = {name: str(layout) for name, layout in self._layouts.items()}
+                known = {name: str(layout) for name, layout in self._searched.items()}
                 sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
                 # What divided the first batch need not divide the last of an epoch, nor every sequence.
                 staging = replace(choices.staging, homes=self._stages)
@@ -316,6 +317,7 @@ class ParallelModule(nn.Module):
             for note in compiled.notes:
                 _log.warning("%s", note)
         if first:
+            self._searched = compiled.searched
             self._relayout(compiled.layouts, compiled.homes)
             self._stages = compiled.pipeline.homes if compiled.pipeline is not None else None
         missing = [axis for axis in compiled.axes if axis not in self._groups]
@@ -353,7 +355,7 @@ class ParallelModule(nn.Module):
 
         def value_of(entry: Input, layout: Layout) -> torch.Tensor:
             if entry.kind == "parameter":
-                return local_of(parameters[entry.name])  # type: ignore[arg-type]
+                return self._distributor.given(parameters[entry.name], layout)  # type: ignore[arg-type]
             if entry.kind == "buffer":
                 return buffers[entry.name]
             if entry.kind == "constant":
@@ -370,6 +372,11 @@ class ParallelModule(nn.Module):
         if running.compiled.pipeline is not None:
             return given_of(running.compiled, coord, value_of, part_of)
         return [value_of(entry, layout) for entry, layout in running.slots]
+
+    def _accumulate(self, name: str, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        if value is not None:
+            value = self._distributor.taken(value, self._layouts[name], parameter.shape)
+        accumulate(parameter, value)
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self.original.named_parameters())

@@ -32,7 +32,7 @@ def split_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, met
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue
         layout, home = module._layout(first[name], parameter), module._homes.get(first[name])
-        if isinstance(value, DTensor) and is_strided(layout) and not module._distributor.stages:
+        if isinstance(value, DTensor) and is_strided(layout, module._mesh) and not module._distributor.stages:
             value = value.full_tensor()
         if not isinstance(value, DTensor):
             state[prefix + name] = module._distributor.split(value.to(module._device), layout, home)
@@ -44,10 +44,11 @@ def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix
         return  # those tell of their blocks themselves
     first = {name: entry.name for entry, _ in state_of(module.original).entries for name in entry.names}
     for name, layout in list(module._layouts.items()):
-        if not is_strided(layout):
+        if not is_strided(layout, module._mesh):
             continue
         for alias in (alias for alias, entry in first.items() if entry == name and prefix + alias in state):
             parameter = state[prefix + alias]
-            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout)
-            dims = tuple(tuple(f for f in dim if isinstance(f, str)) for dim in layout.dims)
+            whole_ = module._distributor.gather_everywhere(local_of(parameter), layout, parameter.shape)
+            axes = module._mesh.names  # in their order
+            dims = tuple(tuple(axis for axis in axes if axis in dim) for dim in layout.dims)
             state[prefix + alias] = module._distributor.split(whole_, Layout(dims))

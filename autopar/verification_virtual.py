@@ -16,10 +16,11 @@ from autopar.capture.capture import state_of
 from autopar.capture.raising import default_dtype
 from autopar.comparison import ZERO, Mismatch, Values, error_of, norm_of
 from autopar.compiled import Compiled
-from autopar.ir.layout import Layout, combine, local_part, replica_error
+from autopar.ir.layout import Layout, combine, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
+from autopar.padding import beginning, padded_part
 from autopar.runtime.executor import Outputs, compile_graph
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
@@ -47,6 +48,7 @@ class Virtual:
             outputs = run(whole)
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             # the gradient of a parameter is on the ranks of one stage
@@ -54,7 +56,8 @@ class Virtual:
             if out.kind == "guard":
                 self.captured.reads[int(out.name)].check(combine(parts, layout, held))
                 continue
-            found[out.kind, out.name] = combine(parts, layout, held)
+            whole_ = combine(parts, layout, held)
+            found[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
         self._update(found)
         return found
@@ -71,7 +74,7 @@ class Virtual:
         value = dict(zip(program.inputs, whole, strict=True))
 
         def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-            return local_part(value[entry], layout, program.mesh, coord)
+            return padded_part(value[entry], layout, program.mesh, coord)
 
         given = []
         for coord in mesh.coords():
@@ -153,7 +156,7 @@ class Virtual:
 
 
 def _node_error(parts: list[torch.Tensor], found: Record, mesh: Mesh, value: torch.Tensor, floor: float) -> float:
-    whole = combine(parts, found.layout, mesh)
+    whole = beginning(combine(parts, found.layout, mesh), value.shape)
     if whole.shape != value.shape:
         return float("inf")
     return max(error_of(whole, value, floor), replica_error(parts, found.layout, mesh))
@@ -171,6 +174,6 @@ def _scatter(program: Program, whole: list[torch.Tensor], mesh: Mesh) -> list[li
     """Each rank's part of every input."""
     layouts = [record(node).layout for node in program.placeholders]
     return [
-        [local_part(value, layout, mesh, coord) for value, layout in zip(whole, layouts, strict=True)]
+        [padded_part(value, layout, mesh, coord) for value, layout in zip(whole, layouts, strict=True)]
         for coord in mesh.coords()
     ]

@@ -15,12 +15,14 @@ from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE, Table
 from autopar.passes.unsort import unsort
+from autopar.passes.zero import zero
 
 Pass = Callable[..., Program]  # of (program, plan), and of the table of rules if it reads rules
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (propagate, Level.SHARDED),  # every value gets a layout
+    (zero, Level.SHARDED),  # parameters lie split over a data axis
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (localize, Level.LOCAL),  # global shapes become one rank's
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass

@@ -27,9 +27,9 @@ def reshard(program: Program, plan: Plan) -> Program:
     A value is moved once for all users that want it alike. A computed value is moved where it is made, so that a
     gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time. With
     sequence parallelism what the forward pass gathered is gathered again for the backward pass, so that only pieces
-    are kept in between (arXiv 2205.05198, section 4.2.2).
+    are kept in between (arXiv 2205.05198, section 4.2.2); with ZeRO-3 parameters are (arXiv 1910.02054, section 5.3).
     """
-    return _Reshard(program, plan.sequence_parallel).run()
+    return _Reshard(program, plan).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Step:
 
 
 class _Reshard:
-    def __init__(self, program: Program, gathers_again: bool) -> None:
-        self.program = program
-        self.gathers_again = gathers_again
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.plan = program, plan
+        self.stored = stored_nodes(program, plan)
         self.build = Builder(MADE_BY)
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
@@ -57,7 +57,8 @@ class _Reshard:
         for node in self.program.graph.nodes:
             self._copy(node)
             layouts = record(node).layouts
-            if node.op != "placeholder" and record(node).is_tensor and layouts and layouts[0] is not None:
+            is_given = node.op == "placeholder" or node in self.stored
+            if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
                 # whole ones first: what is split is sliced from them
                 for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
                     if not self._is_kept(node, user):
@@ -89,7 +90,9 @@ class _Reshard:
             moved = self.gathered.setdefault(node, pieces)
         if wanted in moved:
             return moved[wanted]
-        made, steps = self._shortest(node, wanted, moved)
+        # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
+        first = self.plan.zero_axis if user.op == "output" and self.plan.zero >= 2 else None
+        made, steps = self._shortest(node, wanted, moved, first or MICROBATCH)
         given = record(node)
         for step in steps:
             like = given.with_(
@@ -98,7 +101,7 @@ class _Reshard:
                 flops=0,
                 module=given.module or record(user).module,
                 source=given.source or record(user).source,
-                phase=record(user).phase if node.op == "placeholder" or self._is_kept(node, user) else given.phase,
+                phase=record(user).phase if self._is_late(node, user) else given.phase,
                 reason=self._reason(node, has, wanted, user),
             )
             known = moved.get(step.layout)
@@ -106,15 +109,23 @@ class _Reshard:
             moved[step.layout] = made
         return made
 
+    def _is_late(self, node: fx.Node, user: fx.Node) -> bool:
+        """True for a value that is moved where it is used, not where it is made."""
+        return node.op == "placeholder" or node in self.stored or self._is_kept(node, user)
+
     def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value of the forward pass that the backward pass gathers again."""
+        if node in self.stored:
+            return self.plan.gathers_again and record(user).phase == "backward"
         phases = record(node).phase, record(user).phase
-        return self.gathers_again and node.op != "placeholder" and phases == ("forward", "backward")
+        return self.plan.sequence_parallel and node.op != "placeholder" and phases == ("forward", "backward")
 
-    def _shortest(self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node]) -> tuple[fx.Node, list[Step]]:
+    def _shortest(
+        self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: str
+    ) -> tuple[fx.Node, list[Step]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
         starts = [(record(node).layout, self.build.value[node]), *moved.items()]
-        ways = [(made, moves(layout, wanted)) for layout, made in starts if _reaches(layout, wanted)]
+        ways = [(made, moves(layout, wanted, first)) for layout, made in starts if _reaches(layout, wanted)]
         return min(ways, key=lambda way: sum(is_collective(op(step.name)) for step in way[1]))
 
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
@@ -126,18 +137,27 @@ class _Reshard:
         return f"%{node.name} is {has}, but it leaves as the {what} in {wanted}"
 
 
-def moves(has: Layout, wanted: Layout) -> list[Step]:
+def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
+    """The parameters that ZeRO split."""
+    entries = zip(program.placeholders, program.inputs, strict=True)
+    return frozenset(
+        node for node, entry in entries if entry.kind == "parameter" and plan.zero_axis in record(node).layout.axes
+    )
+
+
+def moves(has: Layout, wanted: Layout, first: str = MICROBATCH) -> list[Step]:
     """The shortest sequence of collectives and slices that turns one layout into another.
 
     What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
     splits that are not wanted are gathered innermost first, missing ones sliced outermost first; a split that goes
-    from one dim to another is an all-to-all.
+    from one dim to another is an all-to-all. `first`: the axis over which sums are taken first.
     """
-    return _Moves(has, wanted).steps
+    return _Moves(has, wanted, first).steps
 
 
 class _Moves:
-    def __init__(self, has: Layout, wanted: Layout) -> None:
+    def __init__(self, has: Layout, wanted: Layout, first: str) -> None:
+        self.first = first
         self.dims = [list(dim) for dim in has.dims]
         self.partial = list(has.partial)
         self.wanted = wanted
@@ -166,8 +186,7 @@ class _Moves:
                     self._step("shard", axis, *place)
 
     def _reduce(self) -> None:
-        # Micro-batches first: what they add up to is moved once, not once for each.
-        for axis, kind in sorted(self.partial, key=lambda part: part[0] != MICROBATCH):
+        for axis, kind in sorted(self.partial, key=lambda part: (part[0] != self.first, part[0] != MICROBATCH)):
             if (axis, kind) in self.wanted.partial:
                 continue
             self.partial.remove((axis, kind))

@@ -49,7 +49,8 @@ class Captured:
 
     `constants` are the tensors that the model made or keeps outside of parameters and buffers. `result_spec` and
     `result_leaves` rebuild the model's output of a forward-only program (None stands for a tensor result). `reads` are
-    the values taken from the example batch, in the order of the program's outputs of kind "guard".
+    the values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
+    parameters that are not trained, by first name.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Captured:
     result_spec: TreeSpec | None = None
     result_leaves: tuple[Any, ...] = ()
     reads: tuple[Read, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
 
 def capture(
@@ -158,7 +160,10 @@ class _Capture:
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
         reads = tuple(self.reads.known) if self.reads else ()
         notes += [read.note for read in reads]
-        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result, reads)
+        frozen = frozenset(
+            entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
+        )
+        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result, reads, frozen)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:

@@ -124,6 +124,12 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
     return tuple(size // pieces(dim, mesh) if dim else size for size, dim in zip(shape, layout.dims, strict=True))
 
 
+def padded_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The smallest shape that the layout fits, of at least `shape`."""
+    needed = (math.prod(factor_sizes(dim, mesh)) for dim in layout.dims)
+    return tuple(-(-size // factor) * factor for size, factor in zip(shape, needed, strict=True))
+
+
 def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[str, int]) -> torch.Tensor:
     """What the rank at `coord` holds of a global value. Partial sums are held by coordinate 0."""
     for dim, factors in enumerate(layout.dims):

@@ -56,8 +56,10 @@ COLLECTIVES = (
     "reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
     # the split moves from dim `gather` to dim `scatter`
     "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
-    # an all_reduce in two halves, for overlap
+    # in two halves, for overlap
     "all_reduce_start(Tensor x, str axis, str kind) -> Tensor",
+    "all_gather_start(Tensor x, str axis, int dim, int outer) -> Tensor",
+    "reduce_scatter_start(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
     "wait(Tensor x) -> Tensor",
 )
 

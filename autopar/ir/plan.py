@@ -88,7 +88,8 @@ class Plan:
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
     needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
     microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
-    in which order they run. memory: what a rank keeps.
+    in which order they run. memory: what a rank keeps. frozen: parameters that
+    are not trained, by first name.
     """
 
     mesh: Mesh
@@ -100,6 +101,7 @@ class Plan:
     staging: Staging = field(default_factory=Staging)
     memory: Memory = field(default_factory=Memory)
     patterns: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     @property
     def ranks_of_pipeline(self) -> int:
@@ -126,6 +128,11 @@ class Plan:
         """The axis over which ZeRO splits states: `fsdp` if there is one, else `dp`; None without ZeRO."""
         axis = SHARDED if SHARDED in self.mesh else "dp"
         return axis if self.zero and dict(self.mesh.axes).get(axis, 1) > 1 else None
+
+    @property
+    def gathers_again(self) -> bool:
+        """True if parameters are gathered for each use."""
+        return self.zero == 3 and self.memory.reshard_after_forward
 
     @property
     def layout_mesh(self) -> Mesh:

@@ -110,7 +110,7 @@ def _check_operands(node: fx.Node) -> None:
 def _check_move(node: fx.Node, program: Program) -> None:
     """A collective gives the layout that it says, inferred from what it does."""
     has = record(operand_nodes(node)[0]).layout
-    name = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+    name = node.target.__name__.split(".")[0].removesuffix("_start")  # type: ignore[union-attr]
     inferred = moved_layout(name, node.args[1:], has)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
@@ -123,7 +123,7 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     dims = [list(dim) for dim in has.dims]
     partial = list(has.partial)
     axis = str(args[0]) if args else ""
-    if name in ("all_reduce", "all_reduce_start", "reduce_scatter"):
+    if name in ("all_reduce", "reduce_scatter"):
         kind = str(args[-1])
         if (axis, kind) not in partial:
             return None

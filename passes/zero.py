@@ -1,0 +1,172 @@
+"""zero: parameters lie split over a data axis, and their gradients leave so."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from autopar.ir.layout import Layout, factor_sizes, padded_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Input, Program, Record, TensorType, operand_nodes, record, set_record
+
+MADE_BY = "zero"
+aten = torch.ops.aten
+
+
+def zero(program: Program, plan: Plan) -> Program:
+    """SHARDED -> SHARDED. With ZeRO a rank keeps a part of each parameter over `plan.zero_axis`; `reshard` then
+    gathers it for who wants it whole, and scatters its gradient.
+
+        %w: f32[10,8] [-,tp]
+        %mm: ... = autopar.contract(%x, %w)                   wants %w [-,tp]
+    becomes, on 4 ranks,
+        %w: f32[12,8] [fsdp,tp]
+        %w_rows: f32[10,8] [-,tp] = aten.slice(%w, 0, 0, 10)  wants %w [-,tp]
+        %mm: ... = autopar.contract(%x, %w_rows)
+    and its gradient is padded to 12 rows. Without padding only layouts change.
+
+    With zero 1 and 2 frozen parameters, which have no states, stay as they are. ZeRO, arXiv 1910.02054; one parameter
+    at a time as in FSDP2, so that optimizers see parameters and not a flat piece of memory.
+    """
+    axis = plan.zero_axis
+    if axis is None:
+        return program
+    return _Zero(program, plan, axis).run()
+
+
+def stored_layout(shape: tuple[int, ...], layout: Layout, mesh: Mesh, axis: str) -> Layout | None:
+    """A layout split over one more axis, with the least padding (to a hundredth), on the first dim that may be.
+
+    None for a value that is too small, or that the axis splits already.
+    """
+    size = mesh[axis]
+    if axis in layout.axes or math.prod(shape) < size:
+        return None
+    choices = []
+    for dim, (length, factors) in enumerate(zip(shape, layout.dims, strict=True)):
+        if factors and length % (math.prod(factor_sizes(factors, mesh)) * size):
+            continue  # inside of another axis' pieces nothing is padded
+        padded = length if factors else -(-length // size) * size
+        dims = (*layout.dims[:dim], (*factors, axis), *layout.dims[dim + 1 :])
+        choices.append((round(padded / max(length, 1) - 1, 2), bool(factors), dim, dims))
+    return Layout(min(choices)[3]) if choices else None
+
+
+class _Zero:
+    def __init__(self, program: Program, plan: Plan, axis: str) -> None:
+        self.program, self.plan, self.axis, self.mesh = program, plan, axis, program.mesh
+        self.build = Builder(MADE_BY)
+        self.stored: dict[str, Layout] = {}
+        self.whole: list[str] = []
+        self.placeholders: dict[fx.Node, fx.Node] = {}
+        self.short: dict[fx.Node, dict[str, fx.Node]] = {}  # padded parameters, with what users of a phase take
+
+    def run(self) -> Program:
+        entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        leaving = self._gradients()
+        padded: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, entries[node])
+            elif node.op == "output":
+                self._output(node, padded)
+            else:
+                self._use(node)
+                self.build.copy(node)
+            for layout, shape in leaving.get(node, ()):
+                padded[node, layout] = self._padded(node, shape)
+        return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._notes()))
+
+    def _placeholder(self, node: fx.Node, entry: Input) -> None:
+        made = self.placeholders[node] = self.build.copy(node)
+        layout = self._stored(entry, record(node))
+        if layout is None:
+            return
+        found = record(node)
+        self.stored[entry.name] = layout
+        shape = padded_shape(found.type.shape, layout, self.mesh)
+        set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,)))
+        if shape != found.type.shape:
+            self.short[node] = {}
+
+    def _stored(self, entry: Input, found: Record) -> Layout | None:
+        if entry.kind != "parameter" or (self.plan.zero < 3 and entry.name in self.plan.frozen):
+            return None
+        layout = stored_layout(found.type.shape, found.layout, self.mesh, self.axis)
+        if layout is None and found.type.shape and self.axis not in found.layout.axes:
+            self.whole.append(entry.name)
+        return layout
+
+    def _use(self, node: fx.Node) -> None:
+        """Users of a padded parameter take it without the padding: one value a phase, for each is gathered anew."""
+        for operand in dict.fromkeys(operand_nodes(node)):
+            if operand in self.short:
+                self.build.value[operand] = self._rows(operand, node)
+
+    def _rows(self, parameter: fx.Node, user: fx.Node) -> fx.Node:
+        phase, known = record(user).phase, self.short[parameter]
+        if phase not in known:
+            found, made = record(parameter), self.placeholders[parameter]
+            pairs = zip(found.type.shape, record(made).type.shape, strict=True)
+            dim, rows, more = next((i, has, stored - has) for i, (has, stored) in enumerate(pairs) if has != stored)
+            like = found.with_(
+                operands=found.layouts, module=record(user).module, source=record(user).source, phase=phase,
+                origin=found.origin or parameter.name, reason=f"'{parameter.name}' is stored with {more} of padding",
+            )  # fmt: skip
+            known[phase] = self.build.call(
+                aten.slice.Tensor, made, dim, 0, rows, like=like, name=f"{parameter.name}_rows"
+            )
+        return known[phase]
+
+    def _gradients(self) -> dict[fx.Node, list[tuple[Layout, tuple[int, ...]]]]:
+        """The nodes that leave as gradients of padded parameters, with the parameter's layout and shape."""
+        entries = zip(self.program.placeholders, self.program.inputs, strict=True)
+        wanted = {}
+        for node, entry in entries:
+            layout = self._stored(entry, record(node)) if entry.kind == "parameter" else None
+            if layout is not None:
+                wanted[entry.name] = (layout, padded_shape(record(node).type.shape, layout, self.mesh))
+        self.whole.clear()
+        found: dict[fx.Node, list[tuple[Layout, tuple[int, ...]]]] = {}
+        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+            if node is not None and out.kind == "gradient" and out.name in wanted:
+                layout, shape = wanted[out.name]
+                if shape != record(node).type.shape and (layout, shape) not in found.get(node, ()):
+                    found.setdefault(node, []).append((layout, shape))
+        return found
+
+    def _padded(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        found = record(node)
+        missing = [wanted - has for wanted, has in zip(shape, found.type.shape, strict=True)]
+        dims = tuple(() if more else dim for dim, more in zip(found.layout.dims, missing, strict=True))
+        layout = Layout(dims, found.layout.partial)
+        like = found.with_(
+            types=(TensorType(shape, found.type.dtype),), several=False, layouts=(layout,), operands=(layout,), flops=0,
+            origin="", reason=f"the gradient is stored with {max(missing)} of padding",
+        )  # fmt: skip
+        pads = [edge for more in reversed(missing) for edge in (0, more)]
+        return self.build.call(
+            aten.constant_pad_nd.default, self.build.value[node], pads, like=like, name=f"{node.name}_padded"
+        )
+
+    def _output(self, node: fx.Node, padded: dict[tuple[fx.Node, Layout], fx.Node]) -> None:
+        self._use(node)
+        operands = list(record(node).operands)
+        results = []
+        for i, (result, out) in enumerate(zip(self.program.results, self.program.outputs, strict=True)):
+            assert result is not None
+            layout = self.stored.get(out.name) if out.kind == "gradient" else None
+            operands[i] = layout or operands[i]
+            results.append(
+                padded.get((result, layout), self.build.value[result]) if layout else self.build.value[result]
+            )
+        made = self.build.graph.output(tuple(results))
+        set_record(made, record(node).with_(operands=tuple(operands)))
+
+    def _notes(self) -> list[str]:
+        names = ", ".join(f"'{name}'" for name in self.whole[:3])
+        more = f" and {len(self.whole) - 3} more" if self.whole[3:] else ""
+        return [f"ZeRO cannot split {names}{more} over '{self.axis}': every rank keeps them whole"] if names else []
