@@ -54,13 +54,14 @@ class _Partition:
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
         program = program if microbatches > 1 else with_joins(program)
-        times = times_of(program, microbatches)
+        again = plan.zero_axis if plan.gathers_again else None
+        times = times_of(program, microbatches, again)
         forward = self._cut(program, times)
         backward = place_backward(program, times, forward, self.count)
         self.program, new = sums_by_stage(program, times, {**forward, **backward})
         self.forward = {new[node]: stage for node, stage in forward.items() if new[node].op == "call_function"}
         self.stages: Stages = {new[node]: stage for node, stage in {**forward, **backward}.items() if node in new}
-        self.times = times_of(self.program, microbatches)
+        self.times = times_of(self.program, microbatches, again)
         self.stages = {node: stage for node, stage in self.stages.items() if self.times.of[node] is When.EACH}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
         self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))

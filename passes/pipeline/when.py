@@ -34,8 +34,10 @@ class Times:
     joins: frozenset[fx.Node]
 
 
-def times_of(program: Program, microbatches: int) -> Times:
+def times_of(program: Program, microbatches: int, again: str | None = None) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
+
+    again: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them.
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
@@ -62,7 +64,8 @@ def times_of(program: Program, microbatches: int) -> Times:
             source = of[operands[0]]
             of[node] = When.AFTER if source in (When.EACH, When.AFTER) else When.BEFORE
             continue
-        differs = _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
+        gathers = node.target is op("all_gather") and _axis(node) == again and operands[0] in entries
+        differs = gathers or _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
         if differs and after:
             raise LayoutError(_coupled(node, _join_before(after[0], joins), program.notes))
