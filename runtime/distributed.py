@@ -7,7 +7,7 @@ for a SUM that meets a MAX).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,10 +24,10 @@ from autopar.runtime.executor import Executable, Observe, Outputs, Request, desc
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_REDUCE_START,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    WHOLE_OF,
     axis_group,
     is_local,
     join,
@@ -57,11 +57,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What stands between `all_reduce_start` and `wait`. It owns the buffer until the work is done."""
+    """What stands between a collective's start and its `wait`. It owns the memory until the work is done."""
 
     work: Any
-    buffer: torch.Tensor
+    finish: Callable[[], torch.Tensor]
     node: fx.Node
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.finish()
 
 
 def make_groups(
@@ -164,8 +168,7 @@ class DistributedDriver:
             return args[0]
         try:
             if target == WAIT:
-                args[0].work.wait()
-                return args[0].buffer
+                return args[0].wait()
             return self._collective(request, overlap)
         except RuntimeError as error:
             raise self._lost(describe(args[0].node if target == WAIT else request.node), error) from error
@@ -195,24 +198,23 @@ class DistributedDriver:
         group = self._group(axis, request.node)
         if group.size == 1:
             return x if request.last_use else x.clone()
-        if request.op in (ALL_REDUCE, ALL_REDUCE_START):
-            (kind,) = rest
-            if kind == "logsumexp":
-                return _all_reduce_logsumexp(x, group)
+        target = WHOLE_OF.get(request.op, request.op)
+        if target == ALL_TO_ALL:
+            gather, gather_outer, scatter, scatter_outer = rest
+            return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
+        if rest[-1] == "logsumexp":
+            return _logsumexp(x, group, target, rest)
+        if target == ALL_REDUCE:
             # In place only in memory that is the graph's own and dead after this op; see `Request`.
             buffer = x if request.last_use and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-            if request.op == ALL_REDUCE_START and overlap:
-                return _Pending(_reduce(buffer, group, kind, asynchronous=True), buffer, request.node)
-            _reduce(buffer, group, kind)
-            return buffer
-        if request.op == ALL_GATHER:
-            return join(_gather(x, group), *rest)
-        if request.op == REDUCE_SCATTER:
-            dim, outer, kind = rest
-            return _reduce_scatter(pieces(x, group.size, dim, outer), group, kind)
-        assert request.op == ALL_TO_ALL, request.op
-        gather, gather_outer, scatter, scatter_outer = rest
-        return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
+            started = _reduce(buffer, group, *rest)
+        elif target == ALL_GATHER:
+            started = _gather(x, group, *rest)
+        else:
+            assert target == REDUCE_SCATTER, target
+            started = _reduce_scatter(x, group, *rest)
+        pending = _Pending(*started, request.node)
+        return pending if overlap and target != request.op else pending.wait()
 
     def _group(self, axis: str, node: fx.Node) -> Group:
         if axis not in self._groups:
@@ -223,36 +225,48 @@ class DistributedDriver:
         return ",".join(f"{name}={place}" for name, place in self.coord.items())
 
 
-def _reduce(x: torch.Tensor, group: Group, kind: str, asynchronous: bool = False) -> Any:
-    return dist.all_reduce(x, op=_REDUCE[kind], group=group.handle, async_op=asynchronous)
+# Each starts, and gives the work with what its result is once that is done.
+Started = tuple[Any, Callable[[], torch.Tensor]]
 
 
-def _all_reduce_logsumexp(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are."""
+def _reduce(x: torch.Tensor, group: Group, kind: str) -> Started:
+    return dist.all_reduce(x, op=_REDUCE[kind], group=group.handle, async_op=True), lambda: x
+
+
+def _gather(x: torch.Tensor, group: Group, dim: int, outer: int) -> Started:
+    """Makes [size, ...] in the order in which torch keeps the ranks."""
+    x = x.contiguous()
+    out = x.new_empty((group.size, *x.shape))
+    work = _all_gather(out.view(-1), x.view(-1), group=group.handle, async_op=True)  # Gloo wants them flat
+
+    def finish(sent: torch.Tensor = x) -> torch.Tensor:  # what is sent lives as long
+        return join(out if group.order is None else out[list(group.order)], dim, outer)
+
+    return work, finish
+
+
+def _reduce_scatter(x: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> Started:
+    """[size, ...] -> the reduced [...] of this rank."""
+    parts = _stored(pieces(x, group.size, dim, outer), group).contiguous()
+    out = parts.new_empty(parts.shape[1:])
+    work = _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[kind], group=group.handle, async_op=True)
+
+    def finish(sent: torch.Tensor = parts) -> torch.Tensor:
+        return out
+
+    return work, finish
+
+
+def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
+    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are. Of all of x, or of this rank's piece."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     top = wide.clone(memory_format=torch.contiguous_format)
-    _reduce(top, group, "max")
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     top.masked_fill_(top.abs() == torch.inf, 0)
     total = (wide - top).exp_().contiguous()
-    _reduce(total, group, "sum")
-    return total.log_().add_(top).to(x.dtype)
-
-
-def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[...] -> [size, ...] in the order of the axis."""
-    out = x.new_empty((group.size, *x.shape))
-    _all_gather(out.view(-1), x.contiguous().view(-1), group=group.handle)  # Gloo wants them flat
-    return out if group.order is None else out[list(group.order)]
-
-
-def _reduce_scatter(parts: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    """[size, ...] -> the reduced [...] of this rank."""
-    if kind == "logsumexp":
-        return _all_reduce_logsumexp(parts, group)[_place(group)]
-    parts = _stored(parts, group).contiguous()
-    out = parts.new_empty(parts.shape[1:])
-    _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[kind], group=group.handle)
-    return out
+    dist.all_reduce(total, group=group.handle)
+    whole = total.log_().add_(top).to(x.dtype)
+    return whole if target == ALL_REDUCE else pieces(whole, group.size, *rest[:2])[_place(group)]
 
 
 def _exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:

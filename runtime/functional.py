@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from autopar.runtime.distributed import Group
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_REDUCE_START,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    WHOLE_OF,
     is_local,
     join,
     local_answer,
@@ -34,7 +34,8 @@ class FunctionalCollectives:
 
     def __init__(self, mesh: Mesh, coord: Mapping[str, int], groups: Mapping[str, Group]) -> None:
         self.mesh, self.coord, self._groups = mesh, coord, groups
-        self._started: set[int] = set()  # ids of results before their wait, up to which the trace keeps them alive
+        # by ids of results before their wait, up to which the trace keeps them alive: what they then are
+        self._started: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
 
     def trace(self, target: Any, args: tuple[Any, ...]) -> Any:
         """The result of a mesh op. `args` in the order of its schema."""
@@ -46,64 +47,68 @@ class FunctionalCollectives:
         group = self._groups[axis]
         if group.size == 1:
             return x.clone()
-        if target in (ALL_REDUCE, ALL_REDUCE_START):
-            (kind,) = rest
-            if kind == "logsumexp":
-                return _all_reduce_logsumexp(x, group)
-            if target == ALL_REDUCE:
-                return _all_reduce(x, group, kind)
-            started = _start(x, group, kind)
-            self._started.add(id(started))
-            return started
-        if target == ALL_GATHER:
-            return join(_gather(x, group), *rest)
-        if target == REDUCE_SCATTER:
-            dim, outer, kind = rest
-            return _reduce_scatter(pieces(x, group.size, dim, outer), group, kind)
-        assert target == ALL_TO_ALL, target
-        gather, gather_outer, scatter, scatter_outer = rest
-        return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
+        if target == ALL_TO_ALL:
+            gather, gather_outer, scatter, scatter_outer = rest
+            return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
+        whole = WHOLE_OF.get(target, target)
+        if rest[-1] == "logsumexp":
+            return _logsumexp(x, group, whole, rest)
+        start, finish = _COLLECTIVES[whole]
+        started = start(x, group, *rest)
+        if whole == target:
+            return finish(_c10d.wait_tensor(started), group, *rest)
+        self._started[id(started)] = lambda done: finish(done, group, *rest)
+        return started
 
     def _wait(self, x: torch.Tensor) -> torch.Tensor:
-        if id(x) not in self._started:
-            return x
-        self._started.remove(id(x))
-        done: torch.Tensor = _c10d.wait_tensor(x)
-        return done
+        finish = self._started.pop(id(x), None)
+        return x if finish is None else finish(_c10d.wait_tensor(x))
 
 
-def _start(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    started: torch.Tensor = _c10d.all_reduce(x.contiguous(), kind, _name(group))
-    return started
+# How a collective starts, and what its result is once it is done.
+def _reduce(x: torch.Tensor, group: Group, kind: str) -> Any:
+    return _c10d.all_reduce(x.contiguous(), kind, _name(group))
 
 
-def _all_reduce(x: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    done: torch.Tensor = _c10d.wait_tensor(_start(x, group, kind))
+def _reduced(done: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
     return done
 
 
-def _all_reduce_logsumexp(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    top = _all_reduce(wide, group, "max")
-    top = torch.where(top.abs() == torch.inf, 0, top)
-    return (_all_reduce((wide - top).exp(), group, "sum").log() + top).to(x.dtype)
+def _gather(x: torch.Tensor, group: Group, dim: int, outer: int) -> Any:
+    return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, _name(group))
 
 
-def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[...] -> [size, ...] in the order of the axis."""
-    started = _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, _name(group))
-    return _from_stored(_c10d.wait_tensor(started), group)
+def _gathered(done: torch.Tensor, group: Group, dim: int, outer: int) -> torch.Tensor:
+    return join(_from_stored(done, group), dim, outer)
 
 
-def _reduce_scatter(parts: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    """[size, ...] -> the reduced [...] of this rank."""
-    if kind == "logsumexp":
-        place = group.handle.rank()
-        return _all_reduce_logsumexp(parts, group)[place if group.order is None else group.order.index(place)]
-    started = _c10d.reduce_scatter_tensor(_to_stored(parts, group).contiguous(), kind, group.size, _name(group))
-    done: torch.Tensor = _c10d.wait_tensor(started)
+def _scatter(x: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> Any:
+    parts = _to_stored(pieces(x, group.size, dim, outer), group).contiguous()
+    return _c10d.reduce_scatter_tensor(parts, kind, group.size, _name(group))
+
+
+def _scattered(done: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> torch.Tensor:
     return done.squeeze(0)
+
+
+_COLLECTIVES = {
+    ALL_REDUCE: (_reduce, _reduced),
+    ALL_GATHER: (_gather, _gathered),
+    REDUCE_SCATTER: (_scatter, _scattered),
+}
+
+
+def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
+    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are. Of all of x, or of this rank's piece."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    top = _c10d.wait_tensor(_reduce(wide, group, "max"))
+    top = torch.where(top.abs() == torch.inf, 0, top)
+    total = _c10d.wait_tensor(_reduce((wide - top).exp(), group, "sum"))
+    whole: torch.Tensor = (total.log() + top).to(x.dtype)
+    if target == ALL_REDUCE:
+        return whole
+    place = group.handle.rank()
+    return pieces(whole, group.size, *rest[:2])[place if group.order is None else group.order.index(place)]
 
 
 def _exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:

@@ -21,10 +21,10 @@ from autopar.runtime.mail import Mail
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_REDUCE_START,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    WHOLE_OF,
     axis_group,
     is_local,
     join,
@@ -223,8 +223,8 @@ def _show(arg: Any) -> str:
 def _collective(requests: list[Request]) -> list[torch.Tensor]:
     """Every member's result, in memory of its own: the executor may write over it later."""
     parts = [request.args[0] for request in requests]
-    target, rest = requests[0].op, requests[0].args[2:]
-    if target in (ALL_REDUCE, ALL_REDUCE_START):
+    target, rest = WHOLE_OF.get(requests[0].op, requests[0].op), requests[0].args[2:]
+    if target == ALL_REDUCE:
         total = reduce_parts(parts, rest[0])
         return [total, *(total.clone() for _ in parts[1:])]
     if target == ALL_GATHER:
