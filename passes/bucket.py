@@ -1,26 +1,25 @@
-"""bucket: gradients are reduced in buckets, each started as soon as it is full and awaited at the end."""
+"""bucket: sums of gradients move in buckets, each started as soon as it is full, under the backward pass."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from autopar.ir.layout import Layout, local_shape
 from autopar.ir.ops import op
 from autopar.ir.plan import BUCKET_BYTES, Plan
-from autopar.ir.program import Builder, Program, Record, TensorType, record, set_record
+from autopar.ir.program import Builder, Program, part_shape, record
+from autopar.passes.flat import Flat
 
 MADE_BY = "bucket"
 # A small model too has gradients on their way while it computes others: so many buckets, if that makes none tiny.
 FEWEST, LEAST_BYTES = 4, 2**20
-aten = torch.ops.aten
+SUMS = (op("all_reduce"), op("reduce_scatter"))
 
 
 def bucket(program: Program, plan: Plan) -> Program:
-    """LOCAL -> LOCAL. Gradient all-reduces over one axis are merged and overlapped with the backward pass.
+    """LOCAL -> LOCAL. Sums of gradients over one axis are merged and overlapped with the backward pass.
 
         %all_reduce: f32[64,8] = autopar.all_reduce.default(%a, 'dp', 'sum')
         %all_reduce_1: f32[8] = autopar.all_reduce.default(%b, 'dp', 'sum')
@@ -29,14 +28,15 @@ def bucket(program: Program, plan: Plan) -> Program:
         ... the rest of the backward pass ...
         %wait = autopar.wait.default(%start); %gradient, %gradient_1 = the pieces of %wait
 
-    PyTorch Distributed, arXiv 2006.15704, section 3.2.
+    Sums that are scattered (ZeRO) likewise; of those no more than two buckets are on their way at once, since each
+    holds whole gradients until it has moved. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
     return _Bucket(program, plan).run()
 
 
 @dataclass(slots=True)
 class _Open:
-    """A bucket that is being filled, with the old all-reduce nodes."""
+    """A bucket that is being filled, with the old nodes."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     bytes_: int = 0
@@ -46,117 +46,94 @@ class _Bucket:
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.plan, self.mesh = program, plan, program.mesh
         self.build = Builder(MADE_BY)
-        self.open: dict[tuple[str, torch.dtype], _Open] = {}
+        self.flat = Flat(self.build, self.mesh)
+        self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
 
     def run(self) -> Program:
-        gradients = self._gradients()
-        total = sum(self._shape(node, record(node).layout).bytes_ for node in gradients)
+        self.sums = self._sums()
+        total = sum(self._bytes(node) for node in self.sums)
         if self.plan.memory.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
         for node in self.program.graph.nodes:
             if node.op == "output":
-                for bucket_ in self.open.values():
-                    self._start(bucket_)
-                for nodes, start in self.started:
-                    self._finish(nodes, start)
+                self._flush()
                 self.build.copy(node)
-            elif node in gradients:
+            elif node not in self.sums:
+                self.build.copy(node)
+            elif node.args[0] not in self.sums:  # else it is added when that one has arrived
                 self._add(node)
-            else:
-                self.build.copy(node)
         return self.program.with_(graph=self.build.graph)
 
-    def _gradients(self) -> set[fx.Node]:
-        """The sums that leave as gradients and are read by nothing else."""
+    def _sums(self) -> dict[fx.Node, None]:
+        """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""
         output = self.program.graph.output_node()
         outputs = zip(self.program.results, self.program.outputs, strict=True)
-        leaving = {node for node, out in outputs if node is not None and out.kind == "gradient"}
-        return {
-            node
-            for node in leaving
-            if node.target is op("all_reduce") and node.args[2] == "sum" and set(node.users) == {output}
-        }
+        leaving = {node: None for node, out in outputs if node is not None and out.kind in ("gradient", "part")}
+        found: dict[fx.Node, None] = {}
+        for node in reversed(self.program.nodes):
+            is_sum = node.target in SUMS and node.args[-1] == "sum"
+            users = list(node.users)
+            leaves = node in leaving and users == [output]
+            if is_sum and (leaves or (len(users) == 1 and users[0] in found)):
+                found[node] = None
+        return found
+
+    def _bytes(self, node: fx.Node) -> int:
+        """Of what is summed, on one rank."""
+        summed = record(node.args[0])  # type: ignore[arg-type]
+        elements = 1
+        for size in part_shape(summed.type, summed.layout, self.mesh):
+            elements *= size
+        return elements * summed.type.dtype.itemsize
 
     def _add(self, node: fx.Node) -> None:
-        axis, dtype = str(node.args[1]), record(node).type.dtype
-        bytes_ = self._shape(node, record(node).layout).bytes_
+        bytes_ = self._bytes(node)
         if bytes_ >= self.limit:  # alone it needs no copy
             self._start(_Open([node]))
             return
-        found = self.open.setdefault((axis, dtype), _Open())
+        key = (node.target, str(node.args[1]), record(node).type.dtype)
+        found = self.open.setdefault(key, _Open())
         found.nodes.append(node)
         found.bytes_ += bytes_
         if found.bytes_ >= self.limit:
+            del self.open[key]
             self._start(found)
-            del self.open[axis, dtype]
-
-    def _shape(self, node: fx.Node, layout: Layout) -> TensorType:
-        type_ = record(node).type
-        return TensorType(local_shape(type_.shape, layout, self.mesh), type_.dtype)
 
     def _start(self, found: _Open) -> None:
-        nodes = found.nodes
-        parts = [self.build.new(node.args[0]) for node in nodes]
-        first = record(nodes[0])
-        names = self._names(nodes)
+        first = found.nodes[0]
+        names = self._names(found.nodes)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        reason = f"gradients of {', '.join(names[:3])}{more} are partial over '{nodes[0].args[1]}'"
-        if len(nodes) == 1:
-            like = first.with_(reason=reason)
-        else:
-            sizes = [self._shape(node, record(node).layout).numel for node in nodes]
-            partial = record(parts[0]).layout.partial
-            flat = TensorType((sum(sizes),), first.type.dtype)
-            # Made of local pieces: as a value of its own a bucket has no global shape, so its layout is whole.
-            like = first.with_(types=(flat,), layouts=(Layout(((),), partial),), origin="", reason=reason)
-            parts = [self._flatten(part, size, like) for part, size in zip(parts, sizes, strict=True)]
-            parts = [self.build.call(aten.cat.default, parts, like=like.with_(
-                operands=tuple(record(part).layout for part in parts)), name="flat")]  # fmt: skip
-        axis, kind = nodes[0].args[1:]
-        reduced = Layout(like.layout.dims, tuple(p for p in record(parts[0]).layout.partial if p != (axis, kind)))
-        like = like.with_(layouts=(reduced,), operands=(record(parts[0]).layout,))
-        start = self.build.call(op("all_reduce_start"), parts[0], axis, kind, like=like, name="all_reduce_start")
-        self.started.append((nodes, start))
+        reason = f"gradients of {', '.join(names[:3])}{more} are partial over '{first.args[1]}'"
+        if first.target is op("reduce_scatter"):
+            before = [entry for entry in self.started if entry[0][0].target is first.target]
+            for entry in before[:-1]:
+                self._finish(entry)
+        self.started.append((found.nodes, self.flat.start(found.nodes, reason)))
 
-    def _flatten(self, part: fx.Node, size: int, like: Record) -> fx.Node:
-        layout = Layout(((),), record(part).layout.partial)
-        flat = like.with_(
-            types=(TensorType((size,), like.type.dtype),), layouts=(layout,), operands=(record(part).layout,), reason=""
-        )
-        return self.build.call(aten.reshape.default, part, [-1], like=flat, name="flat_part")
+    def _finish(self, entry: tuple[list[fx.Node], fx.Node]) -> None:
+        nodes, start = entry
+        self.started.remove(entry)
+        self.flat.finish(nodes, start)
+        for node in nodes:
+            for user in node.users:
+                if user in self.sums:
+                    self._add(user)
 
-    def _finish(self, nodes: list[fx.Node], start: fx.Node) -> None:
-        like = record(start)
-        wait = self.build.call(op("wait"), start, like=like.with_(operands=(like.layout,), reason=""), name="wait")
-        if len(nodes) == 1:
-            self.build.value[nodes[0]] = wait
-            return
-        sizes = [self._shape(node, record(node).layout).numel for node in nodes]
-        split = self.build.call(
-            aten.split_with_sizes.default, wait, sizes, name="gradients",
-            like=like.with_(types=tuple(TensorType((size,), like.type.dtype) for size in sizes), several=True,
-                            layouts=(like.layout,) * len(sizes), operands=(like.layout,), reason=""),
-        )  # fmt: skip
-        for i, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
-            self.build.value[node] = self._piece(split, i, size, node)
-
-    def _piece(self, split: fx.Node, i: int, size: int, node: fx.Node) -> fx.Node:
-        like, old = record(split), record(node)
-        flat = like.with_(
-            types=(TensorType((size,), old.type.dtype),), several=False, layouts=(like.layouts[i],), operands=()
-        )
-        item = self.build.graph.create_node("call_function", operator.getitem, (split, i))
-        set_record(item, flat)
-        shape = list(self._shape(node, old.layout).shape)
-        return self.build.call(
-            aten.reshape.default, item, shape, like=old.with_(operands=(like.layouts[i],), reason=""), name="gradient"
-        )
+    def _flush(self) -> None:
+        """Start what is left, and wait for all, until nothing is on its way."""
+        while self.open or self.started:
+            opened, self.open = list(self.open.values()), {}
+            for found in opened:
+                self._start(found)
+            for entry in list(self.started):
+                self._finish(entry)
 
     def _names(self, nodes: list[fx.Node]) -> list[str]:
         by_node: dict[fx.Node, str] = {}
         for result, out in zip(self.program.results, self.program.outputs, strict=True):
-            if result is not None:
-                by_node.setdefault(result, out.name)
+            while result is not None and result not in by_node:
+                by_node[result] = out.name
+                result = result.args[0] if result.target in SUMS else None  # type: ignore[assignment]
         return [f"'{by_node[node]}'" for node in nodes]

@@ -158,13 +158,12 @@ class _Zero:
         results = []
         for i, (result, out) in enumerate(zip(self.program.results, self.program.outputs, strict=True)):
             assert result is not None
-            layout = self.stored.get(out.name) if out.kind == "gradient" else None
-            operands[i] = layout or operands[i]
-            results.append(
-                padded.get((result, layout), self.build.value[result]) if layout else self.build.value[result]
-            )
-        made = self.build.graph.output(tuple(results))
-        set_record(made, record(node).with_(operands=tuple(operands)))
+            made = self.build.value[result]
+            if out.kind == "gradient" and out.name in self.stored:
+                operands[i] = self.stored[out.name]
+                made = padded.get((result, operands[i]), made)
+            results.append(made)
+        set_record(self.build.graph.output(tuple(results)), record(node).with_(operands=tuple(operands)))
 
     def _notes(self) -> list[str]:
         names = ", ".join(f"'{name}'" for name in self.whole[:3])

@@ -258,7 +258,7 @@ def _reduce_scatter(x: torch.Tensor, group: Group, dim: int, outer: int, kind: s
 
 
 def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
-    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are. Of all of x, or of this rank's piece."""
+    """log(sum over ranks of exp(x)) of all of x or of this rank's piece, shifted by the maximum; -inf where all are."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     top = wide.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)

@@ -91,7 +91,7 @@ def _scattered(done: torch.Tensor, group: Group, dim: int, outer: int, kind: str
     return done.squeeze(0)
 
 
-_COLLECTIVES = {
+_COLLECTIVES: Mapping[Any, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     ALL_REDUCE: (_reduce, _reduced),
     ALL_GATHER: (_gather, _gathered),
     REDUCE_SCATTER: (_scatter, _scattered),
@@ -99,7 +99,7 @@ _COLLECTIVES = {
 
 
 def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
-    """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are. Of all of x, or of this rank's piece."""
+    """log(sum over ranks of exp(x)) of all of x or of this rank's piece, shifted by the maximum; -inf where all are."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     top = _c10d.wait_tensor(_reduce(wide, group, "max"))
     top = torch.where(top.abs() == torch.inf, 0, top)

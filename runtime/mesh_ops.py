@@ -17,11 +17,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import op
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
-ALL_REDUCE, ALL_REDUCE_START, WAIT = op("all_reduce"), op("all_reduce_start"), op("wait")
+ALL_REDUCE, WAIT = op("all_reduce"), op("wait")
 ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = op("all_gather"), op("reduce_scatter"), op("all_to_all")
 # What a collective in two halves does: its op if it were one.
 WHOLE_OF = {
-    ALL_REDUCE_START: ALL_REDUCE,
+    op("all_reduce_start"): ALL_REDUCE,
     op("all_gather_start"): ALL_GATHER,
     op("reduce_scatter_start"): REDUCE_SCATTER,
 }

@@ -26,7 +26,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     schedule = parse_schedule(staging.schedule, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = partition(program, plan, places)
-    graphs = {key: bucket(graph, plan) if key[1] == "E" else graph for key, graph in pipeline.graphs.items()}
+    graphs = {key: bucket(graph, plan) for key, graph in pipeline.graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known
