@@ -11,6 +11,7 @@ from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
 from autopar.passes.localize import localize
 from autopar.passes.pipeline import make_pipeline
+from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE, Table
@@ -25,8 +26,10 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (zero, Level.SHARDED),  # parameters lie split over a data axis
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (localize, Level.LOCAL),  # global shapes become one rank's
+    (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )
+OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, bucket})
 READS_RULES: frozenset[Pass] = frozenset({unsort, propagate, localize})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
@@ -40,8 +43,8 @@ def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tupl
     verify(program, Level.CAPTURED)
     history = [("capture", program)]
     for step, level in PASSES:
-        if step is bucket and plan.is_staged:
-            continue  # it comes after the cut, which is where gradients leave
+        if step in OF_GRAPHS and plan.is_staged:
+            continue  # they come after the cut
         program = step(program, plan, table) if step in READS_RULES else step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:

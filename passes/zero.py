@@ -158,11 +158,11 @@ class _Zero:
         results = []
         for i, (result, out) in enumerate(zip(self.program.results, self.program.outputs, strict=True)):
             assert result is not None
-            made = self.build.value[result]
+            leaves = self.build.value[result]
             if out.kind == "gradient" and out.name in self.stored:
                 operands[i] = self.stored[out.name]
-                made = padded.get((result, operands[i]), made)
-            results.append(made)
+                leaves = padded.get((result, operands[i]), leaves)
+            results.append(leaves)
         set_record(self.build.graph.output(tuple(results)), record(node).with_(operands=tuple(operands)))
 
     def _notes(self) -> list[str]:

@@ -9,6 +9,7 @@ from autopar.ir.program import Program
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
 from autopar.passes.pipeline.partition import Places, partition
+from autopar.passes.prefetch import prefetch
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
 
 __all__ = ["make_pipeline"]
@@ -26,7 +27,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     schedule = parse_schedule(staging.schedule, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = partition(program, plan, places)
-    graphs = {key: bucket(graph, plan) for key, graph in pipeline.graphs.items()}
+    graphs = {key: bucket(prefetch(graph, plan), plan) for key, graph in pipeline.graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known
