@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.torch_compat import SUBCLASSED_DTENSORS, local_of, spec_of, with_spec
 
@@ -32,6 +32,13 @@ _PAIRWISE = frozenset(
     f"aten::{name}" for op in _LISTS.split() for name in (f"_foreach_{op}", f"_foreach_{op}_", *_FUSED)
 )
 
+_OF_EQUAL_PARTS = frozenset(
+    f"aten::{name}" for name in ["mean", "var", "std", "var_mean", "std_mean", "median", "nanmean"]
+)
+_REDUCTIONS = _OF_EQUAL_PARTS | {
+    f"aten::{name}" for name in ["amax", "amin", "linalg_vector_norm", "max", "min", "norm", "prod", "sum"]
+}
+
 
 class ParameterTensor(DTensor):
     """A DTensor in all but speed; pickled, it is a plain one.
@@ -50,7 +57,8 @@ class ParameterTensor(DTensor):
             specs, parts = pairs
             out = func(*parts, **kwargs)
             return out and [with_spec(ParameterTensor, part, spec) for part, spec in zip(out, specs, strict=True)]
-        out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+        out = _reduced(func, args, kwargs) if func._schema.name in _REDUCTIONS else func(*args, **kwargs)
         # That was an alias; what was written in place is still this object to its holder.
         return args[0] if isinstance(out, DTensor) and func._schema.name.endswith("_") else out
 
@@ -67,11 +75,41 @@ class ParameterTensor(DTensor):
         return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
 
 
+class NumberTensor(DTensor):
+    """A norm or sum of a parameter, which may be partial: DTensor would read this rank's part of it as a number."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in (kwargs or {}).items()}
+        if func is _aten._local_scalar_dense.default:
+            return local_of(_whole(args[0])).item()
+        return func(*args, **kwargs)
+
+
 def _plain(arg: Any) -> Any:
     """An argument as DTensor itself takes it: the same memory."""
-    if type(arg) is ParameterTensor:
+    if type(arg) in (ParameterTensor, NumberTensor):
         return with_spec(DTensor, local_of(arg), spec_of(arg))
     return [_plain(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A reduction with a result that is right, and whole if it has dims: optimizers that factorise (Adafactor) go on
+    with it, and DTensor takes the means of unequal parts for equal ones, and refuses to square a partial norm in place.
+    """
+    x = args[0]
+    if func._schema.name in _OF_EQUAL_PARTS and isinstance(x, DTensor):
+        args = (_whole(x), *args[1:])
+    out = func(*args, **kwargs)
+    if not isinstance(out, DTensor):
+        return out
+    return _whole(out) if out.ndim else with_spec(NumberTensor, local_of(out), spec_of(out))
+
+
+def _whole(x: DTensor) -> DTensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def _pairwise(args: Any, kwargs: Any) -> tuple[list[Any], list[Any]] | None:

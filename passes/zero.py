@@ -131,11 +131,11 @@ class _Zero:
                 wanted[entry.name] = (layout, padded_shape(record(node).type.shape, layout, self.mesh))
         self.whole.clear()
         found: dict[fx.Node, list[tuple[Layout, tuple[int, ...]]]] = {}
-        for node, out in zip(self.program.results, self.program.outputs, strict=True):
-            if node is not None and out.kind == "gradient" and out.name in wanted:
+        for result, out in zip(self.program.results, self.program.outputs, strict=True):
+            if result is not None and out.kind == "gradient" and out.name in wanted:
                 layout, shape = wanted[out.name]
-                if shape != record(node).type.shape and (layout, shape) not in found.get(node, ()):
-                    found.setdefault(node, []).append((layout, shape))
+                if shape != record(result).type.shape and (layout, shape) not in found.get(result, ()):
+                    found.setdefault(result, []).append((layout, shape))
         return found
 
     def _padded(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
