@@ -233,7 +233,8 @@ def moving_nodes(program: Program) -> Iterator[fx.Node]:
 def collectives_of(program: Program) -> Iterator[Collective]:
     """The table of a program's collectives, in order."""
     for node in moving_nodes(program):
-        found, name = record(node), node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+        found = record(node)
+        name = node.target.__name__.split(".")[0].removesuffix("_start")  # type: ignore[union-attr]
         operand = operand_nodes(node)[0]
         # A gather's value is its result; all others move their operand.
         type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)
@@ -242,7 +243,7 @@ def collectives_of(program: Program) -> Iterator[Collective]:
         for size in shape:
             numel *= size
         yield Collective(
-            op=name.removesuffix("_start"),
+            op=name,
             axis=str(node.args[1]),
             bytes=numel * type_.dtype.itemsize,
             shape=shape,

@@ -16,6 +16,7 @@ from autopar.choices import Choices, StepOptions, choices_of
 from autopar.compiled import Compiled
 from autopar.constraints import (
     check_batch,
+    check_zero,
     divides_batch,
     is_sequence_parallel,
     microbatches_of,
@@ -94,6 +95,7 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         frozen=captured.frozen,
         patterns=patterns,
     )
+    check_zero(plan)
     program, table = check_calls(captured.program), OWN_OPS.table()
     compiled = Compiled(plan, run_passes(program, plan, table))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):

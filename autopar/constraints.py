@@ -7,10 +7,10 @@ import fnmatch
 import math
 from collections.abc import Mapping
 
-from autopar.errors import BatchError, LayoutError, divisors, one_of
+from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.plan import DATA_AXES, PIPELINE, Plan
 from autopar.ir.program import Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, batch_size
 
@@ -127,6 +127,15 @@ def check_batch(program: Program, mesh: Mesh) -> None:
                     f"the batch has {size} samples (dim 0 of {shapes}), which axis '{axis}' (size {ranks}) cannot "
                     f"divide. Use a batch size that is a multiple of {ranks}, or a {axis} of {one_of(divisors(size))}."
                 )
+
+
+def check_zero(plan: Plan) -> None:
+    """Raise PlanError if ZeRO has no axis to split states over."""
+    if plan.zero and not any(axis in plan.mesh for axis in DATA_AXES):
+        raise PlanError(
+            f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp or fsdp to it, "
+            f"e.g. 'dp=2,{plan.mesh}', or leave zero out."
+        )
 
 
 def divides_batch(program: Program, mesh: Mesh) -> bool:
