@@ -17,6 +17,9 @@ from benchmarks.compare.measure import Case, measure
 
 CPU_CASES = (
     Case("gpt", "dp=2", 2, ("DDP",)),
+    Case("gpt", "dp=2", 2, ("FSDP2",), zero=3),
+    Case("gpt", "dp=2", 2, ("DDP ZeroRedundancyOptimizer",), zero=1),
+    Case("gpt", "dp=2", 2, ("DDP checkpoint",), recompute="full"),
     Case("gpt", "tp=2", 2, ("DTensor", "DTensor loss_parallel")),
     Case("gpt", "dp=1", 1, ("eager",)),
     Case("gpt", "pp=2", 2, ("pipelining 2+2", "pipelining 3+1")),

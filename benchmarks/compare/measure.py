@@ -26,7 +26,7 @@ Maker = Callable[[], Step]
 
 @dataclass(frozen=True)
 class Case:
-    """Ours and its peers for a model on one mesh. sequence, inductor: how ours is called."""
+    """Ours and its peers for a model on one mesh. sequence, inductor, zero, recompute: how ours is called."""
 
     model: str
     mesh: str
@@ -35,6 +35,8 @@ class Case:
     device: str = "cpu"
     sequence: bool = False
     inductor: bool = False
+    zero: int | None = None
+    recompute: str = "none"
 
     @property
     def microbatches(self) -> int | None:
@@ -48,6 +50,7 @@ class Case:
     def options(self) -> str:
         """What ours is called with beside the mesh."""
         found = ["sequence_parallel"] * self.sequence + ["inductor"] * self.inductor
+        found += [f"zero={self.zero}"] * bool(self.zero) + [f"recompute={self.recompute}"] * (self.recompute != "none")
         return " ".join(found + [f"microbatches={self.microbatches}"] * bool(self.microbatches))
 
     def maker(self, side: str) -> Maker:
@@ -57,6 +60,8 @@ class Case:
             "sequence_parallel": self.sequence,
             "compile": "inductor" if self.inductor else None,
             "microbatches": self.microbatches,
+            "zero": self.zero,
+            "recompute": self.recompute,
         }
         return lambda: ours(self.model, self.mesh, self.device, options)
 
@@ -101,7 +106,7 @@ def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
                 torch.cuda.synchronize()
             found[side].wall.append(time.perf_counter() - wall)
             found[side].cpu.append(time.process_time() - cpu)
-            if side.startswith(("DDP", "pipelining")):  # of this rank's half of the batch, or of the last stage
+            if side.startswith(("DDP", "FSDP", "pipelining")):  # of this rank's half of the batch, or of the last stage
                 dist.all_reduce(loss)
                 loss /= case.ranks
             found[side].loss.append(loss.item())

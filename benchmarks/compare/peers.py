@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel as sharded_loss
 
 from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of
 from benchmarks.compare.pipelines import pipelined
+from benchmarks.compare.sharded import checkpointed, fully_sharded, zero_redundancy
 
 
 def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
@@ -118,6 +119,9 @@ PEERS: dict[str, Callable[[str, str], Step]] = {
     "DTensor": tensor_parallel,
     "DTensor loss_parallel": lambda name, device: tensor_parallel(name, device, loss_parallel=True),
     "DTensor SequenceParallel": lambda name, device: tensor_parallel(name, device, sequence=True),
+    "FSDP2": fully_sharded,
+    "DDP ZeroRedundancyOptimizer": zero_redundancy,
+    "DDP checkpoint": checkpointed,
     "pipelining 2+2": lambda name, device: pipelined(name, device, 2),
     "pipelining 3+1": lambda name, device: pipelined(name, device, 3),
 }
