@@ -245,6 +245,7 @@ def test_saved_programs_and_the_dark(browser: Any, compiled: Compiled, tmp_path:
     assert not light.faults + dark.faults
 
 
+@pytest.mark.slow
 def test_eighty_layers(browser: Any, tmp_path: Path):
     """As many nodes as a Llama of 70 billion parameters has; the widths do not matter to the page."""
     with torch.device("meta"):

@@ -129,7 +129,8 @@ def assert_inductor_ran(seen: tuple[list[str], int]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_one_rank(name: str, alone: None) -> None:
     assert_inductor_ran(_train(0, name, "dp=1", {}))
 
