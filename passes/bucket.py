@@ -49,6 +49,7 @@ class _Bucket:
         self.open: dict[tuple[str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
+        self.casts: set[fx.Node] = set()  # of what was summed in a short float
 
     def run(self) -> Program:
         gradients = self._gradients()
@@ -61,23 +62,32 @@ class _Bucket:
                     self._start(bucket_)
                 for nodes, start in self.started:
                     self._finish(nodes, start)
+                for cast in self.program.graph.nodes:
+                    if cast in self.casts:
+                        self.build.copy(cast)
                 self.build.copy(node)
             elif node in gradients:
                 self._add(node)
-            else:
+            elif node not in self.casts:
                 self.build.copy(node)
         return self.program.with_(graph=self.build.graph)
 
     def _gradients(self) -> set[fx.Node]:
-        """The sums that leave as gradients and are read by nothing else."""
+        """The sums that leave as gradients, as they are or cast, and are read by nothing else."""
         output = self.program.graph.output_node()
         outputs = zip(self.program.results, self.program.outputs, strict=True)
         leaving = {node for node, out in outputs if node is not None and out.kind == "gradient"}
-        return {
-            node
-            for node in leaving
-            if node.target is op("all_reduce") and node.args[2] == "sum" and set(node.users) == {output}
-        }
+        found = set()
+        for node in leaving:
+            is_cast = node.target is aten._to_copy.default
+            summed = node.args[0] if is_cast else node
+            assert isinstance(summed, fx.Node)
+            alone = set(node.users) == {output} and (not is_cast or set(summed.users) == {node})
+            if alone and summed.target is op("all_reduce") and summed.args[2] == "sum":
+                found.add(summed)
+                if is_cast:
+                    self.casts.add(node)
+        return found
 
     def _add(self, node: fx.Node) -> None:
         axis, dtype = str(node.args[1]), record(node).type.dtype
@@ -159,4 +169,6 @@ class _Bucket:
         for result, out in zip(self.program.results, self.program.outputs, strict=True):
             if result is not None:
                 by_node.setdefault(result, out.name)
+                if result in self.casts:
+                    by_node.setdefault(result.args[0], out.name)  # type: ignore[arg-type]
         return [f"'{by_node[node]}'" for node in nodes]
