@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,13 +20,12 @@ from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
+from autopar.reference import SCALE, OptimizerFactory
 from autopar.runtime.executor import Outputs, compile_graph
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
 from autopar.staged import given_of, pipeline_of
 from autopar.torch_compat import tree_flatten
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Virtual:
@@ -56,6 +55,8 @@ class Virtual:
                 continue
             found[out.kind, out.name] = combine(parts, layout, held)
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
+            if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
+                found[out.kind, out.name] /= SCALE
         self._update(found)
         return found
 
@@ -164,6 +165,8 @@ def _input(entry: Input, tensors: Mapping[str, torch.Tensor], leaves: list[Any],
         leaf = leaves[int(entry.name)]
         assert isinstance(leaf, torch.Tensor)
         return leaf
+    if entry.kind == "scale":
+        return torch.tensor(SCALE, device=seed.device)
     return seed if entry.kind == "seed" else tensors[entry.name]
 
 

@@ -126,8 +126,9 @@ def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch or seed; in a pipeline also saved (a
-    value of the micro-batch, from another action) or step (one for all micro-batches).
+    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch, seed or scale (of the loss whose
+    gradients leave); in a pipeline also saved (a value of the micro-batch, from another action) or step (one for all
+    micro-batches).
 
     `names` are the module's names of it (several if tied), or its place in the batch.
     """

@@ -44,6 +44,8 @@ HIGH = """
     aten.mean aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.var aten.var_mean aten.std
     aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
 """
+# The argument of a product that is a statistic of it, and comes in float32.
+STATISTICS = {"autopar.attention_backward.default": 6}
 SUMS = "aten.sum"
 # What torch computes of two dtypes without a copy of either.
 PROMOTING = """

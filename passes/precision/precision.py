@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from autopar.ir.names import dtype_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, is_getitem, is_view, operand_nodes, record, set_record
-from autopar.passes.precision.kinds import Kind, kind_of
+from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
 from autopar.passes.rules import TABLE
 
@@ -107,7 +105,8 @@ class _Precision:
         if str(node.target) not in TABLE:  # of the user's own, or one of which little is known: as it was traced
             return {old: record(old).type.dtype for old in operands}
         if kind is Kind.LOW and node in self.weighted:
-            return dict.fromkeys(operands, low)
+            statistic = STATISTICS.get(str(node.target))
+            return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
         if kind is Kind.HIGH or node in self.totals:
             return dict.fromkeys(operands, WIDE)
         if kind is Kind.SUM or node.target is aten._to_copy.default:
@@ -235,7 +234,7 @@ class _Precision:
             return []
         calls = [node for node in self.build.graph.nodes if node.op == "call_function" and not is_getitem(node)]
         short = sum(any(t is not None and t.dtype is self.low for t in record(node).types) for node in calls)
-        kept = {_name(node) for node in calls if kind_of(str(node.target)) is Kind.HIGH and self.low not in _dtypes(node)}
+        kept = {_name(node) for node in calls if kind_of(str(node.target)) is Kind.HIGH}
         names = ", ".join(sorted(kept)) or "no op"
         casts = sum(node.target is aten._to_copy.default for node in calls)
         name = dtype_name(self.low)
@@ -246,16 +245,10 @@ def _name(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-def _dtypes(node: fx.Node) -> set[torch.dtype]:
-    return {type_.dtype for type_ in record(node).types if type_ is not None}
-
-
 def _weighted(program: Program) -> set[fx.Node]:
     """The nodes that hang on a parameter."""
     found = {
-        node
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
+        node for node, entry in zip(program.placeholders, program.inputs, strict=True) if entry.kind == "parameter"
     }
     for node in program.calls():
         if any(operand in found for operand in node.all_input_nodes):
