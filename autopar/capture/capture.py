@@ -22,7 +22,7 @@ from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.raised_random import foreign_state
-from autopar.capture.raising import Raise, default_dtype
+from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.reads import STEADY, Read, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
@@ -140,7 +140,8 @@ class _Capture:
             fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
         before, drawn = Attributes(self.model), foreign_state()
         try:
-            with quiet(), default_dtype(self.lift):
+            autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
+            with quiet(), default_dtype(self.lift), autocast:
                 traced = self._trace(fakes)
                 while self.reads is not None and self.unknown is not None:
                     self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))

@@ -12,7 +12,7 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.location import place_of
+from autopar.capture.location import is_exact, place_of
 from autopar.capture.spelling import filled, joined, memory_order, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
@@ -170,7 +170,8 @@ class _Normaliser:
         made = self.graph.create_node("call_function", target, args, kwargs, name=getattr(target, "_opname", None))
         several = isinstance(typed.meta.get("val"), (tuple, list))
         phase, module, source = place_of(like)
-        set_record(made, Record(_types(typed), several, (), (), module, source, phase, "capture", made.name))
+        made_here = Record(_types(typed), several, (), (), module, source, phase, "capture", made.name)
+        set_record(made, made_here.with_(exact=is_exact(like)))
         return made
 
     def _results(self, output: fx.Node, count: int) -> tuple[fx.Node | None, ...]:

@@ -51,7 +51,7 @@ class Raise(TorchFunctionMode):
     all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
-    trace, for under mixed precision it may be something else.
+    trace, for under mixed precision it may be something else; and so do regions without autocast.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Raise(TorchFunctionMode):
         self.calls = calls
         self.reads = reads
         self.keeps_casts = keeps_casts
+        self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
@@ -91,6 +92,8 @@ class Raise(TorchFunctionMode):
             func, args, kwargs = _traced(func, args, kwargs)
         if self.lift is not None:
             func, args, kwargs = _lifted(func, args, kwargs, self.lift)
+        if self.locator and self.keeps_casts:
+            self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
         self.calling = func
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
@@ -145,6 +148,19 @@ class Raise(TorchFunctionMode):
         self.random_ops.add(number)
         torch.default_generator.manual_seed(_FIRST + number)
         return number
+
+
+@contextmanager
+def idle_autocast(device_type: str) -> Iterator[None]:
+    """Autocast to float32, which changes nothing in a model of that dtype: it shows where the model turns it off."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Record:
     origin: str = ""  # the captured node whose logical value this holds, e.g. "mul_3" or "split.1"
     reason: str = ""  # why the node exists, if a pass made it
     flops: int = field(default=0, compare=False)  # of the whole call, if it is a product; not part of the text form
+    exact: bool = field(default=False, compare=False)  # no precision shortens it; not part of the text form
 
     @property
     def type(self) -> TensorType:

@@ -102,14 +102,17 @@ class _Precision:
         low, kind = self.low, kind_of(str(node.target))
         assert low is not None
         operands = [old for old in dict.fromkeys(operand_nodes(node)) if self._dtype(old) in (low, WIDE)]
-        if str(node.target) not in TABLE:  # of the user's own, or one of which little is known: as it was traced
+        if node.target is aten._to_copy.default:
+            return {}
+        # As it was traced: where the user turned autocast off, and an op of a user's own or of which little is known.
+        if record(node).exact or str(node.target) not in TABLE:
             return {old: record(old).type.dtype for old in operands}
         if kind is Kind.LOW and node in self.weighted:
             statistic = STATISTICS.get(str(node.target))
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
         if kind is Kind.HIGH or node in self.totals:
             return dict.fromkeys(operands, WIDE)
-        if kind is Kind.SUM or node.target is aten._to_copy.default:
+        if kind is Kind.SUM:
             return {}
         bias = self._bias(node)
         if bias is not None:
@@ -129,12 +132,14 @@ class _Precision:
         return bias if is_low and self.build.value[bias] in self.vectors else None
 
     def _is_idle(self, node: fx.Node) -> bool:
-        """A cast of the model's own to the dtype that the value has: the value itself."""
+        """A cast of the model's own that needs none: the value has the dtype, or is cast to it already."""
         (operand,) = operand_nodes(node)
-        dtype = node.kwargs.get("dtype")
-        if dtype is None or self._dtype(operand) is not dtype:
+        dtype, value = node.kwargs.get("dtype"), self.build.value[operand]
+        if dtype is not None and self._dtype(operand) is not dtype:
+            value = self.casts.get((value, dtype), value)  # type: ignore[arg-type]
+        if dtype is None or record(value).type.dtype is not dtype:
             return False
-        self.build.value[node] = self.build.value[operand]
+        self.build.value[node] = value
         return True
 
     def _dtype(self, old: fx.Node) -> torch.dtype:
