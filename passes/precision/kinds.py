@@ -24,7 +24,8 @@ LOW = """
     aten.mm aten.bmm aten.mv aten.addmm aten.baddbmm aten.addmv aten._grouped_mm
     aten.convolution aten.convolution_backward
 """
-# Norms, softmax, losses, and functions that enlarge a rounding error or leave the range of a short float.
+# Norms, softmax, losses, functions that enlarge a rounding error or leave the range of a short float, and what adds
+# many numbers up, one after the other.
 HIGH = """
     aten.native_layer_norm aten.native_layer_norm_backward aten._fused_rms_norm aten._fused_rms_norm_backward
     aten.native_group_norm aten.native_group_norm_backward
@@ -44,6 +45,8 @@ HIGH = """
     aten.mean aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.var aten.var_mean aten.std
     aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
     aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward aten.special_log_ndtr
+    autopar.embedding_backward aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
+    aten.scatter_add aten.scatter_reduce
 """
 # The argument of a product that is a statistic of it, and comes in float32.
 STATISTICS = {"autopar.attention_backward.default": 6}
