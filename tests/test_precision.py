@@ -168,7 +168,7 @@ def test_activations_are_summed_over_tp_in_the_short_dtype(program: Compiled) ->
 def test_the_program_says_what_is_short(program: Compiled) -> None:
     (note,) = [note for note in program.notes if note.startswith("precision")]
     assert "values are bf16" in note
-    assert "f32 stay cross_entropy_backward, logsumexp, native_layer_norm, native_layer_norm_backward, pick" in note
+    assert "f32 stay cross_entropy_backward, embedding_backward, logsumexp, native_layer_norm, native_layer" in note
     text = print_program(program.program)
     assert "bf16[" in text
     assert "why: %contract takes it in bf16" in text

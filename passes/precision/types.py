@@ -29,7 +29,7 @@ class ResultTypes:
         )
 
     def _dtypes(self, node: fx.Node) -> tuple[torch.dtype | None, ...]:
-        key = str(node.target), repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: record(arg).types))
+        key = str(node.target), repr(fx.node.map_arg((node.args, dict(node.kwargs)), _types_of))
         if key not in self._known:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _empty)
             target: Any = node.target
@@ -37,6 +37,10 @@ class ResultTypes:
             results = results if isinstance(results, (tuple, list)) else (results,)
             self._known[key] = tuple(r.dtype if isinstance(r, torch.Tensor) else None for r in results)
         return self._known[key]
+
+
+def _types_of(node: fx.Node) -> Any:
+    return record(node).types
 
 
 def _empty(node: fx.Node) -> Any:
