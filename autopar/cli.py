@@ -194,7 +194,8 @@ def _compile(target: str, mesh: str, options: Options) -> Compiled:
     job = options.job(target)
     choices = choices_of(**job.step)  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(job.batch)
-    captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize)
+    precision = choices.memory.precision
+    captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize, precision=precision)
     return lower(captured, parsed, choices)
 
 

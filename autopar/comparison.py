@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+# Of a short float: two roundings, for a tensor in which torch.autocast happens to be exact.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+WORSE = 2.0  # how many times torch.autocast's own error a precision may have
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
 # all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
 # enlarges the rounding, so weights get more.
 ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "node": 1e-6}
+SHORT_ZERO = {torch.bfloat16: 1e-3, torch.float16: 1e-4}  # the same share, of every kind, for a short float
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Row:
     """One comparison: `kind` is loss, gradient, weight or buffer.
 
     error: norm of the difference over the norm of the single-device value, the worst of all steps.
-    replicas: the largest difference between ranks that should hold the same.
+    replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
+    under a precision, which is the measure there.
     """
 
     kind: str
@@ -28,6 +32,7 @@ class Row:
     error: float
     replicas: float
     ok: bool
+    allowed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Report:
     tolerance: float
     rows: tuple[Row, ...]
     mismatch: Mismatch | None = None
+    note: str = ""  # what was compared with what, if not equals in one dtype
 
     @property
     def ok(self) -> bool:
@@ -70,11 +76,14 @@ class Report:
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{self.mesh}  {self.dtype}  {self.steps} steps  tolerance {self.tolerance:.0e}"]
+        lines += [self.note] * bool(self.note)
         for row in self.rows:
             mark = "ok" if row.ok else "WRONG"
             replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
-            lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{replicas}")
-        lines.append(f"{'all equal' if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
+            told = f"  autocast {row.allowed:.2e}" if row.allowed is not None else ""
+            lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
+        equal = "all within it" if self.note else "all equal"
+        lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
         if self.mismatch is not None:
             lines.append(str(self.mismatch))
         return "\n".join(lines)
@@ -100,14 +109,29 @@ class Table:
     tolerance: float
     errors: dict[tuple[str, str], float] = field(default_factory=dict)
     replicas: dict[tuple[str, str], float] = field(default_factory=dict)
+    allowed: dict[tuple[str, str], float] = field(default_factory=dict)
+    zero: float = 0.0  # at least this share of a kind's norm is what errors are measured against
 
     @staticmethod
-    def of(dtype: torch.dtype) -> Table:
-        """An empty table with the tolerance of a dtype."""
-        return Table(TOLERANCE.get(dtype, 1e-2))
+    def of(dtype: torch.dtype, roundings: int = 1) -> Table:
+        """An empty table with the tolerance of a dtype, for so many times as many roundings as usual."""
+        return Table(roundings * TOLERANCE.get(dtype, 1e-2), zero=SHORT_ZERO.get(dtype, 0.0))
 
-    def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
-        floors = {kind: ZERO[kind] * norm_of(expected, kind) for kind in ("gradient", "weight", "buffer")}
+    @property
+    def of_nodes(self) -> float:
+        """The tolerance of one node: roundings before it add up."""
+        return self.tolerance * 16 if self.zero else self.tolerance
+
+    def compare(
+        self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float], other: Values | None = None
+    ) -> None:
+        """Enter a step. other: what torch.autocast gives; its errors are allowed, `WORSE` times."""
+        floors = {
+            kind: max(ZERO[kind], self.zero) * norm_of(expected, kind) for kind in ("gradient", "weight", "buffer")
+        }
+        for key in sorted((other or {}).keys() & expected.keys()):
+            error = error_of((other or {})[key], expected[key], floors.get(key[0], 0.0))
+            self.allowed[key] = max(error, self.allowed.get(key, 0.0))
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
             error = float("inf") if wrong else error_of(given[key], expected[key], floors.get(key[0], 0.0))
@@ -117,10 +141,13 @@ class Table:
     def rows(self) -> tuple[Row, ...]:
         order = ("loss", "gradient", "weight", "buffer")
         keys = sorted(self.errors, key=lambda key: order.index(key[0]))
-        return tuple(Row(*key, self.errors[key], self.replicas[key], self._is_right(key)) for key in keys)
+        return tuple(
+            Row(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key)) for key in keys
+        )
 
     def _is_right(self, key: tuple[str, str]) -> bool:
-        return self.errors[key] <= self.tolerance and self.replicas[key] <= self.tolerance
+        limit = max(self.tolerance, WORSE * self.allowed.get(key, 0.0))
+        return self.errors[key] <= limit and self.replicas[key] <= self.tolerance
 
 
 def norm_of(values: Values, kind: str) -> float:

@@ -33,6 +33,7 @@ from autopar.meshes import MeshLike, mesh_of
 from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import make_pipeline, run_passes
 from autopar.passes.rules.rule import Table
+from autopar.precision_check import check_parameters
 from autopar.settings import Settings
 
 
@@ -53,7 +54,9 @@ def compile(
     parsed = mesh_of(mesh)
     choices = choices_of(**options)  # what is cheap to find is found before the capture
     args, kwargs = batch_arguments(batch)
-    return lower(capture(model, loss_fn, args, kwargs, specialize=choices.specialize), parsed, choices)
+    precision = choices.memory.precision
+    captured = capture(model, loss_fn, args, kwargs, specialize=choices.specialize, precision=precision)
+    return lower(captured, parsed, choices)
 
 
 def check_model(model: object) -> None:
@@ -76,6 +79,7 @@ def check_model(model: object) -> None:
 def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:
     """Take a captured program through the passes."""
     choices = choices or Choices()
+    check_parameters(captured.program, choices.memory)
     batch_whole = choices.uneven and not divides_batch(captured.program, mesh)
     if not batch_whole:
         check_batch(captured.program, mesh)

@@ -27,15 +27,16 @@ from autopar.execution import Running, check_compiler, make_runner
 from autopar.ir.layout import Layout, local_part, whole
 from autopar.ir.plan import CPU, GPU
 from autopar.ir.program import Input, record
+from autopar.loss_scale import LossScale, give_gradients
 from autopar.materialize import assign, materialize
 from autopar.meshes import MeshLike
-from autopar.parameter import accumulate
+from autopar.precision_check import check_device
 from autopar.random_state import RandomState
 from autopar.runtime.distributed import make_groups
 from autopar.runtime.pipeline import Given
 from autopar.runtime.recorder import Recorder
 from autopar.staged import given_of
-from autopar.state_dicts import split_loaded, without_strides
+from autopar.state_dicts import describe_state, split_loaded, without_strides
 from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten
 
 _log = logging.getLogger("autopar")
@@ -64,6 +65,7 @@ class ParallelModule(nn.Module):
         staging = replace(choices.staging, machine=CPU if self._device.type == "cpu" else GPU)
         self._loss_fn, self._choices, self._local_batch = loss_fn, replace(choices, staging=staging), batch == "local"
         self._random, self._lift, self._compiler = RandomState(seed), lift, compile
+        self._scale = LossScale() if choices.memory.precision == "fp16" else None
         self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         self._agreement = Agreement(self._device)
         self._distributor = Distributor(self._mesh, device_mesh)
@@ -85,21 +87,21 @@ class ParallelModule(nn.Module):
     def forward_backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward pass on the global batch; adds to `.grad` and returns the loss.
 
-        The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit.
+        The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit. With
+        precision="fp16" an overflow leaves every `.grad` None (see `loss_scale`), so that an optimizer does nothing.
         """
         running, leaves, _ = self._prepare(args, kwargs, train=True)
         outputs = self._run(running, leaves)
         self._random.steps += 1
-        loss: torch.Tensor | None = None
-        parameters = self._named()
+        gradients: dict[str, torch.Tensor | None] = {}
         for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
             if out.kind == "loss":
                 loss = value
             elif out.kind == "gradient":
-                self._accumulate(out.name, parameters[out.name], value)
+                gradients[out.name] = self._taken(out.name, value)
             elif out.kind == "buffer":
                 self._set_buffer(out.name, value)
-        assert loss is not None
+        give_gradients(self._named(), gradients, self._scale, self._device)
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +161,11 @@ class ParallelModule(nn.Module):
     def random_state(self) -> RandomState:
         """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
         return self._random
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the loss of precision="fp16", which follows overflows: save it with a checkpoint. Else None."""
+        return self._scale
 
     @property
     def compiled(self) -> Compiled | None:
@@ -240,8 +247,9 @@ class ParallelModule(nn.Module):
         ]
         self._agreement.check("options", lines)
         self._agreement.together("compiler", lambda: check_compiler(self._compiler, self._device))
+        self._agreement.together("precision", lambda: check_device(self._choices.memory, self._device))
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
-        self._agreement.check("model", [_describe_state(entry, tensor) for entry, tensor in entries])
+        self._agreement.check("model", [describe_state(entry, tensor) for entry, tensor in entries])
         self._agreement.together("model", lambda: materialize(model, self._device, self._random.seed))
         entries = [(entry, t) for entry, t in state_of(model).entries if entry.kind != "constant"]
         for entry, tensor in entries:
@@ -276,7 +284,8 @@ class ParallelModule(nn.Module):
         key = (train, str(spec), repr(shapes), flags, wanted)
         if key not in self._signatures:
             self._signatures[key] = signature_lines(self.original, train, leaves, spec)
-        self._agreement.check("batch and modes", [*self._signatures[key], f"random_state {self._random.state_dict()}"])
+        states = [f"random_state {self._random.state_dict()}"] + [str(self._scale)] * (self._scale is not None)
+        self._agreement.check("batch and modes", [*self._signatures[key], *states])
         if key not in self._running:
             if self._running and any(train == known[0] for known in self._running):
                 _log.warning("new input signature (%s): compiling again", ", ".join(describe(leaves)))
@@ -298,7 +307,7 @@ class ParallelModule(nn.Module):
             choices = self._choices
             captured = capture(
                 self.original, self._loss_fn, global_args, global_kwargs,
-                train=train, lift=self._lift, specialize=choices.specialize,
+                train=train, lift=self._lift, specialize=choices.specialize, precision=choices.memory.precision,
             )  # fmt: skip
             if not first:
                 known = {name: str(layout) for name, layout in self._searched.items()}
@@ -360,6 +369,8 @@ class ParallelModule(nn.Module):
                 return buffers[entry.name]
             if entry.kind == "constant":
                 return running.constants[entry.name]
+            if entry.kind == "scale":
+                return torch.tensor(self._scale.scale if self._scale else 1.0, device=self._device)
             if entry.kind == "seed":
                 return torch.tensor([self._random.seed, self._random.steps], device=self._device)
             return part_of(entry, layout, coord)
@@ -373,10 +384,10 @@ class ParallelModule(nn.Module):
             return given_of(running.compiled, coord, value_of, part_of)
         return [value_of(entry, layout) for entry, layout in running.slots]
 
-    def _accumulate(self, name: str, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-        if value is not None:
-            value = self._distributor.taken(value, self._layouts[name], parameter.shape)
-        accumulate(parameter, value)
+    def _taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        return self._distributor.taken(value, self._layouts[name], self.original.get_parameter(name).shape)
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self.original.named_parameters())
@@ -393,9 +404,3 @@ class ParallelModule(nn.Module):
         path, _, attribute = name.rpartition(".")
         with torch.no_grad():
             getattr(self.original.get_submodule(path), attribute).copy_(value)
-
-
-def _describe_state(entry: Input, tensor: torch.Tensor) -> str:
-    names = " = ".join(entry.names)
-    frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
-    return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"

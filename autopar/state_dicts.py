@@ -12,6 +12,7 @@ from autopar.capture.capture import state_of
 from autopar.distribute import is_strided
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout
+from autopar.ir.program import Input
 from autopar.torch_compat import local_of
 
 if TYPE_CHECKING:
@@ -52,3 +53,10 @@ def without_strides(module: ParallelModule, state: OrderedDict[str, Any], prefix
             axes = module._mesh.names  # in their order
             dims = tuple(tuple(axis for axis in axes if axis in dim) for dim in layout.dims)
             state[prefix + alias] = module._distributor.split(whole_, Layout(dims))
+
+
+def describe_state(entry: Input, tensor: torch.Tensor) -> str:
+    """A parameter or buffer as ranks compare it."""
+    names = " = ".join(entry.names)
+    frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
+    return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"

@@ -133,6 +133,13 @@ def _run_backward(loss: torch.Tensor, tensors: tuple[torch.Tensor, ...] | None) 
     return found
 
 
+def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply gradients by `factor`, in place; `overflow` becomes 1 if any was not finite. What GradScaler calls: one
+    pass over the memory, where public functions take three."""
+    if gradients:
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, factor)
+
+
 def op_names() -> list[str]:
     """The names of all ops that are registered with torch, as `namespace::name`."""
     return [str(name) for name in torch._C._dispatch_get_all_op_names()]

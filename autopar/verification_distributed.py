@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.distributed as dist
 
 from autopar.choices import choices_of
-from autopar.comparison import Report, Table, Values
+from autopar.comparison import Report, Values
 from autopar.compiler import batch_arguments
 from autopar.job import Job
 from autopar.meshes import mesh_of
 from autopar.module import ParallelModule
+from autopar.reference import SCALE, Reference, cast, short_of
 from autopar.torch_compat import tree_map
-from autopar.verification import Plain, cast
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
     """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
-    model = job.model.to(dtype=dtype)
-    plain_model = copy.deepcopy(model)
-    batch = tree_map(lambda leaf: cast(leaf, dtype), job.batch)
+    choices, batch, model = choices_of(**job.step), job.batch, job.model
+    is_exact = short_of(choices.memory) is None
+    if is_exact:
+        model, batch = model.to(dtype=dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+    plain = Reference(model, job.loss_fn, job.make_optimizer, choices.memory)
     args, kwargs = batch_arguments(batch)
     parallel = ParallelModule(
         model,
         mesh,
         loss_fn=job.loss_fn,
-        choices=choices_of(**job.step),
+        choices=choices,
         batch="global",
         seed=seed,
         device="cpu",
         compile=job.compile,
-        lift=dtype,
+        lift=dtype if is_exact else None,
     )
     parallel.prepare(*args, **kwargs)
     optimizer = job.make_optimizer(parallel.parameters())
-    plain = Plain(plain_model, job.loss_fn, job.make_optimizer)
-    table = Table.of(dtype)
+    if parallel.loss_scale is not None:
+        parallel.loss_scale.scale = SCALE  # as the other side: no step is skipped
     for step in range(steps):
         optimizer.zero_grad()
         found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs)}
@@ -51,8 +51,17 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
                     found[kind, name] = state[name]
             for key in [key for key in expected if key[0] == "buffer" and key not in found]:
                 del expected[key]  # not persistent: it is in no state dict
-            table.compare(expected, found, {})
+            plain.compare(expected, found, {})
     if dist.get_rank() != 0:
         return None
+    table = plain.table
     where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
-    return Report(f"{mesh_of(mesh, dist.get_world_size())} {where}", dtype, steps, table.tolerance, table.rows())
+    return Report(
+        f"{mesh_of(mesh, dist.get_world_size())} {where}",
+        plain.dtype,
+        steps,
+        table.tolerance,
+        table.rows(),
+        None,
+        plain.note,
+    )

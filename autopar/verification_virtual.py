@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,13 +21,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.padding import beginning, padded_part
+from autopar.reference import SCALE, OptimizerFactory
 from autopar.runtime.executor import Outputs, compile_graph
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
 from autopar.staged import given_of, pipeline_of
 from autopar.torch_compat import tree_flatten
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Virtual:
@@ -59,6 +58,8 @@ class Virtual:
             whole_ = combine(parts, layout, held)
             found[out.kind, out.name] = beginning(whole_, shapes[out.name]) if out.kind == "gradient" else whole_
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
+            if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
+                found[out.kind, out.name] /= SCALE
         self._update(found)
         return found
 
@@ -167,6 +168,8 @@ def _input(entry: Input, tensors: Mapping[str, torch.Tensor], leaves: list[Any],
         leaf = leaves[int(entry.name)]
         assert isinstance(leaf, torch.Tensor)
         return leaf
+    if entry.kind == "scale":
+        return torch.tensor(SCALE, device=seed.device)
     return seed if entry.kind == "seed" else tensors[entry.name]
 
 

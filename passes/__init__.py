@@ -11,6 +11,7 @@ from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
 from autopar.passes.localize import localize
 from autopar.passes.pipeline import make_pipeline
+from autopar.passes.precision import precision
 from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
@@ -22,6 +23,7 @@ Pass = Callable[..., Program]  # of (program, plan), and of the table of rules i
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
+    (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over a data axis
     (reshard, Level.EXPLICIT),  # layout differences become collectives
@@ -45,6 +47,8 @@ def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tupl
     for step, level in PASSES:
         if step in OF_GRAPHS and plan.is_staged:
             continue  # they come after the cut
+        if step is precision and plan.memory.sums_dtype is None:
+            continue  # the program computes as the model is
         program = step(program, plan, table) if step in READS_RULES else step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.ops import op
 from autopar.ir.plan import BUCKET_BYTES, Plan
-from autopar.ir.program import Builder, Program, part_shape, record
+from autopar.ir.program import CAST, Builder, Program, part_shape, record
 from autopar.passes.flat import Flat
 
 MADE_BY = "bucket"
@@ -50,6 +50,7 @@ class _Bucket:
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
+        self.casts: list[fx.Node] = []  # of what was summed in a short float, by which it leaves
 
     def run(self) -> Program:
         self.sums = self._sums()
@@ -59,7 +60,11 @@ class _Bucket:
         for node in self.program.graph.nodes:
             if node.op == "output":
                 self._flush()
+                for cast in self.casts:
+                    self.build.copy(cast)
                 self.build.copy(node)
+            elif node in self.casts:
+                continue  # it follows what it casts
             elif node not in self.sums:
                 self.build.copy(node)
             elif node.args[0] not in self.sums:  # else it is added when that one has arrived
@@ -73,11 +78,13 @@ class _Bucket:
         leaving = {node: None for node, out in outputs if node is not None and out.kind in ("gradient", "part")}
         found: dict[fx.Node, None] = {}
         for node in reversed(self.program.nodes):
-            is_sum = node.target in SUMS and node.args[-1] == "sum"
             users = list(node.users)
             leaves = node in leaving and users == [output]
-            if is_sum and (leaves or (len(users) == 1 and users[0] in found)):
+            follows = len(users) == 1 and (users[0] in found or users[0] in self.casts)
+            if node.target in SUMS and node.args[-1] == "sum" and (leaves or follows):
                 found[node] = None
+            elif node.target is CAST and leaves and _is_lone_sum(node.all_input_nodes[0]):
+                self.casts.append(node)
         return found
 
     def _bytes(self, node: fx.Node) -> int:
@@ -135,5 +142,9 @@ class _Bucket:
         for result, out in zip(self.program.results, self.program.outputs, strict=True):
             while result is not None and result not in by_node:
                 by_node[result] = out.name
-                result = result.args[0] if result.target in SUMS else None  # type: ignore[assignment]
+                result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]
         return [f"'{by_node[node]}'" for node in nodes]
+
+
+def _is_lone_sum(node: fx.Node) -> bool:
+    return node.target in SUMS and node.args[-1] == "sum" and len(node.users) == 1

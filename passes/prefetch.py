@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, part_shape, record
+from autopar.ir.program import Builder, Program, is_given, part_shape, record
 from autopar.passes.flat import Flat
 
 MADE_BY = "prefetch"
@@ -89,10 +89,8 @@ class _Prefetch:
 
     def _is_early(self, node: fx.Node) -> bool:
         """True for a gather of what is there before the step begins: a parameter, or one in another dtype."""
-        if node.target is not op("all_gather") or node.args[1] != self.axis:
-            return False
-        source = node.all_input_nodes[0]
-        return source.op == "placeholder" or all(given.op == "placeholder" for given in source.all_input_nodes)
+        moves = node.target is op("all_gather") and node.args[1] == self.axis
+        return moves and is_given(node.all_input_nodes[0])
 
 
 def _layer(module: str) -> str:

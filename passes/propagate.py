@@ -30,7 +30,7 @@ def propagate(program: Program, plan: Plan, table: Table = TABLE) -> Program:
     """
     mesh = plan.layout_mesh
     states = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
-    classes = build_classes(program, table, states)
+    classes = build_classes(program, table, states, plan.memory.sums_dtype)
     notes: list[str] = []
     for axis, size in mesh.axes:
         intent = intent_of(axis, plan.sequence_parallel)

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.layout import Factor, Layout
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import MICROBATCH, Plan
-from autopar.ir.program import Builder, Level, Program, operand_nodes, record
+from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
 
 MADE_BY = "reshard"
 
@@ -138,11 +138,11 @@ class _Reshard:
 
 
 def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
-    """The parameters that ZeRO split."""
+    """The parameters that ZeRO split, and what they are in another dtype."""
     entries = zip(program.placeholders, program.inputs, strict=True)
-    return frozenset(
-        node for node, entry in entries if entry.kind == "parameter" and plan.zero_axis in record(node).layout.axes
-    )
+    parameters = {node for node, entry in entries if entry.kind == "parameter"}
+    split = [node for node in program.nodes if is_given(node) and plan.zero_axis in record(node).layout.axes]
+    return frozenset(node for node in split if parameters.intersection([node, *node.all_input_nodes]))
 
 
 def moves(has: Layout, wanted: Layout, first: str = MICROBATCH) -> list[Step]:

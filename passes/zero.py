@@ -10,7 +10,18 @@ from torch import fx
 from autopar.ir.layout import Layout, factor_sizes, padded_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Input, Program, Record, TensorType, operand_nodes, record, set_record
+from autopar.ir.program import (
+    CAST,
+    Builder,
+    Input,
+    Program,
+    Record,
+    TensorType,
+    is_given,
+    operand_nodes,
+    record,
+    set_record,
+)
 
 MADE_BY = "zero"
 aten = torch.ops.aten
@@ -62,6 +73,7 @@ class _Zero:
         self.stored: dict[str, Layout] = {}
         self.whole: list[str] = []
         self.placeholders: dict[fx.Node, fx.Node] = {}
+        self.kept: dict[fx.Node, Layout] = {}  # parameters that are split
         self.short: dict[fx.Node, dict[str, fx.Node]] = {}  # padded parameters, with what users of a phase take
 
     def run(self) -> Program:
@@ -73,11 +85,16 @@ class _Zero:
                 self._placeholder(node, entries[node])
             elif node.op == "output":
                 self._output(node, padded)
+            elif is_given(node) and node.all_input_nodes[0] in self.kept:
+                self._cast(node)
+            elif self._is_late(node):
+                self._scatter_first(node, padded)
             else:
                 self._use(node)
                 self.build.copy(node)
             for layout, shape in leaving.get(node, ()):
-                padded[node, layout] = self._padded(node, shape)
+                if (node, layout) not in padded:
+                    padded[node, layout] = self._padded(node, shape)
         return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._notes()))
 
     def _placeholder(self, node: fx.Node, entry: Input) -> None:
@@ -86,11 +103,42 @@ class _Zero:
         if layout is None:
             return
         found = record(node)
-        self.stored[entry.name] = layout
+        self.stored[entry.name] = self.kept[node] = layout
         shape = padded_shape(found.type.shape, layout, self.mesh)
         set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,)))
         if shape != found.type.shape:
             self.short[node] = {}
+
+    def _cast(self, node: fx.Node) -> None:
+        """A parameter is cast where it lies, so that what moves is as short as what computes."""
+        parameter, found = node.all_input_nodes[0], record(node)
+        made = self.placeholders[node] = self.build.graph.node_copy(node, self.placeholders.__getitem__)
+        self.build.value[node] = made
+        shape = record(self.placeholders[parameter]).type.shape
+        layouts = (self.kept[parameter],)
+        set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=layouts, operands=layouts))
+        if shape != found.type.shape:
+            self.short[node] = {}
+
+    def _is_late(self, node: fx.Node) -> bool:
+        """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves."""
+        if node.target is not CAST or len(node.users) != 1 or node not in self.program.results:
+            return False
+        out = self.program.outputs[self.program.results.index(node)]
+        summed = [axis for axis, _ in record(node.all_input_nodes[0]).layout.partial]
+        return out.kind == "gradient" and out.name in self.stored and self.axis in summed
+
+    def _scatter_first(self, node: fx.Node, padded: dict[tuple[fx.Node, Layout], fx.Node]) -> None:
+        """So that the sum is scattered, and this rank's part is cast."""
+        layout = self.stored[self.program.outputs[self.program.results.index(node)].name]
+        found, source = record(node), node.all_input_nodes[0]
+        shape = padded_shape(found.type.shape, layout, self.mesh)
+        part = self.build.value[source] if shape == found.type.shape else self._padded(source, shape)
+        made = self.build.graph.node_copy(node, lambda _: part)
+        self.build.value[node] = padded[node, layout] = made
+        set_record(
+            made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,), operands=(layout,))
+        )
 
     def _stored(self, entry: Input, found: Record) -> Layout | None:
         if entry.kind != "parameter" or (self.plan.zero < 3 and entry.name in self.plan.frozen):

@@ -75,10 +75,20 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
     }
 )
 
+
+def _add_cast(total: torch.Tensor, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    """`total += x`, in the dtype of `total`, which a cast made."""
+    return total.add_(x if torch.can_cast(x.dtype, total.dtype) else x.to(total.dtype))
+
+
 # Ops that can add their result to a tensor instead of making one: op -> function of the tensor and the op's arguments.
 # The tensor is one that the op made. A gradient is summed over the micro-batches without ever being written alone.
 _ADDING: Mapping[Any, Function] = MappingProxyType(
-    {op("contract"): add_contraction, op("embedding_backward"): add_embedding_gradient}
+    {
+        op("contract"): add_contraction,
+        op("embedding_backward"): add_embedding_gradient,
+        _aten._to_copy.default: _add_cast,
+    }
 )
 
 # Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.

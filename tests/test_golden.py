@@ -1,7 +1,8 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
 `tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
-`bucket_bytes:` or `zero:`), a program, `---`, and the program after the pass. `make golden` writes the latter anew.
+`bucket_bytes:`, `zero:`, `precision:`, `reduce_dtype:`), a program, `---`, and the program after the pass. `make
+golden` writes the latter anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.ir.layout import Layout, combine, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import is_mesh_op
-from autopar.ir.plan import Memory, Plan
+from autopar.ir.plan import DTYPES, Memory, Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
@@ -61,6 +62,10 @@ def read(name: str) -> Case:
         elif key == "layout":
             parameter, _, layout = value.partition(" ")
             layouts[parameter] = parse_layout(layout)
+        elif key == "precision":
+            memory = replace(memory, precision=value)
+        elif key == "reduce_dtype":
+            memory = replace(memory, reduce_dtype=DTYPES[value])
         else:
             assert key in ("bucket_bytes", "zero"), line
             memory = replace(memory, **{key: int(value)})
@@ -116,19 +121,26 @@ def compare(given: str, expected: str, plan: Plan, seed: int) -> None:
     print(f"seed {seed}")
     before, after = parse_program(given), parse_program(expected)
     random = torch.Generator().manual_seed(seed)
-    inputs = [draw(record(node).type.shape, record(node).type.dtype, random) for node in before.placeholders]
+    rounds = plan.memory.sums_dtype is not None
+    inputs = [draw(record(node).type.shape, record(node).type.dtype, random, rounds) for node in before.placeholders]
     want = on_mesh(before, inputs) if before.level == Level.LOCAL else on_one_device(before, inputs)
     stored = [pad_to(x, record(node).type.shape) for x, node in zip(inputs, after.placeholders, strict=True)]
     got = on_mesh(lowered(after, plan), stored)
     assert len(want) == len(got) == len(after.outputs) > 0
     for out, a, b in zip(after.outputs, want, got, strict=True):
         b = beginning(b, a.shape)
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=lambda text, out=out: f"{out}: {text}")
+        if rounds:
+            assert (b - a).norm() < 0.03 * a.norm(), f"{out} is {b}, not {a}"
+        else:
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=lambda text, out=out: f"{out}: {text}")
         assert not a.is_floating_point() or a.norm() > 1e-6, f"{out} is zero: nothing was compared"
 
 
-def draw(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
-    """Floats are float64, so that only rounding differs; integers are indices into four rows or more."""
+def draw(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator, rounds: bool = False) -> Tensor:
+    """Floats are float64, so that only rounding differs, but under a precision; integers are indices into four rows or
+    more."""
+    if dtype.is_floating_point and rounds:
+        return torch.randn(shape, generator=random, dtype=dtype) / 2  # a softmax of large numbers enlarges rounding
     if dtype.is_floating_point:
         return torch.randn(shape, generator=random, dtype=torch.float64)
     return torch.randint(0, 4, shape, generator=random)

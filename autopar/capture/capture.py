@@ -22,7 +22,7 @@ from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.raised_random import foreign_state
-from autopar.capture.raising import Raise, default_dtype
+from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.reads import STEADY, Read, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
@@ -70,17 +70,20 @@ def capture(
     train: bool = True,
     lift: torch.dtype | None = None,
     specialize: bool = False,
+    precision: str | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (any nesting of tensors; their values are not read).
 
     With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
     otherwise the model's output, without gradients. `loss_fn(model, *args, **kwargs)` gives the loss; None if the
     module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
-    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data. Raises
-    CaptureError with the user's line where the model cannot be captured.
+    `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
+    `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
+    with "fp16" the gradients are those of the loss times an input of kind "scale". Raises CaptureError with the user's
+    line where the model cannot be captured.
     """
     reads = Reads() if specialize else None
-    return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads).run()
+    return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision).run()
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -107,9 +110,11 @@ class _Step(nn.Module):
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None, reads: Reads | None,
+        lift: torch.dtype | None, reads: Reads | None, precision: str | None,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
+        self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
+        self.scale: torch.Tensor | None = None
         self.unknown: Unknown | None = None
         self.leaves, self.spec = tree_flatten((args, kwargs))
         self.state = state_of(model)
@@ -129,13 +134,16 @@ class _Capture:
         batch = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         inputs = [entry for entry, _ in entries]
         inputs += [Input("batch", (str(i),)) for i, _ in batch]
+        inputs += [Input("scale", ("loss_scale",))] * self.is_scaled
         inputs.append(Input("seed", ("seed",)))
         fakes = [self._fake(tensor) for _, tensor in entries] + [self._fake(leaf) for _, leaf in batch]
         with self.fake:
+            fakes += [torch.empty((), device=self.device)] * self.is_scaled
             fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
         before, drawn = Attributes(self.model), foreign_state()
         try:
-            with quiet(), default_dtype(self.lift):
+            autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
+            with quiet(), default_dtype(self.lift), autocast:
                 traced = self._trace(fakes)
                 while self.reads is not None and self.unknown is not None:
                     self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
@@ -154,7 +162,7 @@ class _Capture:
             raise explain(error, self.calling, self.locator) from error
         finally:
             before.restore()
-        program, constants = normalise(traced, tuple(inputs), tuple(self.outputs))
+        program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = _without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
@@ -181,7 +189,7 @@ class _Capture:
         """The trace without what the value does not need, and the data that it needs."""
         given: list[tuple[str, str, Any]] = [(entry.kind, entry.name, tensor) for entry, tensor in self.state.entries]
         given += [("batch", str(i), leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
-        given.append(("seed", "seed", None))
+        given += [("scale", "loss_scale", None)] * self.is_scaled + [("seed", "seed", None)]
         found: list[torch.Tensor | None] = [None] * len(given)
         for position in needed(traced):
             kind, name, tensor = given[position]
@@ -192,7 +200,7 @@ class _Capture:
         return traced, found
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads)
+        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts)
         if self.reads is not None:
             self.reads.start()
         try:
@@ -211,7 +219,7 @@ class _Capture:
         if self.reads is not None:
             self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
-            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads)
+            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts)
             self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
@@ -250,9 +258,10 @@ class _Capture:
                 if leaf.requires_grad and self.train:
                     leaves[i] = inputs[position].detach()
                 position += 1
+        self.scale = inputs[position] if self.is_scaled else None
         if mode.calls is not None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            mode.calls.given([*swapped.values(), *constants.values(), *tensors, inputs[position]])
+            mode.calls.given([*swapped.values(), *constants.values(), *tensors, *inputs[position:]])
         constants.update(carried)
         args, kwargs = tree_unflatten(leaves, self.spec)
         step = _Step(self.model, body(trainable), replaced)
@@ -271,12 +280,13 @@ class _Capture:
             check_loss(loss, self.loss_fn, bool(trainable))
             buffers = self._buffers()
             self.locator.phase = "backward"
+            scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in trainable]
             if has_own_backward(loss):
-                backward(loss)
+                backward(scaled)
                 grads = tuple(tensor.grad for tensor in tensors)
             else:
-                grads = gradients(loss, tensors)
+                grads = gradients(scaled, tensors)
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
             self.outputs += [Output("buffer", name) for name, _ in buffers]

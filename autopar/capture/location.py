@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-_SEPARATOR = "\x1f"
+_SEPARATOR, _EXACT = "\x1f", "exact"
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _INTERNAL = tuple(
@@ -32,6 +32,7 @@ _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packag
 _TYPED = ("<ipython", "<stdin", "<string", "<doctest", "<cell")
 
 Line = tuple[str, int]
+Place = tuple[str, str, str]  # module path, source line, and "exact" where the user turned autocast off
 
 
 @functools.cache
@@ -69,7 +70,8 @@ class Locator:
         self.stack: list[str] = [""]
         self.phase = "forward"
         self._known: set[Any] = set()
-        self._backward = ("", "")
+        self._backward: Place = ("", "", "")
+        self.exact = False  # the user turned autocast off here
         self._files: dict[str, str] = {}
 
     @contextmanager
@@ -93,7 +95,7 @@ class Locator:
             for handle in handles:
                 handle.remove()
 
-    def mark(self) -> tuple[str, str]:
+    def mark(self) -> Place:
         """Charge the nodes made from now on to the current module and the user's current line.
 
         In the backward pass only what a module computes again has a place of its own.
@@ -104,7 +106,7 @@ class Locator:
         source = f"{os.path.basename(line[0])}:{line[1]}" if line else ""
         if line:
             self._files[source] = line[0]
-        place = (self.stack[-1], source)
+        place = (self.stack[-1], source, _EXACT if self.exact else "")
         fx_traceback.set_stack_trace([_SEPARATOR.join((self.phase, *place))])
         return place
 
@@ -117,7 +119,7 @@ class Locator:
         """The line whose backward pass runs, if any does."""
         return self.line(self._backward[1]) if self.phase == "backward" else None
 
-    def adopt(self, result: Any, place: tuple[str, str]) -> None:
+    def adopt(self, result: Any, place: Place) -> None:
         """Charge the backward of all autograd nodes behind `result` that are new to `place`."""
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(item, torch.Tensor) or item.grad_fn is None:
@@ -131,13 +133,22 @@ class Locator:
                 grad_fn.register_prehook(lambda _grads, place=place: self._enter_backward(place))
                 pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
-    def _enter_backward(self, place: tuple[str, str]) -> None:
+    def _enter_backward(self, place: Place) -> None:
         self._backward = place
         fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
 
 
 def place_of(node: fx.Node) -> tuple[str, str, str]:
     """(phase, module path, source line) of a traced node."""
-    trace = node.meta.get("stack_trace") or ""
-    parts = trace.split(_SEPARATOR)
-    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else ("forward", "", "")
+    phase, module, source, _ = _parts(node)
+    return phase, module, source
+
+
+def is_exact(node: fx.Node) -> bool:
+    """True for a node of a region in which the user turned autocast off."""
+    return _parts(node)[3] == _EXACT
+
+
+def _parts(node: fx.Node) -> list[str]:
+    parts = (node.meta.get("stack_trace") or "").split(_SEPARATOR)
+    return parts if len(parts) == 4 else ["forward", "", "", ""]

@@ -12,7 +12,7 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.location import place_of
+from autopar.capture.location import is_exact, place_of
 from autopar.capture.spelling import filled, joined, memory_order, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
@@ -50,18 +50,19 @@ def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def normalise(
-    module: fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...]
+    module: fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...], keeps_casts: bool = False
 ) -> tuple[Program, dict[str, torch.Tensor]]:
-    """A CAPTURED program and the constants that the model made, which become inputs.
+    """A CAPTURED program and the constants that the model made, which become inputs. keeps_casts: also those that
+    change nothing.
 
     Raises CaptureError for random ops that would draw other numbers on each rank.
     """
-    return _Normaliser(module, inputs).run(outputs)
+    return _Normaliser(module, inputs, keeps_casts).run(outputs)
 
 
 class _Normaliser:
-    def __init__(self, module: fx.GraphModule, inputs: tuple[Input, ...]) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, inputs: tuple[Input, ...], keeps_casts: bool) -> None:
+        self.module, self.keeps_casts = module, keeps_casts
         self.inputs = list(inputs)
         self.graph = fx.Graph()
         self.value: dict[fx.Node, fx.Node] = {}
@@ -110,7 +111,7 @@ class _Normaliser:
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
         same = _same_value(node)
-        if same is not None:
+        if same is not None and not (self.keeps_casts and _is_cast(node)):
             self.value[node] = self.value[same]
             return
         _, module, source = place_of(node)
@@ -169,7 +170,8 @@ class _Normaliser:
         made = self.graph.create_node("call_function", target, args, kwargs, name=getattr(target, "_opname", None))
         several = isinstance(typed.meta.get("val"), (tuple, list))
         phase, module, source = place_of(like)
-        set_record(made, Record(_types(typed), several, (), (), module, source, phase, "capture", made.name))
+        made_here = Record(_types(typed), several, (), (), module, source, phase, "capture", made.name)
+        set_record(made, made_here.with_(exact=is_exact(like)))
         return made
 
     def _results(self, output: fx.Node, count: int) -> tuple[fx.Node | None, ...]:
@@ -218,6 +220,12 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         return None
     value, result = source.meta["val"], node.meta["val"]
     return source if value.dtype == result.dtype and value.shape == result.shape else None
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """True for a cast that names a floating-point dtype, though it may change nothing."""
+    dtype = node.kwargs.get("dtype")
+    return node.target is aten._to_copy.default and isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _live(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -50,7 +50,8 @@ class Raise(TorchFunctionMode):
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
     all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
-    the model reads a value; without it that is an error.
+    the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
+    trace, for under mixed precision it may be something else; and so do regions without autocast.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Raise(TorchFunctionMode):
         lift: torch.dtype | None = None,
         calls: Calls | None = None,
         reads: Reads | None = None,
+        keeps_casts: bool = False,
     ) -> None:
         super().__init__()
         self.locator = locator
@@ -67,6 +69,8 @@ class Raise(TorchFunctionMode):
         self.lift = lift
         self.calls = calls
         self.reads = reads
+        self.keeps_casts = keeps_casts
+        self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
@@ -84,8 +88,12 @@ class Raise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.keeps_casts and func in _TO_WIDE:
+            func, args, kwargs = _traced(func, args, kwargs)
         if self.lift is not None:
             func, args, kwargs = _lifted(func, args, kwargs, self.lift)
+        if self.locator and self.keeps_casts:
+            self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
         self.calling = func
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
@@ -143,6 +151,19 @@ class Raise(TorchFunctionMode):
 
 
 @contextmanager
+def idle_autocast(device_type: str) -> Iterator[None]:
+    """Autocast to float32, which changes nothing in a model of that dtype: it shows where the model turns it off."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+@contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Where a dtype is given, new tensors that name none have it as long as the context lasts."""
     before = torch.get_default_dtype()
@@ -160,6 +181,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 _CASTS = (Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double)
+
+
+_TO_WIDE = (Tensor.float, Tensor.to, Tensor.type)
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A cast from float32 to float32 as a copy, which a trace shows."""
+    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
+    wanted = torch.float32 if func is Tensor.float else next(iter(dtypes), None)
+    if args[0].dtype is wanted is torch.float32:
+        return Tensor.to, (args[0], wanted), {"copy": True}
+    return func, args, kwargs
 
 
 def _lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:

@@ -79,6 +79,16 @@ class Memory:
     reduce_dtype: torch.dtype = torch.float32
     bucket_bytes: int | None = None
 
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The short float in which products are computed; None if they are as in the model."""
+        return DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
+
+    @property
+    def sums_dtype(self) -> torch.dtype | None:
+        """The shortest dtype in which gradients may be summed; None if they are as they come."""
+        return None if self.low_dtype is None and self.reduce_dtype == torch.float32 else self.reduce_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

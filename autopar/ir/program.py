@@ -69,6 +69,7 @@ class Record:
     origin: str = ""  # the captured node whose logical value this holds, e.g. "mul_3" or "split.1"
     reason: str = ""  # why the node exists, if a pass made it
     flops: int = field(default=0, compare=False)  # of the whole call, if it is a product; not part of the text form
+    exact: bool = field(default=False, compare=False)  # no precision shortens it; not part of the text form
 
     @property
     def type(self) -> TensorType:
@@ -126,8 +127,9 @@ def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch or seed; in a pipeline also saved (a
-    value of the micro-batch, from another action) or step (one for all micro-batches).
+    """A placeholder of the graph: `kind` is parameter, buffer, constant, batch, seed or scale (of the loss whose
+    gradients leave); in a pipeline also saved (a value of the micro-batch, from another action) or step (one for all
+    micro-batches).
 
     `names` are the module's names of it (several if tied), or its place in the batch.
     """
@@ -192,6 +194,14 @@ _VIEWS = frozenset(
 def is_view(node: fx.Node) -> bool:
     """True for an op whose result lies in the memory of its operand."""
     return getattr(node.target, "_opname", "") in _VIEWS
+
+
+CAST = torch.ops.aten._to_copy.default
+
+
+def is_given(node: fx.Node) -> bool:
+    """True for what is there before the step begins: an input, or one in another dtype."""
+    return node.op == "placeholder" or (node.target is CAST and node.all_input_nodes[0].op == "placeholder")
 
 
 def is_getitem(node: fx.Node) -> bool:

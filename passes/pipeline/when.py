@@ -10,7 +10,7 @@ from torch import fx
 from autopar.errors import LayoutError
 from autopar.ir.ops import is_collective, is_mesh_op, op
 from autopar.ir.plan import MICROBATCH
-from autopar.ir.program import Program, Record, record
+from autopar.ir.program import Program, Record, is_given, record
 
 COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
@@ -64,7 +64,7 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
             source = of[operands[0]]
             of[node] = When.AFTER if source in (When.EACH, When.AFTER) else When.BEFORE
             continue
-        gathers = node.target is op("all_gather") and _axis(node) == again and operands[0] in entries
+        gathers = node.target is op("all_gather") and _axis(node) == again and is_given(operands[0])
         differs = gathers or _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
         if differs and after:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from autopar.errors import RuleError
@@ -51,6 +52,8 @@ class Classes:
     of_parameters: set[int]  # the classes computed from parameters alone
     of_batch: set[int]  # the classes computed from the batch
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
+    casts: dict[int, bool]  # the casts of gradients (and of their terms); False: it is made before the sum is taken
+    sums: torch.dtype | None = None
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def users(self, i: int) -> list[tuple[int, int]]:
@@ -75,8 +78,11 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     return producer, sum(type_ is not None for type_ in record(producer).types[:index])
 
 
-def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str, State]]) -> Classes:
-    """Group the nodes; `pins` are the user's layouts of parameters, as states by axis."""
+def build_classes(
+    program: Program, table: Table, pins: Mapping[str, Mapping[str, State]], sums: torch.dtype | None = None
+) -> Classes:
+    """Group the nodes; `pins` are the user's layouts of parameters, as states by axis; `sums`: the shortest dtype in
+    which gradients may be summed."""
     nodes = [node for node in program.graph.nodes if node.op != "output" and not is_getitem(node)]
     number = {node: i for i, node in enumerate(nodes)}
     entries = dict(zip(program.placeholders, program.inputs, strict=True))
@@ -103,7 +109,7 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
     members: dict[int, list[int]] = {}
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
-    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set())
+    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), {}, sums)
     for colour in range(len(members)):
         first = members[colour][0]
         found = tuple((colours[source], result) for source, result in sources[first])
@@ -125,6 +131,8 @@ def build_classes(program: Program, table: Table, pins: Mapping[str, Mapping[str
     _find_values(classes, nodes, sources, colours, entries)
     _give_roles(classes, entries)
     _find_gradient_values(classes)
+    if sums is not None:
+        _find_gradient_casts(classes)
     return classes
 
 
@@ -160,6 +168,24 @@ def _find_gradient_values(classes: Classes) -> None:
         classes.of_gradients.add(i)
         if frozenset(range(len(rule.operands))) in rule.linear:
             pending += [source for source, _ in classes.items[i].sources]
+
+
+def _find_gradient_casts(classes: Classes) -> None:
+    """From the gradients back through sums and views to the casts on the way. Nothing shorter than `sums` is summed."""
+    pending = [source for source, _, _ in classes.gradients]
+    known: set[int] = set()
+    while pending:
+        i = pending.pop()
+        item = classes.items[i]
+        terms = [classes.items[source].types[result] for source, result in item.sources]
+        passes = item.rule is not None and frozenset(range(len(terms))) in item.rule.linear
+        if i in known or not passes or any(term.numel != item.types[0].numel for term in terms):
+            continue
+        known.add(i)
+        pending += [source for source, _ in item.sources]
+        if item.node.target is torch.ops.aten._to_copy.default:
+            assert classes.sums is not None
+            classes.casts[i] = terms[0].dtype.itemsize >= classes.sums.itemsize
 
 
 def _call_key(node: fx.Node, table: Table) -> tuple[object, ...]:

@@ -220,6 +220,8 @@ def problem_of(
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 along = bool(splits) and splits <= sequences.get((source, result), set())
+                if strict and s == "sum" and s != t and not classes.casts.get(user, True):
+                    continue  # the terms of a gradient are summed behind their cast
                 factor = _factor(classes, intent, source, s, t, to_gradient, along) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0
@@ -227,7 +229,8 @@ def problem_of(
         problem.edges.append(Edge((source, result), source, given, user, wanted, move))
 
     for source, result, user, position in classes.edges:
-        add(source, result, user, tuple(states[position] for states in operands[user]))
+        wanted = tuple(states[position] for states in operands[user])
+        add(source, result, user, wanted, to_gradient=user in classes.casts)
     for source, result, parameter in classes.gradients:
         add(source, result, parameter, tuple(states[0] for states in results[parameter]), to_gradient=True)
     if classes.results:

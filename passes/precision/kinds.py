@@ -1,0 +1,70 @@
+"""In which dtype an op computes under mixed precision: the lists of torch.autocast, for ops of forward and backward.
+
+An op that stands in no list computes in the widest dtype of its operands. Names are without overload.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Kind(enum.Enum):
+    """Where an op gets its dtype from."""
+
+    LOW = "low"  # computes in the low dtype
+    HIGH = "high"  # computes in float32
+    SUM = "sum"  # takes what it is given, adds in float32 and gives that
+    PROMOTING = "promoting"  # as WIDEST, and torch takes operands of two dtypes as they are
+    WIDEST = "widest"
+
+
+# Products: the time and the memory of a step. Their kernels add in float32.
+LOW = """
+    autopar.contract autopar.attention autopar.attention_backward autopar.expert_mm autopar.expert_mm_backward
+    aten.mm aten.bmm aten.mv aten.addmm aten.baddbmm aten.addmv aten._grouped_mm
+    aten.convolution aten.convolution_backward
+"""
+# Norms, softmax, losses, functions that enlarge a rounding error or leave the range of a short float, and what adds
+# many numbers up, one after the other.
+HIGH = """
+    aten.native_layer_norm aten.native_layer_norm_backward aten._fused_rms_norm aten._fused_rms_norm_backward
+    aten.native_group_norm aten.native_group_norm_backward
+    aten._native_batch_norm_legit_functional aten.native_batch_norm aten._native_batch_norm_legit_no_training
+    aten.native_batch_norm_backward aten._weight_norm_interface aten._weight_norm_interface_backward
+    aten._softmax aten._safe_softmax aten._log_softmax aten._softmax_backward_data aten._log_softmax_backward_data
+    aten.logsumexp autopar.logsumexp autopar.pick autopar.pick_backward autopar.cross_entropy_backward
+    aten.mse_loss aten.smooth_l1_loss aten.huber_loss aten.soft_margin_loss
+    aten.binary_cross_entropy aten.binary_cross_entropy_with_logits
+    aten.mse_loss_backward aten.smooth_l1_loss_backward aten.huber_loss_backward aten.soft_margin_loss_backward
+    aten.binary_cross_entropy_backward aten.nll_loss_forward aten.nll_loss2d_forward aten.nll_loss_backward
+    aten.nll_loss2d_backward aten.log_sigmoid_forward aten.log_sigmoid_backward
+    aten.softplus aten.softplus_backward aten.xlogy aten.logit aten.logit_backward
+    aten.acos aten.acosh aten.asin aten.atanh aten.cosh aten.sinh aten.tan aten.erfinv
+    aten.exp aten.exp2 aten.expm1 aten.log aten.log10 aten.log1p aten.log2 aten.logaddexp aten.logaddexp2
+    aten.pow aten.square aten.reciprocal aten.rsqrt aten.digamma aten.lgamma
+    aten.mean aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.var aten.var_mean aten.std
+    aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
+    aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward aten.special_log_ndtr
+    autopar.embedding_backward aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
+    aten.scatter_add aten.scatter_reduce
+"""
+# The argument of a product that is a statistic of it, and comes in float32.
+STATISTICS = {"autopar.attention_backward.default": 6}
+SUMS = "aten.sum"
+# What torch computes of two dtypes without a copy of either.
+PROMOTING = """
+    aten.add aten.sub aten.rsub aten.mul aten.div aten.where aten.maximum aten.minimum
+    aten.eq aten.ne aten.lt aten.le aten.gt aten.ge
+"""
+
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(LOW.split(), Kind.LOW),
+    **dict.fromkeys(HIGH.split(), Kind.HIGH),
+    **dict.fromkeys(SUMS.split(), Kind.SUM),
+    **dict.fromkeys(PROMOTING.split(), Kind.PROMOTING),
+}
+
+
+def kind_of(op: str) -> Kind:
+    """The kind of an op by its full name, e.g. "aten.mm.default"."""
+    return _KINDS.get(op.rpartition(".")[0], Kind.WIDEST)

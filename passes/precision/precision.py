@@ -1,0 +1,278 @@
+"""precision: products compute in a short float, what needs more stays in float32, and casts stand between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.ir.names import dtype_name
+from autopar.ir.plan import Plan
+from autopar.ir.program import Builder, Program, TensorType, is_getitem, is_view, operand_nodes, record, set_record
+from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
+from autopar.passes.precision.types import ResultTypes
+from autopar.passes.rules import TABLE
+
+MADE_BY = "precision"
+WIDE = torch.float32
+aten = torch.ops.aten
+
+
+def precision(program: Program, plan: Plan) -> Program:
+    """CAPTURED -> CAPTURED. Every op gets the dtype that it computes in, as under torch.autocast (arXiv 1710.03740).
+
+        %contract: f32[8,6] = autopar.contract.default(%x, %w, "ab,cb->ac")
+        %logsumexp: f32[8] = autopar.logsumexp.default(%contract)
+    becomes
+        %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16); %cast_1: bf16[6,4] = ... (%w, dtype=bf16)
+        %contract: bf16[8,6] = autopar.contract.default(%cast, %cast_1, "ab,cb->ac")
+        %cast_2: f32[8,6] = aten._to_copy.default(%contract, dtype=f32)
+        %logsumexp: f32[8] = autopar.logsumexp.default(%cast_2)
+
+    The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter
+    where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product, and
+    the uses of one weight add up in float32. Products that hang on no parameter stay as they are: tables of positions
+    need all their digits. Gradients are cast to `reduce_dtype` where that is shorter; the search sums them there.
+    """
+    memory = plan.memory
+    if memory.sums_dtype is None:
+        return program
+    return _Precision(program, memory.low_dtype, memory.reduce_dtype).run()
+
+
+class _Precision:
+    def __init__(self, program: Program, low: torch.dtype | None, sums: torch.dtype) -> None:
+        self.program, self.low, self.sums = program, low, sums
+        self.build, self.types = Builder(MADE_BY), ResultTypes()
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.widened: dict[fx.Node, fx.Node] = {}  # what was only made wider, and of what
+        self.of_parameters: set[fx.Node] = set()  # new nodes: parameters and views of them
+        self.vectors: set[fx.Node] = set()  # of these, those of parameters with one dim
+        self.products: set[fx.Node] = set()  # new nodes
+        self.weighted = _weighted(program)
+        self.totals = _totals(program)
+
+    def run(self) -> Program:
+        for node, entry in zip(self.program.placeholders, self.program.inputs, strict=True):
+            if entry.kind == "parameter":
+                self._is_parameter(self.build.copy(node), len(record(node).type.shape) == 1)
+            else:
+                self.build.copy(node)
+        leaving = self._leaving()
+        for node in self.program.calls():
+            self._call(node)
+            for kind in leaving.get(node, ()):
+                self._left(node, kind)  # where it is made, so that a gradient is on its way early
+        self._leave()
+        return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._note()))
+
+    def _is_parameter(self, made: fx.Node, is_vector: bool) -> None:
+        self.of_parameters.add(made)
+        if is_vector:
+            self.vectors.add(made)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is aten._to_copy.default and self._is_idle(node):
+            return
+        wanted = self._wanted(node) if self.low is not None and not is_getitem(node) else {}
+        made = self.build.graph.node_copy(node, lambda old: self._as(self.build.value[old], wanted.get(old), node))
+        self.build.value[node] = made
+        if self.low is None:
+            return
+        kind = kind_of(str(node.target))
+        operands = operand_nodes(made)
+        if kind is Kind.SUM and made.kwargs.get("dtype") is None and self._has(operands, self.low):
+            made.kwargs = {**made.kwargs, "dtype": WIDE}
+        set_record(made, record(node).with_(types=self.types.of(made)) if self._differs(node, made) else record(node))
+        if kind is Kind.LOW:
+            self.products.add(made)
+        if is_view(made) or is_getitem(made):
+            source = made.args[0]
+            assert isinstance(source, fx.Node)
+            if source in self.of_parameters:
+                self._is_parameter(made, source in self.vectors)
+            if source in self.products and is_getitem(made):
+                self.products.add(made)
+        if node.target is aten._to_copy.default:  # the model's own
+            self.casts.setdefault((operands[0], record(made).type.dtype), made)
+
+    def _wanted(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
+        """The dtypes in which a call takes its operands, where it does not take them as they are."""
+        low, kind = self.low, kind_of(str(node.target))
+        assert low is not None
+        operands = [old for old in dict.fromkeys(operand_nodes(node)) if self._dtype(old) in (low, WIDE)]
+        if node.target is aten._to_copy.default:
+            return {}
+        # As it was traced: where the user turned autocast off, and an op of a user's own or of which little is known.
+        if record(node).exact or str(node.target) not in TABLE:
+            return {old: record(old).type.dtype for old in operands}
+        if kind is Kind.LOW and node in self.weighted:
+            statistic = STATISTICS.get(str(node.target))
+            return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
+        if kind is Kind.HIGH or node in self.totals:
+            return dict.fromkeys(operands, WIDE)
+        if kind is Kind.SUM:
+            return {}
+        bias = self._bias(node)
+        if bias is not None:
+            return {bias: low}
+        if kind is Kind.PROMOTING:
+            return {}
+        sized = [old for old in operands if record(old).type.shape] or operands
+        widest = WIDE if any(self._dtype(old) is WIDE for old in sized) else low
+        return dict.fromkeys(operands, widest)
+
+    def _bias(self, node: fx.Node) -> fx.Node | None:
+        """What is added to a product as its bias: a vector of the model's."""
+        if node.target is not aten.add.Tensor or len(operand_nodes(node)) != 2:
+            return None
+        product, bias = operand_nodes(node)
+        is_low = self.build.value[product] in self.products and self._dtype(product) is self.low
+        return bias if is_low and self.build.value[bias] in self.vectors else None
+
+    def _is_idle(self, node: fx.Node) -> bool:
+        """A cast of the model's own that needs none: the value has the dtype, or is cast to it already."""
+        (operand,) = operand_nodes(node)
+        dtype, value = node.kwargs.get("dtype"), self.build.value[operand]
+        if dtype is not None and self._dtype(operand) is not dtype:
+            value = self.casts.get((value, dtype), value)  # type: ignore[arg-type]
+        if dtype is None or record(value).type.dtype is not dtype:
+            return False
+        self.build.value[node] = value
+        return True
+
+    def _dtype(self, old: fx.Node) -> torch.dtype:
+        return record(self.build.value[old]).type.dtype
+
+    def _has(self, operands: tuple[fx.Node, ...], dtype: torch.dtype) -> bool:
+        return any(record(operand).type.dtype is dtype for operand in operands)
+
+    def _differs(self, node: fx.Node, made: fx.Node) -> bool:
+        """True if a call's operands are of other types than when it was traced."""
+        pairs = zip(node.all_input_nodes, made.all_input_nodes, strict=False)
+        same = len(node.all_input_nodes) == len(made.all_input_nodes) and node.kwargs.keys() == made.kwargs.keys()
+        return not same or any(record(old).types != record(new).types for old, new in pairs)
+
+    # -- casts --------------------------------------------------------------------------------------------------
+
+    def _as(self, value: fx.Node, dtype: torch.dtype | None, user: fx.Node) -> fx.Node:
+        """A value in a dtype, None for its own; made once for all users."""
+        found = record(value)
+        if dtype is None or found.type.dtype is dtype:
+            return value
+        if value in self.widened and record(self.widened[value]).type.dtype is dtype:
+            return self.widened[value]
+        if (value, dtype) not in self.casts:
+            made = self._view(value, dtype, user) if value in self.of_parameters else None
+            self.casts[value, dtype] = made or self._cast(value, dtype, user)
+        return self.casts[value, dtype]
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
+        found, where = record(value), record(user)
+        is_input = value.op == "placeholder"
+        like = found.with_(
+            types=(TensorType(found.type.shape, dtype),),
+            module=where.module if is_input else found.module,
+            source=where.source if is_input else found.source,
+            phase=found.phase if user.op == "output" else where.phase,
+            reason=f"%{user.name} takes it in {dtype_name(dtype)}" if user.op != "output" else "",
+        )
+        made = self.build.call(aten._to_copy.default, value, dtype=dtype, like=like, name="cast")
+        if dtype.itemsize > found.type.dtype.itemsize:
+            self.widened[made] = value
+        return made
+
+    def _view(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node | None:
+        """A view of a parameter in a dtype: the view of the cast parameter. None for the parameter itself."""
+        if value.op == "placeholder":
+            return None
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        if record(source).several:
+            instead = self.casts.get((source, dtype)) or self._again(source, dtype, user)
+            self.casts[source, dtype] = instead
+            return self._on(value, instead, dtype)
+        return self._again(value, dtype, user)
+
+    def _again(self, view: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
+        source = view.args[0]
+        assert isinstance(source, fx.Node)
+        return self._on(view, self._as(source, dtype, user), dtype)
+
+    def _on(self, view: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The same view of another value."""
+        found = record(view)
+        types = tuple(None if type_ is None else TensorType(type_.shape, dtype) for type_ in found.types)
+        made = self.build.graph.create_node("call_function", view.target, (source, *view.args[1:]), dict(view.kwargs))  # type: ignore[arg-type]
+        set_record(made, found.with_(types=types, made_by=MADE_BY))
+        return made
+
+    # -- what leaves --------------------------------------------------------------------------------------------
+
+    def _leaving(self) -> dict[fx.Node, list[str]]:
+        """What leaves the program, and as what."""
+        found: dict[fx.Node, list[str]] = {}
+        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+            assert node is not None
+            found.setdefault(node, []).append(out.kind)
+        return found
+
+    def _left(self, node: fx.Node, kind: str) -> fx.Node:
+        """What leaves in place of a node."""
+        dtype, value, output = record(node).type.dtype, self.build.value[node], self.program.graph.output_node()
+        if kind == "gradient" and dtype is WIDE:
+            value = self._as(value, None if self.sums is WIDE else self.sums, output)
+        return self._as(value, dtype if dtype.is_floating_point else None, output)
+
+    def _leave(self) -> None:
+        outputs = zip(self.program.results, self.program.outputs, strict=True)
+        made = self.build.graph.output(tuple(self._left(node, out.kind) for node, out in outputs if node is not None))
+        set_record(made, record(self.program.graph.output_node()))
+        for node in reversed(self.build.graph.nodes):
+            if node.op == "call_function" and not node.users:
+                self.build.graph.erase_node(node)
+
+    def _note(self) -> list[str]:
+        """How many values are short, and which ops are not."""
+        if self.low is None:
+            return []
+        calls = [node for node in self.build.graph.nodes if node.op == "call_function" and not is_getitem(node)]
+        short = sum(any(t is not None and t.dtype is self.low for t in record(node).types) for node in calls)
+        kept = {_name(node) for node in calls if kind_of(str(node.target)) is Kind.HIGH}
+        names = ", ".join(sorted(kept)) or "no op"
+        casts = sum(node.target is aten._to_copy.default for node in calls)
+        name = dtype_name(self.low)
+        return [f"precision {name}: {short} of {len(calls)} values are {name}, with {casts} casts; f32 stay {names}"]
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
+
+
+def _weighted(program: Program) -> set[fx.Node]:
+    """The nodes that hang on a parameter."""
+    found = {
+        node for node, entry in zip(program.placeholders, program.inputs, strict=True) if entry.kind == "parameter"
+    }
+    for node in program.calls():
+        if any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _totals(program: Program) -> set[fx.Node]:
+    """The additions by which the uses of a weight add up to its gradient."""
+    outputs = zip(program.results, program.outputs, strict=True)
+    pending = [node for node, out in outputs if node is not None and out.kind == "gradient"]
+    found: set[fx.Node] = set()
+    known: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in known or not (is_view(node) or node.target in (aten.add.Tensor, aten._to_copy.default)):
+            continue
+        known.add(node)
+        if node.target is aten.add.Tensor:
+            found.add(node)
+        pending += node.all_input_nodes
+    return found
