@@ -12,6 +12,7 @@ from autopar.passes.check_rules import check_rules
 from autopar.passes.localize import localize
 from autopar.passes.pipeline import make_pipeline
 from autopar.passes.propagate import propagate
+from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE, Table
 from autopar.passes.unsort import unsort
@@ -23,6 +24,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (propagate, Level.SHARDED),  # every value gets a layout
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (localize, Level.LOCAL),  # global shapes become one rank's
+    (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )
 READS_RULES: frozenset[Pass] = frozenset({unsort, propagate, localize})
