@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ def _ordered(layers: list[Layer], frontiers: dict[Problem, tuple[Point, ...]]) -
     found: list[tuple[float, int, _Step]] = []
     for problem, places in alike.items():
         points = frontiers[problem]
-        for before, after in zip(points, points[1:], strict=False):
+        for before, after in itertools.pairwise(points):
             bytes_, time = before.bytes_ - after.bytes_, after.time - before.time
             for turn, place in enumerate(_spread(places)):
                 found.append((time / bytes_, turn, _Step(place, after, bytes_, time)))
@@ -91,5 +92,5 @@ def _impossible(budget: int, kept: int, least: int, rule: Rule, full: int) -> st
     return (
         f"{asked}: a rank has to save at least {least} bytes of the forward pass, {least / kept:.2f} of what 'none' "
         f"saves, since under a budget neither products nor collectives are computed again. Allow {least} bytes or "
-        f"more, or write recompute=\"full\", which computes whole layers again and saves {full} bytes."
+        f'more, or write recompute="full", which computes whole layers again and saves {full} bytes.'
     )

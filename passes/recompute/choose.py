@@ -30,23 +30,25 @@ class _Choice:
     def __init__(self, program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> None:
         self.program, self.plan, self.policies, self.full = program, plan, policies, full
         self.forward: Forward = forward_of(program)
-        self.again: dict[fx.Node, Again] = {}
-        self.times = node_times(program, plan.staging.machine)
         self.once = self._once()
+        self.whole = self._whole()
+        selective = any(rule.policy == "selective" for rule in policies.rules)
+        self.core = attention_core(program) if selective else frozenset()
 
     def run(self) -> dict[fx.Node, Again]:
-        for call in self.forward.calls:
-            found = record(call.node)
-            group = self.policies.group(found.module)
-            if self.policies.policy(found.module) == "full" and group and call.node not in self.once:
-                self.again[call.node] = Again(group, f"recomputed: full ('{group}')")
         self.groups = self._groups()
+        found = {node: Again(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
         for rule in self.policies.rules:
             if rule.policy == "selective":
-                self._selective(rule)
+                found |= self._selective(rule)
             elif not isinstance(rule.policy, str):
-                self._budget(rule, rule.policy)
-        return self.again
+                found |= self._budget(rule, rule.policy)
+        return found
+
+    def _whole(self) -> dict[fx.Node, str]:
+        """The calls in modules that are computed again as a whole, with the module."""
+        found = {call.node: self.policies.whole(record(call.node).module) for call in self.forward.calls}
+        return {node: group for node, group in found.items() if group and node not in self.once}
 
     def _once(self) -> frozenset[fx.Node]:
         """What a pipeline computes once, for all micro-batches: there is nothing to save."""
@@ -69,8 +71,8 @@ class _Choice:
             for value in call.values:
                 groups.update(self.policies.group(record(user).module) for user in self.forward.needed.get(value, ()))
                 for user in self.forward.users.get(value, ()):
-                    if user.node in self.again:
-                        groups.add(self.again[user.node].group)
+                    if user.node in self.whole:
+                        groups.add(self.whole[user.node])
                     elif self._may(user, found[user.node]):
                         groups |= found[user.node]
             found[call.node] = frozenset(groups)
@@ -83,7 +85,7 @@ class _Choice:
             policy not in ("none", "full")
             and len(groups) == 1
             and call.node not in self.once
-            and (policy == "selective" or not is_costly(call.node))
+            and (not is_costly(call.node) or (policy == "selective" and call.node in self.core))
         )
 
     def _stays(self, value: fx.Node) -> bool:
@@ -91,16 +93,16 @@ class _Choice:
         backward pass reads it and it is not computed again."""
         call = self.forward.call_of[value]
         users = self.forward.users.get(value, ())
-        if any(user.node in self.again for user in users) and call.node not in self.again:
+        if any(user.node in self.whole for user in users) and call.node not in self.whole:
             return True
         groups = self.groups[call.node]
         return value in self.forward.needed and not self._may(call, groups)
 
     # -- the problems of the layers -----------------------------------------------------------------------------
 
-    def _layers(self, rule: Rule, allowed: frozenset[fx.Node] | None = None) -> list[Layer]:
-        """What is to be decided under a rule, group by group. allowed: the calls that may be computed again, None for
-        all that are cheap."""
+    def _layers(self, rule: Rule) -> list[Layer]:
+        """What is to be decided under a rule, group by group."""
+        self.times = node_times(self.program, self.plan.staging.machine)
         members: dict[str, list[Call]] = {}
         for call in self.forward.calls:
             groups = self.groups[call.node]
@@ -108,8 +110,8 @@ class _Choice:
                 members.setdefault(next(iter(groups)), []).append(call)
         found = []
         for group, calls in members.items():
-            core = frozenset(call.node for call in calls if allowed is not None and call.node in allowed)
-            layer = self._layer(group, calls, core)
+            core = frozenset(call.node for call in calls if call.node in self.core)
+            layer = self._layer(group, calls, core if rule.policy == "selective" else frozenset())
             if any(time is not None for time in layer.problem.times):
                 found.append(layer)
         return found
@@ -146,28 +148,27 @@ class _Choice:
 
     # -- the policies -------------------------------------------------------------------------------------------
 
-    def _selective(self, rule: Rule) -> None:
+    def _selective(self, rule: Rule) -> dict[fx.Node, Again]:
+        found: dict[fx.Node, Again] = {}
         solved: dict[Problem, Point] = {}
-        for layer in self._layers(rule, attention_core(self.program)):
+        for layer in self._layers(rule):
             point = solved.get(layer.problem) or least(layer.problem)
             solved[layer.problem] = point
-            what = "selective, attention core" if layer.is_core else "selective"
-            self._take(layer, point, what)
+            found |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
+        return found
 
-    def _budget(self, rule: Rule, policy: int | float) -> None:
-        kept = sum(
-            self._bytes(value)
-            for value in self.forward.needed
-            if self.policies.rule(record(value).module) is rule
-        )
+    def _budget(self, rule: Rule, policy: int | float) -> dict[fx.Node, Again]:
+        mine = (value for value in self.forward.needed if self.policies.rule(record(value).module) is rule)
+        kept = sum(map(self._bytes, mine))
         budget = int(policy * kept) if isinstance(policy, float) else policy
         if budget >= kept:
-            return
+            return {}
+        found: dict[fx.Node, Again] = {}
         for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
-            self._take(layer, point, f"budget of {budget} bytes")
+            found |= _again(layer, point, f"budget of {budget} bytes")
+        return found
 
-    def _take(self, layer: Layer, point: Point, what: str) -> None:
-        where = f"'{layer.group}'" if layer.group else "outside of layers"
-        for place in point.again:
-            self.again[layer.calls[place]] = Again(layer.group, f"recomputed: {what} ({where})")
 
+def _again(layer: Layer, point: Point, what: str) -> dict[fx.Node, Again]:
+    where = f"'{layer.group}'" if layer.group else "outside of modules"
+    return {layer.calls[place]: Again(layer.group, f"recomputed: {what} ({where})") for place in point.again}

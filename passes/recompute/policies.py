@@ -45,19 +45,23 @@ class Policies:
         found = self.rule(path)
         return "none" if found is None else found.policy
 
-    def group(self, path: str) -> str:
-        """What is computed again at one time: a module's layer, or the module that a pattern of "full" names if that
-        is no layer; "" outside of all."""
-        if path not in self._groups:
-            self._groups[path] = self._group(path)
-        return self._groups[path]
-
-    def _group(self, path: str) -> str:
-        layer, found = layer_of(path), self.rule(path)
-        if found is None or found.policy != "full" or found.patterns == (ALL,):
+    def whole(self, path: str) -> str:
+        """The module that "full" computes again as a whole, and in which a module lies: its layer, or the module that a
+        pattern names if that is no layer; "" if there is none."""
+        found = self.rule(path)
+        if found is None or found.policy != "full":
+            return ""
+        layer = layer_of(path)
+        if found.patterns == (ALL,):
             return layer
         named = ".".join(path.split(".")[: found.depth(path)])
         return layer if len(layer) >= len(named) else named
+
+    def group(self, path: str) -> str:
+        """What is computed again at one time: the module of `whole`, a layer, or what is outermost on the path."""
+        if path not in self._groups:
+            self._groups[path] = self.whole(path) or layer_of(path) or path.partition(".")[0]
+        return self._groups[path]
 
 
 def layer_of(path: str) -> str:
