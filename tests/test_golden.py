@@ -1,14 +1,15 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
-`tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter or
-`bucket_bytes:`), a program, `---`, and the program after the pass. `make golden` writes the latter anew.
+`tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
+`bucket_bytes:` or `recompute:`), a program, `---`, and the program after the pass. `make golden` writes the latter anew.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start = next(i for i, line in enumerate(lines) if " program" in line and line.split()[0] in Level.__members__)
     cut = lines.index("---\n")
-    mesh, layouts, bytes_ = Mesh(()), dict[str, Layout](), None
+    mesh, layouts, memory = Mesh(()), dict[str, Layout](), Memory()
     for line in lines[1:start]:
         key, _, value = line.strip().partition(": ")
         if key == "mesh":
@@ -61,10 +62,10 @@ def read(name: str) -> Case:
             parameter, _, layout = value.partition(" ")
             layouts[parameter] = parse_layout(layout)
         else:
-            assert key == "bucket_bytes", line
-            bytes_ = int(value)
+            assert key in ("bucket_bytes", "recompute"), line
+            memory = replace(memory, **{key: ast.literal_eval(value)})
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
-    return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=Memory(bucket_bytes=bytes_)), given, expected)
+    return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=memory), given, expected)
 
 
 def passed(name: str, case: Case) -> Program:

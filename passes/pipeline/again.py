@@ -37,12 +37,11 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
     original = originals(program)
     build = Builder("partition")
     for node in program.nodes:
-        abroad = {
-            operand: build.value[original[operand]]
-            for operand in node.all_input_nodes
-            if operand in original and node in stages and stages.get(operand) != stages[node]
-        }
-        build.value[node] = build.graph.node_copy(node, lambda old, abroad=abroad: abroad.get(old) or build.value[old])
+        seen = {operand: build.value[operand] for operand in node.all_input_nodes}
+        for operand in seen if node in stages else ():
+            if operand in original and stages.get(operand) != stages[node]:
+                seen[operand] = build.value[original[operand]]
+        build.value[node] = build.graph.node_copy(node, seen.__getitem__)
     for node in reversed(original):
         if not build.value[node].users:
             build.graph.erase_node(build.value.pop(node))

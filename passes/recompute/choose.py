@@ -83,6 +83,7 @@ class _Choice:
         policy = self.policies.policy(record(call.node).module)
         return (
             policy not in ("none", "full")
+            and any(type_ is not None and type_.shape for type_ in record(call.node).types)  # a number is not worth it
             and len(groups) == 1
             and call.node not in self.once
             and (not is_costly(call.node) or (policy == "selective" and call.node in self.core))

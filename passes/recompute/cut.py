@@ -87,9 +87,9 @@ def _solve(problem: Problem, price: int, weight: int) -> Point:
         graph.add_edge(_SOURCE, call, capacity=weight * time)
         for value in reads:
             graph.add_edge(count + value, call)
-    for place, value in enumerate(problem.values):
-        graph.add_edge(value.call, count + place, capacity=price * value.bytes_)
-        if value.needed:
+    for place, made in enumerate(problem.values):
+        graph.add_edge(made.call, count + place, capacity=price * made.bytes_)
+        if made.needed:
             graph.add_edge(count + place, _SINK)
     _, (_, needed) = nx.minimum_cut(graph, _SOURCE, _SINK)
     again = tuple(call for call in range(count) if call in needed)
