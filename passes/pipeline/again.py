@@ -11,15 +11,16 @@ MADE_BY = "recompute"  # the pass that makes duplicates
 
 
 def originals(program: Program) -> dict[fx.Node, fx.Node]:
-    """The forward node that each duplicate repeats: the same call of the same values."""
+    """The forward node that each duplicate repeats: the same call of the same values, for the same captured node."""
     found: dict[fx.Node, fx.Node] = {}
-    calls: dict[tuple[object, str], fx.Node] = {}
+    calls: dict[tuple[object, ...], fx.Node] = {}
     for node in program.calls():
         is_duplicate = record(node).made_by == MADE_BY
         if record(node).phase == "backward" and not is_duplicate:
             continue
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: found.get(old, old))
-        key = (node.target, str(args))
+        known = record(node)
+        key = (node.target, str(args), known.origin, known.module, known.source)
         if not is_duplicate:
             calls.setdefault(key, node)
         elif key in calls:

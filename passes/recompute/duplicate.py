@@ -51,11 +51,15 @@ class _Duplicate:
             for old in self._missing(node, group):
                 self.made[old] = self._copy(old, group, again=True)
             self.build.value[node] = self._copy(node, group, again=False)
-        for node in reversed(self.again):  # what only the backward pass read
-            forward = self.build.value[node]
-            if not forward.users:
-                self.build.graph.erase_node(forward)
+        for node in sorted(self.again, key=self.position.__getitem__, reverse=True):
+            self._drop(self.build.value[node])
         return self.program.with_(graph=self.build.graph)
+
+    def _drop(self, forward: fx.Node) -> None:
+        """Erase a call that only the backward pass read. Items of a tuple go with it and not before."""
+        if not is_getitem(forward) and all(is_getitem(user) and not user.users for user in forward.users):
+            for node in (*forward.users, forward):
+                self.build.graph.erase_node(node)
 
     def _is_again(self, node: fx.Node, group: str) -> bool:
         found = self.again.get(node)
