@@ -1,7 +1,8 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
 `tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
-`bucket_bytes:` or `recompute:`), a program, `---`, and the program after the pass. `make golden` writes the latter anew.
+`bucket_bytes:` or `recompute:`), a program, `---`, and the program after the pass. `make golden` writes the latter
+anew.
 """
 
 from __future__ import annotations
