@@ -13,7 +13,7 @@ from torch import fx
 from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
 from autopar.ir.plan import PIPELINE
-from autopar.ir.program import Program, is_getitem, is_view, record
+from autopar.ir.program import Program, kept_values, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,8 @@ def memory_of(program: Program) -> Memory:
         for node, out in zip(program.results, program.outputs, strict=True)
         if node is not None and out.kind == "gradient"
     )
-    saved = {
-        root
-        for node in program.calls()
-        if record(node).phase == "forward" and any(record(user).phase == "backward" for user in node.users)
-        for root in (root_of(node),)
-        if root.op == "call_function"
-    }
-    activations = sum(bytes_of(node, program) for node in saved)
+    activations = sum(bytes_of(node, program) for node in kept_values(program))
     return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node in whose memory a value lies."""
-    while node.op == "call_function":
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or not (is_view(node) or (is_getitem(node) and is_view(source))):
-            return node
-        node = source
-    return node
 
 
 def bytes_of(node: fx.Node, program: Program) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.compiled import STEP, Compiled
-from autopar.inspection import Memory, bytes_of, bytes_text, collectives_text, human, memory_of, root_of, table_text
+from autopar.inspection import Memory, bytes_of, bytes_text, collectives_text, human, memory_of, table_text
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import PIPELINE
+from autopar.ir.program import root_of
 from autopar.passes.schedules import in_flight
 
 _HEAD, _TAIL = 24, 8  # the instructions shown of a long list

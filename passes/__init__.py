@@ -14,6 +14,7 @@ from autopar.passes.pipeline import make_pipeline
 from autopar.passes.precision import precision
 from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
+from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE, Table
 from autopar.passes.unsort import unsort
@@ -28,6 +29,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (zero, Level.SHARDED),  # parameters lie split over a data axis
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (localize, Level.LOCAL),  # global shapes become one rank's
+    (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )

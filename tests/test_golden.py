@@ -1,12 +1,13 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
 `tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
-`bucket_bytes:`, `zero:`, `precision:`, `reduce_dtype:`), a program, `---`, and the program after the pass. `make
-golden` writes the latter anew.
+`bucket_bytes:`, `zero:`, `recompute:`, `precision:`, `reduce_dtype:`), a program, `---`, and the program after the
+pass. `make golden` writes the latter anew.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -67,8 +68,8 @@ def read(name: str) -> Case:
         elif key == "reduce_dtype":
             memory = replace(memory, reduce_dtype=DTYPES[value])
         else:
-            assert key in ("bucket_bytes", "zero"), line
-            memory = replace(memory, **{key: int(value)})
+            assert key in ("bucket_bytes", "recompute", "zero"), line
+            memory = replace(memory, **{key: ast.literal_eval(value)})
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
     return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=memory), given, expected)
 

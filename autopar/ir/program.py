@@ -204,9 +204,47 @@ def is_given(node: fx.Node) -> bool:
     return node.op == "placeholder" or (node.target is CAST and node.all_input_nodes[0].op == "placeholder")
 
 
+def is_gathered_input(node: fx.Node) -> bool:
+    """True for an input that ZeRO gathered."""
+    return getattr(node.target, "_opname", "") == "all_gather" and is_given(node.all_input_nodes[0])
+
+
 def is_getitem(node: fx.Node) -> bool:
     """True for the projection of one result out of several."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node in whose memory a value lies."""
+    while node.op == "call_function":
+        source = node.args[0] if node.args else None
+        inside = is_view(node) or getattr(node.target, "_opname", "") == "checked_index"
+        if not isinstance(source, fx.Node) or not (inside or (is_getitem(node) and is_view(source))):
+            return node
+        node = source
+    return node
+
+
+def kept_values(program: Program) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """What the forward pass keeps for the backward pass, with the nodes of the backward pass that read it.
+
+    Views are no values of their own: what they lie in is kept. Inputs of the program, gathered or not, are no values of
+    the forward pass.
+    """
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in program.calls():
+        if record(node).phase != "backward":
+            continue
+        for operand in node.all_input_nodes:
+            root = root_of(operand)
+            is_made = root.op == "call_function" and not is_gathered_input(root)
+            if is_made and record(root).phase != "backward" and _has_tensors(root):
+                found.setdefault(root, {})[node] = None
+    return {root: tuple(users) for root, users in found.items()}
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    return any(type_ is not None for type_ in record(node).types)
 
 
 @dataclass(slots=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import re
 from collections.abc import Sequence
 
 from torch import fx
 
 from autopar.errors import LayoutError
 from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
 from autopar.passes.pipeline.cut import Stages, forward_nodes
 from autopar.passes.pipeline.when import Times
-
-_RANGE = re.compile(r"(\d+)-(\d+)\Z")
 
 
 def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
@@ -27,14 +23,14 @@ def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
     or more than one names, a value that would flow backwards.
     """
     nodes = forward_nodes(program, times)
-    paths = _paths(program, nodes)
+    paths = module_paths(program, nodes)
     faults: list[str] = []
     named: dict[str, list[tuple[int, str]]] = {}
     for stage, entry in enumerate(stages):
         for part in (part.strip() for part in entry.split(",")):
-            found = [path for pattern in _patterns(part) for path in paths if _is_in(path, pattern)]
+            found = [path for pattern in spelled_out(part) for path in paths if in_module(path, pattern)]
             if not found:
-                near = difflib.get_close_matches(part, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
+                near = nearest(part, paths)
                 faults.append(f"stages[{stage}] names '{part}', which is no module of the forward pass. Nearest names: "
                               f"{', '.join(near)}.")  # fmt: skip
             for path in dict.fromkeys(found):
@@ -52,32 +48,6 @@ def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
     if faults:
         raise LayoutError("stages: " + "\n".join(faults))
     return _assign(nodes, {path: places[0][0] for path, places in named.items()})
-
-
-def _paths(program: Program, nodes: list[fx.Node]) -> list[str]:
-    """The modules that the forward pass went through, and those around them."""
-    found: dict[str, None] = {}
-    own = [name.rpartition(".")[0] for entry in program.inputs if entry.kind == "parameter" for name in entry.names]
-    for path in [*(record(node).module for node in nodes), *own]:
-        parts = path.split(".") if path else []
-        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
-    return list(found)
-
-
-def _patterns(part: str) -> list[str]:
-    """`blocks.0-3` as its four paths."""
-    found = [""]
-    for word in part.split("."):
-        match = _RANGE.match(word)
-        words = [str(i) for i in range(int(match[1]), int(match[2]) + 1)] if match else [word]
-        found = [f"{path}.{one}" if path else one for path in found for one in words]
-    return found
-
-
-def _is_in(path: str, pattern: str) -> bool:
-    """True for the module of a pattern, and for what it holds."""
-    depth = pattern.count(".") + 1
-    return fnmatch.fnmatchcase(".".join(path.split(".")[:depth]), pattern) and path.count(".") + 1 >= depth
 
 
 def _assign(nodes: list[fx.Node], stage_of: dict[str, int]) -> Stages:

@@ -13,6 +13,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Record, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
+from autopar.passes.pipeline.again import kept_across
 from autopar.passes.pipeline.by_hand import by_hand
 from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.node_costs import local_bytes, node_times
@@ -58,6 +59,9 @@ class _Partition:
         times = times_of(program, microbatches, again)
         forward = self._cut(program, times)
         backward = place_backward(program, times, forward, self.count)
+        program, kept = kept_across(program, {**forward, **backward})
+        forward, backward = ({kept[n]: s for n, s in stages.items() if n in kept} for stages in (forward, backward))
+        times = times_of(program, microbatches)
         self.program, new = sums_by_stage(program, times, {**forward, **backward})
         self.forward = {new[node]: stage for node, stage in forward.items() if new[node].op == "call_function"}
         self.stages: Stages = {new[node]: stage for node, stage in {**forward, **backward}.items() if node in new}

@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.pipeline.again import originals
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.node_costs import local_bytes
 from autopar.passes.pipeline.when import Times, When
@@ -23,12 +24,17 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
     values and the parameters that it needs. So a call's gradient is computed where the call is. What needs neither
     goes where less is sent.
 
-    Gradients flow towards the first stage only. Any stage that keeps to that is right; this one moves least.
+    Gradients flow towards the first stage only. Any stage that keeps to that is right; this one moves least. What is
+    computed again is where its original is, and counts as that for all that reads it.
     """
+    original = originals(program)
     present = _present(program, times, stages)
-    homes = _homes(program, stages, present)
+    present |= {again: present[node] for again, node in original.items() if node in present}
+    homes = _homes(program, stages, present, original)
     found: Stages = {}
     for node in backward_nodes(program, times):
+        if node in original:
+            continue
         source = node.args[0] if is_getitem(node) else None
         if isinstance(source, fx.Node) and source in found:
             found[node] = found[source]
@@ -39,11 +45,12 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
         if node in homes:
             needs.append(frozenset({homes[node]}))
         fits = [stage for stage in range(limit + 1) if all(stage in where for where in needs)]
-        best = max((stages[operand] for operand in operands if operand in stages), default=limit)
+        made = [original.get(operand, operand) for operand in operands]
+        best = max((stages[operand] for operand in made if operand in stages), default=limit)
         found[node] = max(fits, default=min(limit, best))
     for node in reversed(found):
         _lower(node, found, present, homes, program.mesh)
-    return found
+    return found | {again: stages[node] for again, node in original.items() if node in stages}
 
 
 def _lower(
@@ -79,7 +86,9 @@ def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, fr
     return found
 
 
-def _homes(program: Program, stages: Stages, present: dict[fx.Node, frozenset[int]]) -> dict[fx.Node, int]:
+def _homes(
+    program: Program, stages: Stages, present: dict[fx.Node, frozenset[int]], original: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, int]:
     """The stage of what leads, one gradient at a time, to one parameter and to nothing else. Of a bias no forward value
     is needed, so only this tells where it belongs."""
     by_name = {entry.name: node for node, entry in zip(program.placeholders, program.inputs, strict=True)}
@@ -91,7 +100,7 @@ def _homes(program: Program, stages: Stages, present: dict[fx.Node, frozenset[in
         node: fx.Node | None = result
         while node is not None:
             found[node] = next(iter(where))
-            gradients = [operand for operand in node.all_input_nodes if _is_backward(operand)]
+            gradients = [arg for arg in node.all_input_nodes if _is_backward(arg) and arg not in original]
             alone = len(gradients) == 1 and set(gradients[0].users) == {node}
             node = gradients[0] if alone else None
     return found

@@ -1,0 +1,45 @@
+"""Modules as a user names them: `blocks.0-3`, `*.mlp`."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from autopar.ir.program import Program, record
+
+_RANGE = re.compile(r"(\d+)-(\d+)\Z")
+
+
+def module_paths(program: Program, nodes: Iterable[fx.Node]) -> list[str]:
+    """The modules that some nodes belong to or that have parameters, and those around them."""
+    found: dict[str, None] = {}
+    own = [name.rpartition(".")[0] for entry in program.inputs if entry.kind == "parameter" for name in entry.names]
+    for path in [*(record(node).module for node in nodes), *own]:
+        parts = path.split(".") if path else []
+        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(found)
+
+
+def spelled_out(pattern: str) -> list[str]:
+    """`blocks.0-3` as its four patterns."""
+    found = [""]
+    for word in pattern.split("."):
+        match = _RANGE.match(word)
+        words = [str(i) for i in range(int(match[1]), int(match[2]) + 1)] if match else [word]
+        found = [f"{path}.{one}" if path else one for path in found for one in words]
+    return found
+
+
+def in_module(path: str, pattern: str) -> bool:
+    """True for the module of a pattern, and for what it holds."""
+    depth = pattern.count(".") + 1
+    return fnmatch.fnmatchcase(".".join(path.split(".")[:depth]), pattern) and path.count(".") + 1 >= depth
+
+
+def nearest(name: str, paths: Sequence[str]) -> list[str]:
+    """Up to three of the paths, those spelled most like `name` first."""
+    return difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]

@@ -1,0 +1,49 @@
+"""What is computed again stays on the stage of what it repeats."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.ir.program import Builder, Program, record
+from autopar.passes.pipeline.cut import Stages
+
+MADE_BY = "recompute"  # the pass that makes duplicates
+
+
+def originals(program: Program) -> dict[fx.Node, fx.Node]:
+    """The forward node that each duplicate repeats: the same call of the same values, for the same captured node."""
+    found: dict[fx.Node, fx.Node] = {}
+    calls: dict[tuple[object, ...], fx.Node] = {}
+    for node in program.calls():
+        is_duplicate = record(node).made_by == MADE_BY
+        if record(node).phase == "backward" and not is_duplicate:
+            continue
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: found.get(old, old))
+        known = record(node)
+        key = (node.target, str(args), known.origin, known.module, known.source)
+        if not is_duplicate:
+            calls.setdefault(key, node)
+        elif key in calls:
+            found[node] = calls[key]
+    return found
+
+
+def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
+    with the new node of each old one.
+
+        stage 0: %gelu_again = ...
+        stage 1: %contract_9 = contract(%grad, %gelu_again)     becomes contract(%grad, %gelu)
+    """
+    original = originals(program)
+    build = Builder("partition")
+    for node in program.nodes:
+        seen = {operand: build.value[operand] for operand in node.all_input_nodes}
+        for operand in seen if node in stages else ():
+            if operand in original and stages.get(operand) != stages[node]:
+                seen[operand] = build.value[original[operand]]
+        build.value[node] = build.graph.node_copy(node, seen.__getitem__)
+    for node in reversed(original):
+        if not build.value[node].users:
+            build.graph.erase_node(build.value.pop(node))
+    return program.with_(graph=build.graph), build.value

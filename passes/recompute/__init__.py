@@ -1,0 +1,67 @@
+"""recompute: what the forward pass keeps for the backward pass, and what the backward pass computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_gathered_input, kept_values, root_of
+from autopar.passes.pipeline.node_costs import local_bytes
+from autopar.passes.recompute.choose import choose
+from autopar.passes.recompute.duplicate import Again, duplicate
+from autopar.passes.recompute.graph import is_backward
+from autopar.passes.recompute.policies import Policies, policies_of
+
+__all__ = ["recompute"]
+
+
+def recompute(program: Program, plan: Plan) -> Program:
+    """LOCAL -> LOCAL. The backward pass computes again what `plan.memory.recompute` says, and the rest is kept.
+
+        %gelu = aten.gelu.default(%add)                               the last use of %gelu is in the forward pass
+        ...
+        %gelu_again = aten.gelu.default(%add)                         just before its first use
+        %contract_3 = autopar.contract.default(%grad, %gelu_again, "cb,ca->ba")
+
+    - "none": the program as it is.
+    - "full": of a layer (a member of a list of modules) only what enters it is kept, as by torch.utils.checkpoint
+      around each layer; products and collectives are computed again with the rest.
+    - "selective" (arXiv 2205.05198, section 5): the attention core, where a layer has it written out. In other layers
+      attention is one op that keeps no core, and all is computed again that is neither product nor collective.
+    - a number: as many bytes of a rank, or such a part of what "none" keeps, may be kept; what is computed again for
+      it takes the least time, and is neither product nor collective. With micro-batches these are the bytes of one
+      of them, with a pipeline those of all stages.
+    - those by pattern of modules; the first pattern that fits a module is its own.
+
+    Random ops are functions of their key and of the seed, so duplicates draw the same masks. Raises PlanError for a
+    pattern that no module has, and for a budget that cannot be met.
+    """
+    wanted = plan.memory.recompute
+    if wanted == "none" or not any(map(is_backward, program.nodes)):
+        return program
+    policies = policies_of(program, wanted)
+    again = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
+    again |= _gathered(again) if plan.gathers_again else {}
+    return duplicate(program, again, policies) if again else program
+
+
+def _gathered(again: Mapping[fx.Node, Again]) -> dict[fx.Node, Again]:
+    """The inputs that what is computed again reads, where each use gathers them anew (ZeRO-3)."""
+    groups: dict[fx.Node, set[str]] = {}
+    for node, found in again.items():
+        for root in map(root_of, node.all_input_nodes):
+            if is_gathered_input(root):
+                groups.setdefault(root, set()).add(found.group)
+    return {
+        root: Again(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")
+        for root, names in groups.items()
+        if len(names) == 1
+    }
+
+
+def _bytes_of_full(program: Program, plan: Plan) -> int:
+    policies: Policies = policies_of(program, "full")
+    found = duplicate(program, choose(program, plan, policies, int), policies)
+    return sum(local_bytes(value, found.mesh) for value in kept_values(found))

@@ -1,0 +1,175 @@
+"""Which calls of the forward pass the backward pass computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, record
+from autopar.passes.pipeline.node_costs import local_bytes, node_times
+from autopar.passes.pipeline.when import When, times_of
+from autopar.passes.recompute.budget import Layer, within
+from autopar.passes.recompute.core import attention_core
+from autopar.passes.recompute.cut import Point, Problem, Value, least
+from autopar.passes.recompute.duplicate import Again
+from autopar.passes.recompute.graph import Call, Forward, forward_of, is_costly
+from autopar.passes.recompute.policies import Policies, Rule
+
+
+def choose(program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> dict[fx.Node, Again]:
+    """The calls of the forward pass that the backward pass computes again, in the order of their policies.
+
+    full: gives the bytes that are saved if all layers are computed again, for the message of a PlanError.
+    """
+    return _Choice(program, plan, policies, full).run()
+
+
+class _Choice:
+    def __init__(self, program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> None:
+        self.program, self.plan, self.policies, self.full = program, plan, policies, full
+        self.forward: Forward = forward_of(program)
+        self.once = self._once()
+        self.whole = self._whole()
+        selective = any(rule.policy == "selective" for rule in policies.rules)
+        self.core = attention_core(program) if selective else frozenset()
+
+    def run(self) -> dict[fx.Node, Again]:
+        self.groups = self._groups()
+        found = {node: Again(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
+        for rule in self.policies.rules:
+            if rule.policy == "selective":
+                found |= self._selective(rule)
+            elif not isinstance(rule.policy, str):
+                found |= self._budget(rule, rule.policy)
+        return found
+
+    def _whole(self) -> dict[fx.Node, str]:
+        """The calls in modules that are computed again as a whole, with the module."""
+        found = {call.node: self.policies.whole(record(call.node).module) for call in self.forward.calls}
+        return {node: group for node, group in found.items() if group and node not in self.once}
+
+    def _once(self) -> frozenset[fx.Node]:
+        """What a pipeline computes once, for all micro-batches: there is nothing to save."""
+        if not self.plan.is_staged:
+            return frozenset()
+        of = times_of(self.program, self.plan.microbatches).of
+        return frozenset(call.node for call in self.forward.calls if of[call.node] is not When.EACH)
+
+    # -- who needs what -----------------------------------------------------------------------------------------
+
+    def _groups(self) -> dict[fx.Node, frozenset[str]]:
+        """The groups of the backward pass that need a call, maybe by way of what they compute again of it.
+
+        A call that only one group needs can be computed again there, and dies there. One that several need would live
+        as long as if it were kept, and so would all that is computed of it.
+        """
+        found: dict[fx.Node, frozenset[str]] = {}
+        for call in reversed(self.forward.calls):
+            groups: set[str] = set()
+            for value in call.values:
+                groups.update(self.policies.group(record(user).module) for user in self.forward.needed.get(value, ()))
+                for user in self.forward.users.get(value, ()):
+                    if user.node in self.whole:
+                        groups.add(self.whole[user.node])
+                    elif self._may(user, found[user.node]):
+                        groups |= found[user.node]
+            found[call.node] = frozenset(groups)
+        return found
+
+    def _may(self, call: Call, groups: frozenset[str]) -> bool:
+        """True for a call that may be computed again where that is worth it."""
+        policy = self.policies.policy(record(call.node).module)
+        return (
+            policy not in ("none", "full")
+            and any(type_ is not None and type_.shape for type_ in record(call.node).types)  # a number is not worth it
+            and len(groups) == 1
+            and call.node not in self.once
+            and (not is_costly(call.node) or (policy == "selective" and call.node in self.core))
+        )
+
+    def _stays(self, value: fx.Node) -> bool:
+        """True for a value that is kept in any case: it enters modules that are computed again as a whole, or the
+        backward pass reads it and it is not computed again."""
+        call = self.forward.call_of[value]
+        users = self.forward.users.get(value, ())
+        if any(user.node in self.whole for user in users) and call.node not in self.whole:
+            return True
+        groups = self.groups[call.node]
+        return value in self.forward.needed and not self._may(call, groups)
+
+    # -- the problems of the layers -----------------------------------------------------------------------------
+
+    def _layers(self, rule: Rule) -> list[Layer]:
+        """What is to be decided under a rule, group by group."""
+        self.times = node_times(self.program, self.plan.staging.machine)
+        members: dict[str, list[Call]] = {}
+        for call in self.forward.calls:
+            groups = self.groups[call.node]
+            if len(groups) == 1 and self.policies.rule(record(call.node).module) is rule:
+                members.setdefault(next(iter(groups)), []).append(call)
+        found = []
+        for group, calls in members.items():
+            core = frozenset(call.node for call in calls if call.node in self.core)
+            layer = self._layer(group, calls, core if rule.policy == "selective" else frozenset())
+            if any(time is not None for time in layer.problem.times):
+                found.append(layer)
+        return found
+
+    def _layer(self, group: str, calls: list[Call], core: frozenset[fx.Node]) -> Layer:
+        """core: the only calls that may be computed again; empty for all cheap ones."""
+        may = {
+            call.node: call
+            for call in calls
+            if self._may(call, self.groups[call.node]) and (call.node in core if core else not is_costly(call.node))
+        }
+        read = {value: None for call in calls if call.node in may for value in call.reads}
+        sources = (self.forward.call_of[value] for value in read)  # in other layers too: they would have to keep it
+        known = list({call.node: call for call in (*calls, *sources)}.values())
+        place = {call.node: i for i, call in enumerate(known)}
+        values = [value for call in known for value in call.values if call.node in may or not self._stays(value)]
+        position = {value: i for i, value in enumerate(values)}
+        return Layer(
+            group,
+            tuple(call.node for call in known),
+            Problem(
+                tuple(round(1e3 * self.times[call.node]) if call.node in may else None for call in known),
+                tuple(tuple(position[value] for value in call.reads if value in position) for call in known),
+                tuple(
+                    Value(place[self.forward.call_of[value].node], self._bytes(value), value in self.forward.needed)
+                    for value in values
+                ),
+            ),
+            bool(core),
+        )
+
+    def _bytes(self, value: fx.Node) -> int:
+        return local_bytes(value, self.program.mesh)
+
+    # -- the policies -------------------------------------------------------------------------------------------
+
+    def _selective(self, rule: Rule) -> dict[fx.Node, Again]:
+        found: dict[fx.Node, Again] = {}
+        solved: dict[Problem, Point] = {}
+        for layer in self._layers(rule):
+            point = solved.get(layer.problem) or least(layer.problem)
+            solved[layer.problem] = point
+            found |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
+        return found
+
+    def _budget(self, rule: Rule, policy: int | float) -> dict[fx.Node, Again]:
+        mine = (value for value in self.forward.needed if self.policies.rule(record(value).module) is rule)
+        kept = sum(map(self._bytes, mine))
+        budget = int(policy * kept) if isinstance(policy, float) else policy
+        if budget >= kept:
+            return {}
+        found: dict[fx.Node, Again] = {}
+        for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
+            found |= _again(layer, point, f"budget of {budget} bytes")
+        return found
+
+
+def _again(layer: Layer, point: Point, what: str) -> dict[fx.Node, Again]:
+    where = f"'{layer.group}'" if layer.group else "outside of modules"
+    return {layer.calls[place]: Again(layer.group, f"recomputed: {what} ({where})") for place in point.again}

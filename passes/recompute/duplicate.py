@@ -1,0 +1,96 @@
+"""Writes a choice into the graph: the backward pass reads duplicates of forward nodes, made just before they are
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.ops import is_collective
+from autopar.ir.program import Builder, Program, is_getitem, record, root_of, set_record
+from autopar.passes.recompute.graph import is_backward
+from autopar.passes.recompute.policies import Policies
+
+MADE_BY = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A call is computed again, for the nodes of the backward pass in one group."""
+
+    group: str
+    reason: str
+
+
+def duplicate(program: Program, again: Mapping[fx.Node, Again], policies: Policies) -> Program:
+    """The program with duplicates of the calls in `again`, each shared by the backward nodes of its group."""
+    return _Duplicate(program, again, policies).run()
+
+
+class _Duplicate:
+    def __init__(self, program: Program, again: Mapping[fx.Node, Again], policies: Policies) -> None:
+        self.program, self.policies = program, policies
+        self.build = Builder(MADE_BY)
+        self.again = dict(again)
+        self.made: dict[fx.Node, fx.Node] = {}  # the duplicate of an old node
+        self.moved: dict[tuple[object, ...], fx.Node] = {}  # collectives of the backward pass, by what they move
+        self.position = {node: i for i, node in enumerate(program.graph.nodes)}
+        for node in program.calls():  # with a call go its results, and with a value its views
+            source = node.args[0] if is_getitem(node) else root_of(node)
+            if isinstance(source, fx.Node) and source in self.again and not is_backward(node):
+                self.again.setdefault(node, self.again[source])
+
+    def run(self) -> Program:
+        for node in self.program.graph.nodes:
+            if not is_backward(node):
+                self.build.copy(node)
+                continue
+            group = self.policies.group(record(node).module)
+            for old in self._missing(node, group):
+                self.made[old] = self._copy(old, group, again=True)
+            self.build.value[node] = self._copy(node, group, again=False)
+        for node in sorted(self.again, key=self.position.__getitem__, reverse=True):
+            self._drop(self.build.value[node])
+        return self.program.with_(graph=self.build.graph)
+
+    def _drop(self, forward: fx.Node) -> None:
+        """Erase a call that only the backward pass read. Items of a tuple go with it and not before."""
+        if not is_getitem(forward) and all(is_getitem(user) and not user.users for user in forward.users):
+            for node in (*forward.users, forward):
+                self.build.graph.erase_node(node)
+
+    def _is_again(self, node: fx.Node, group: str) -> bool:
+        found = self.again.get(node)
+        return found is not None and found.group == group
+
+    def _missing(self, node: fx.Node, group: str) -> list[fx.Node]:
+        """What has to be computed again before a node, in the order of the program."""
+        found: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            for old in pending.pop().all_input_nodes:
+                if old not in found and old not in self.made and self._is_again(old, group):
+                    found.add(old)
+                    pending.append(old)
+        return sorted(found, key=self.position.__getitem__)
+
+    def _copy(self, node: fx.Node, group: str, again: bool) -> fx.Node:
+        """A node that reads the duplicates of its group. What was gathered again is not gathered twice."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: self._value(old, group))
+        key = (group, node.target, args, tuple(kwargs.items())) if is_collective(node.target) else None
+        if key is not None and key in self.moved:
+            return self.moved[key]
+        name = f"{node.name}_again" if again else node.name
+        made = self.build.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        made.meta.update(node.meta)
+        if again:
+            like = record(node).with_(phase="backward", made_by=MADE_BY, reason=self.again[node].reason)
+            set_record(made, like)
+        if key is not None:
+            self.moved[key] = made
+        return made
+
+    def _value(self, node: fx.Node, group: str) -> fx.Node:
+        return self.made[node] if self._is_again(node, group) else self.build.value[node]

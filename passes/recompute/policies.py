@@ -1,0 +1,96 @@
+"""What is asked of each module, and which modules compute again together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.errors import PlanError
+from autopar.ir.plan import Policy, Recompute
+from autopar.ir.program import Program
+from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
+
+ALL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A policy, and the modules for which it is: those of one of the patterns. text: as an error message spells it."""
+
+    patterns: tuple[str, ...]
+    policy: Policy
+    text: str
+
+    def depth(self, path: str) -> int | None:
+        """How many words of a module's path the pattern takes; None if it is for another module."""
+        found = [pattern.count(".") + 1 for pattern in self.patterns if in_module(path, pattern)]
+        return min(found, default=None)
+
+
+@dataclass(slots=True)
+class Policies:
+    """The rules of all modules: the first one that fits is a module's own."""
+
+    rules: Sequence[Rule]
+    _rules: dict[str, Rule | None] = field(default_factory=dict)
+    _groups: dict[str, str] = field(default_factory=dict)
+
+    def rule(self, path: str) -> Rule | None:
+        if path not in self._rules:
+            fits = (rule for rule in self.rules if rule.depth(path) is not None)
+            self._rules[path] = next(fits, None)
+        return self._rules[path]
+
+    def policy(self, path: str) -> Policy:
+        found = self.rule(path)
+        return "none" if found is None else found.policy
+
+    def whole(self, path: str) -> str:
+        """The module that "full" computes again as a whole, and in which a module lies: its layer, or the module that a
+        pattern names if that is no layer; "" if there is none."""
+        found = self.rule(path)
+        if found is None or found.policy != "full":
+            return ""
+        layer = layer_of(path)
+        if found.patterns == (ALL,):
+            return layer
+        named = ".".join(path.split(".")[: found.depth(path)])
+        return layer if len(layer) >= len(named) else named
+
+    def group(self, path: str) -> str:
+        """What is computed again at one time: the module of `whole`, a layer, or what is outermost on the path."""
+        if path not in self._groups:
+            self._groups[path] = self.whole(path) or layer_of(path) or path.partition(".")[0]
+        return self._groups[path]
+
+
+def layer_of(path: str) -> str:
+    """The outermost member of a list of modules on a path: `blocks.3` of `blocks.3.mlp.0`; "" if there is none."""
+    words = path.split(".")
+    for i, word in enumerate(words):
+        if word.isdigit():
+            return ".".join(words[: i + 1])
+    return ""
+
+
+def policies_of(program: Program, recompute: Recompute) -> Policies:
+    """The rules that `recompute=` asks for.
+
+    Raises PlanError, with all faults at once, for a pattern that no module has.
+    """
+    if not isinstance(recompute, Mapping):
+        return Policies((Rule((ALL,), recompute, f"recompute={recompute!r}"),))
+    paths = module_paths(program, program.calls())
+    faults, rules = [], []
+    for pattern, policy in recompute.items():
+        text = f"recompute={{{pattern!r}: {policy!r}}}"
+        patterns = tuple(spelled_out(pattern))
+        missing = [one for one in patterns if one != ALL and not any(in_module(path, one) for path in paths)]
+        if missing:
+            near = ", ".join(repr(path) for path in nearest(missing[0], paths))
+            which = "" if patterns == (pattern,) else f" ({', '.join(repr(one) for one in missing[:3])})"
+            faults.append(f"{text}: the pattern '{pattern}' names no module{which}. Nearest names: {near}.")
+        rules.append(Rule(patterns, policy, text))
+    if faults:
+        raise PlanError("\n".join(faults))
+    return Policies(rules)

@@ -1,0 +1,393 @@
+"""What is computed again: the same numbers, fewer bytes, never more than was allowed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig
+from live import estimated_peak, measured_peak
+from models import Llama, NanoGPT, labels, token_loss, tokens, uneven
+from test_sequence_parallel import Layer
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import Captured, capture
+from autopar.choices import choices_of
+from autopar.compiled import Compiled
+from autopar.compiler import lower
+from autopar.errors import PlanError
+from autopar.inspection import memory_of
+from autopar.inspection_pipeline import saved_bytes
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.ops import is_collective, op
+from autopar.ir.plan import Memory
+from autopar.ir.program import Builder, Program, is_getitem, record
+from autopar.ir.text import print_program
+from autopar.meshes import mesh_of
+from autopar.passes.pipeline.again import originals
+from autopar.passes.pipeline.node_costs import node_times
+from autopar.passes.recompute import recompute
+from autopar.runtime import executor
+from autopar.runtime.executor import compile_graph
+from autopar.runtime.lifetime import Lifetimes, lifetimes
+from autopar.runtime.virtual import VirtualMesh
+from autopar.saved import recomputed_values, saved_text, saved_values
+from autopar.verification import verify_compiled
+from autopar.verification_virtual import _scatter
+
+Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
+TIME, VOCABULARY = 8, 40
+
+
+def gpt() -> Made:
+    torch.manual_seed(0)
+    model = uneven(GPT(GPTConfig(VOCABULARY, TIME, layers=2, heads=4, width=16, dropout=0.2))).train()
+    return model, token_loss, (tokens(), labels())
+
+
+def written_out() -> Made:
+    """Attention as products and a softmax, with dropout inside."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 16), Layer(16, 4), Layer(16, 4))
+    return uneven(model).train(), lambda m, x: m(x).square().mean(), (torch.randn(12, TIME, 16),)
+
+
+def tied() -> Made:
+    torch.manual_seed(2)
+    return uneven(NanoGPT(16)), lambda model, x, y: model(x, y)[1], (tokens(), labels())
+
+
+class Checkpointed(nn.Module):
+    """The user computes the inner layers again already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(16, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed() -> Made:
+    torch.manual_seed(3)
+    return uneven(Checkpointed()).train(), lambda m, x: m(x).square().mean(), (torch.randn(12, TIME, 16),)
+
+
+def llama(layers: int = 4) -> Made:
+    torch.manual_seed(4)
+    model = Llama(layers, 32, 4, 4, 96, VOCABULARY, 32)
+    for block in model.blocks:
+        block.rotate = lambda x, cos, sin: x  # type: ignore[assignment]  # fewer nodes
+    return model, token_loss, (tokens(12, 32), labels(12, 32))
+
+
+MODELS = {make.__name__: make for make in (gpt, written_out, tied, checkpointed, llama)}
+
+
+@functools.cache
+def captured(name: str, double: bool = True) -> tuple[Made, Captured]:
+    model, loss_fn, batch = MODELS[name]()
+    if double:
+        model = model.double()
+        batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
+    lift = torch.float64 if double else None
+    return (model, loss_fn, batch), capture(model, loss_fn, batch, {}, lift=lift)
+
+
+def compiled(name: str, mesh: str, double: bool = True, **options: Any) -> Compiled:
+    return lower(captured(name, double)[1], mesh_of(mesh), choices_of(**options))
+
+
+@functools.cache
+def localized(name: str, mesh: str) -> Compiled:
+    return compiled(name, mesh, double=False)
+
+
+def with_policy(name: str, mesh: str, policy: Any) -> Program:
+    found = localized(name, mesh)
+    return recompute(dict(found.history)["localize"], replace(found.plan, memory=Memory(recompute=policy)))
+
+
+def duplicates(program: Program) -> list[fx.Node]:
+    return [node for node in program.calls() if record(node).made_by == "recompute"]
+
+
+def check(name: str, found: Compiled, steps: int = 1) -> Any:
+    (model, loss_fn, batch), known = captured(name)
+    return verify_compiled(copy.deepcopy(model), known, found, loss_fn=loss_fn, batch=batch, steps=steps)
+
+
+MIXED = {"blocks.0": "full", "*": 0.9}
+PARITY: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("gpt", "dp=2", "full", {}),
+    ("gpt", "dp=2,tp=2", "full", {"sequence_parallel": True}),
+    ("gpt", "dp=2,tp=2", 0.8, {"sequence_parallel": True}),
+    ("gpt", "dp=2", MIXED, {}),
+    ("gpt", "tp=2", 0.8, {"microbatches": 3}),
+    ("gpt", "pp=2", "full", {"microbatches": 3}),
+    ("gpt", "pp=2", "selective", {"microbatches": 4, "schedule": "zb-h1"}),
+    ("written_out", "tp=2", "selective", {}),
+    ("written_out", "dp=2,tp=2", "selective", {"sequence_parallel": True}),
+    ("written_out", "pp=2,dp=2", "full", {"microbatches": 2}),
+    ("tied", "dp=2", "full", {}),
+    ("tied", "pp=2", 0.8, {"microbatches": 2}),
+    ("checkpointed", "tp=2", "selective", {}),
+    ("checkpointed", "dp=2", "full", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "policy", "options"), PARITY)
+def test_every_gradient_equals_one_device(name: str, mesh: str, policy: Any, options: dict[str, Any]) -> None:
+    found = compiled(name, mesh, recompute=policy, **options)
+    report = check(name, found)
+    assert report.ok and report.max_error < 1e-10, str(report)
+    # what a user computes again, nobody keeps: there is nothing left of it
+    assert duplicates(found.program) or name == "checkpointed"
+
+
+def test_none_leaves_the_program_as_it_is() -> None:
+    program = dict(localized("gpt", "dp=2").history)["localize"]
+    assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute="none"))) is program
+    assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute=1.0))) is program
+
+
+# -- random ops ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "policy"), [("written_out", "full"), ("written_out", "selective"), ("gpt", "full")])
+def test_every_duplicate_has_the_value_of_its_original(name: str, policy: str) -> None:
+    """Bit for bit on every rank, masks included."""
+    program = with_policy(name, "dp=2,tp=2", policy)
+    (_, _, _), found = captured(name, False)
+    model, _, batch = MODELS[name]()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **found.constants}
+    whole = []
+    for entry in program.inputs:
+        value = batch[int(entry.name)] if entry.kind == "batch" else named.get(entry.name, torch.tensor([0, 1]))
+        whole.append(value.detach())
+    seen: dict[tuple[int, fx.Node], Any] = {}
+
+    def observe(rank: int, node: fx.Node, value: Any) -> None:
+        seen[rank, node] = value
+
+    VirtualMesh(program.mesh).run(compile_graph(program.graph), _scatter(program, whole, program.mesh), observe)
+    pairs = originals(program)
+    assert set(duplicates(program)) == set(pairs)
+    assert any("dropout" in node.name for node in pairs)
+    for rank in range(program.mesh.size):
+        for again, first in pairs.items():
+            if record(again).is_tensor:
+                assert torch.equal(seen[rank, again], seen[rank, first]), again.name
+
+
+def sabotaged(program: Program) -> Program:
+    """The first dropout that is computed again draws with another key."""
+    build = Builder("sabotage")
+    wrong = next(node for node in duplicates(program) if node.target is op("dropout"))
+    for node in program.nodes:
+        made = build.copy(node)
+        if node is wrong:
+            made.args = (*made.args[:2], 99, *made.args[3:])
+    return program.with_(graph=build.graph)
+
+
+def test_a_duplicate_with_another_mask_is_noticed() -> None:
+    found = compiled("written_out", "dp=2", recompute="selective")
+    assert check("written_out", found).ok
+    history = (*found.history[:-1], ("bucket", sabotaged(found.program)))
+    report = check("written_out", replace(found, history=history))
+    assert not report.ok and report.mismatch is not None and report.mismatch.pass_name == "recompute", str(report)
+
+
+class Wave(nn.Module):
+    """In place, if nothing but the forward pass looked at x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(torch.exp(x * 0.5))
+
+
+def waves() -> Made:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 8), Wave(), Wave(), nn.Linear(8, 8))
+    return model, lambda m, x: m(x).square().mean(), (torch.randn(12, 8),)
+
+
+MODELS["waves"] = waves
+
+
+def blind(graph: fx.Graph) -> Lifetimes:
+    """Lifetimes that end where only what is computed again reads on."""
+    lives = lifetimes(graph)
+    last = dict.fromkeys(lives.share_last, 0)
+    for node in graph.nodes:
+        for user in node.users:
+            if user.op == "output" or record(user).made_by != "recompute":
+                share = lives.share[node]
+                last[share] = max(last[share], lives.position[user])
+    return replace(lives, share_last=last)
+
+
+def test_what_is_computed_again_reads_what_nobody_wrote_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled("waves", "dp=2", recompute="full")
+    assert duplicates(found.program) and check("waves", found).ok
+    monkeypatch.setattr(executor, "lifetimes", blind)
+    assert not check("waves", found).ok, "a value was written over, and nobody saw it"
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=2"])
+def test_the_peak_falls_as_much_as_what_is_kept(mesh: str) -> None:
+    """The estimate and what is measured; a layer is computed again when its gradient is, and not before."""
+    programs = {policy: with_policy("llama", mesh, policy) for policy in ("none", "full", "selective", 0.75)}
+    kept = {policy: memory_of(program).activations for policy, program in programs.items()}
+    estimated = {policy: estimated_peak(program) for policy, program in programs.items()}
+    measured = {policy: measured_peak(program) for policy, program in programs.items()}
+    ranks = parse_mesh(mesh).size
+    for policy in ("full", "selective", 0.75):
+        saved = kept["none"] - kept[policy]
+        layer = kept["none"] / 4
+        assert saved > 0.2 * kept["none"]
+        assert estimated["none"] - estimated[policy] > saved - layer, policy
+        assert measured["none"] - measured[policy] > ranks * (saved - layer), policy
+
+
+@pytest.mark.parametrize("policy", ["full", 0.75])
+def test_every_stage_keeps_less(policy: Any) -> None:
+    found = {}
+    for wanted in ("none", policy):
+        pipeline = compiled("gpt", "pp=2", microbatches=2, recompute=wanted).pipeline
+        assert pipeline is not None
+        found[wanted] = [saved_bytes(pipeline, stage) for stage in range(2)]
+    assert all(less < more for less, more in zip(found[policy], found["none"], strict=True)), found
+
+
+def test_a_layer_that_is_cut_is_computed_again_on_both_stages() -> None:
+    """No gradient goes to another stage for a value that is computed again there."""
+    stages = ["tokens, positions, blocks.0, blocks.1.attn_norm, blocks.1.attn",
+              "blocks.1.mlp_norm, blocks.1.mlp, norm, head"]  # fmt: skip
+    found = compiled("gpt", "pp=2", microbatches=2, stages=stages, recompute="full")
+    assert found.pipeline is not None
+    for stage, module in ((0, "blocks.1.attn"), (1, "blocks.1.mlp")):
+        again = {record(node).module for node in duplicates(found.pipeline.graphs[stage, "B"])}
+        assert any(path.startswith(module) for path in again), again
+    plain = compiled("gpt", "pp=2", microbatches=2, stages=stages, recompute="none").pipeline
+    assert plain is not None
+    between = [{n for n in work.writes if n in flow.works[0, "B"].reads} for flow in (plain.flow, found.pipeline.flow)
+               for work in (flow.works[1, "B"],)]  # fmt: skip
+    assert between[0] == between[1], "the same gradients cross the border"
+    report = check("gpt", found)
+    assert report.ok, str(report)
+
+
+# -- budgets ------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_are_kept_and_more_bytes_take_less_time() -> None:
+    nothing = with_policy("llama", "dp=2,tp=2", "none")
+    kept = memory_of(nothing).activations
+    before: float | None = None
+    for share in (0.55, 0.6, 0.7, 0.8, 0.9, 0.97):
+        program = with_policy("llama", "dp=2,tp=2", int(share * kept))
+        assert print_program(program) == print_program(with_policy("llama", "dp=2,tp=2", share)), "bytes or their part"
+        again = duplicates(program)
+        assert (share - 0.25) * kept < memory_of(program).activations <= share * kept  # a layer is a fourth
+        assert not any(record(node).flops or is_collective(node.target) for node in again)
+        times = node_times(program, localized("llama", "dp=2,tp=2").plan.staging.machine)
+        spent = sum(times[node] for node in again)
+        assert before is None or spent <= before
+        before = spent
+    assert before is not None and before > 0
+
+
+def test_a_budget_counts_a_micro_batch() -> None:
+    """Of four micro-batches each keeps a fourth."""
+    whole, part = (
+        memory_of(compiled("gpt", "dp=1", microbatches=count, recompute=0.8).program).activations for count in (1, 4)
+    )
+    assert 0.2 * whole < part < 0.3 * whole
+
+
+def test_budgets_of_patterns_are_of_their_own_modules() -> None:
+    program = with_policy("llama", "dp=2", {"blocks.0-1": 0.6, "blocks.2": "full"})
+    nothing = with_policy("llama", "dp=2", "none")
+
+    def kept(of: Program, layer: str) -> int:
+        return sum(row.bytes for row in saved_values(of) if row.module.startswith(layer))
+
+    first = kept(program, "blocks.0") + kept(program, "blocks.1")
+    assert first <= 0.6 * (kept(nothing, "blocks.0") + kept(nothing, "blocks.1"))
+    assert kept(program, "blocks.3") == kept(nothing, "blocks.3")
+    assert kept(program, "blocks.2") < 0.2 * kept(nothing, "blocks.2")
+    # the first pattern that fits is a module's own
+    same = with_policy("llama", "dp=2", {"blocks.2": "full", "blocks.*": "none"})
+    assert {record(node).reason for node in duplicates(same)} == {"recomputed: full ('blocks.2')"}
+
+
+def test_a_module_that_is_no_layer_can_be_named() -> None:
+    program = with_policy("llama", "dp=2", {"*.*.mlp_norm": "full", "norm": "full"})
+    reasons = [f"recomputed: full ('blocks.{i}.mlp_norm')" for i in range(4)]
+    assert {record(node).reason for node in duplicates(program)} == {*reasons, "recomputed: full ('norm')"}
+
+
+# -- errors and the report ----------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_cannot_be_met_says_what_can() -> None:
+    program = with_policy("llama", "dp=2", "none")
+    kept, full = memory_of(program).activations, memory_of(with_policy("llama", "dp=2", "full")).activations
+    with pytest.raises(PlanError) as caught:
+        with_policy("llama", "dp=2", 0.25)
+    least = int(str(caught.value).split("at least ")[1].split(" ")[0])
+    assert str(caught.value) == (
+        f"recompute=0.25 ({int(0.25 * kept)} of {kept} bytes): a rank has to save at least {least} bytes of the "
+        f"forward pass, {least / kept:.2f} of what 'none' saves, since under a budget neither products nor collectives "
+        f'are computed again. Allow {least} bytes or more, or write recompute="full", which computes whole layers '
+        f"again and saves {full} bytes."
+    )
+    assert memory_of(with_policy("llama", "dp=2", least)).activations <= least
+    with pytest.raises(PlanError, match=rf"^recompute={least - 1}: a rank has to save at least {least} bytes"):
+        with_policy("llama", "dp=2", least - 1)
+
+
+def test_unknown_modules_are_named_with_those_that_exist() -> None:
+    with pytest.raises(PlanError) as caught:
+        with_policy("llama", "dp=2", {"blocks.0-5": "full", "blcks.*": 0.5, "*": "none"})
+    first, second = str(caught.value).splitlines()
+    assert first == (
+        "recompute={'blocks.0-5': 'full'}: the pattern 'blocks.0-5' names no module ('blocks.4', 'blocks.5'). "
+        "Nearest names: 'blocks.3', 'blocks.2', 'blocks.1'."
+    )
+    assert second.startswith("recompute={'blcks.*': 0.5}: the pattern 'blcks.*' names no module. Nearest names: ")
+
+
+def test_the_report_says_what_is_kept_and_why() -> None:
+    program = with_policy("written_out", "tp=2", "selective")
+    saved, again = saved_values(program), recomputed_values(program)
+    assert sum(row.bytes for row in saved) == memory_of(program).activations
+    assert not {row.value for row in saved} & {row.value for row in again}
+    assert {row.why for row in saved if row.module.endswith(".q")} == {"read by contract again, contract"}
+    text = saved_text(program)
+    assert "saved for the backward pass" in text and "recomputed: selective, attention core (" in text
+    shallow, deep = (len(saved_text(with_policy(name, "dp=1", "full")).splitlines()) for name in ("llama", "deep"))
+    assert shallow == deep, "equal layers share a line"
+
+
+MODELS["deep"] = lambda: llama(6)
+
+
+def test_results_of_several_stay_with_their_call() -> None:
+    """A norm gives three values: where one of them is computed again, so are those that are read."""
+    program = with_policy("gpt", "dp=2", "full")
+    for node in duplicates(program):
+        if is_getitem(node):
+            assert record(node.args[0]).made_by == "recompute"  # type: ignore[arg-type]
