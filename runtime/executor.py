@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.callables import adding_variant, function_of, inplace_variants
-from autopar.runtime.lifetime import Lifetimes, lifetimes
+from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
@@ -248,12 +248,23 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
         if not isinstance(operand, fx.Node) or not has_record(node) or not has_record(operand):
             continue
         mine, its = record(node), record(operand)
-        # A value that is itself a view may be an expanded one: only what an op made may be written to.
-        made = lives.share[operand] is operand and operand.op == "call_function"
+        made = _is_dense(operand)
         alike = its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts)
         if made and alike and lives.may_overwrite(operand, node):
             return function
     return None
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to."""
+    while getattr(node.target, "_opname", "") in _ONCE:
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node.op == "call_function" and is_own(node)
+
+
+# Views in which an element of the operand stands at most once.
+_ONCE = ("view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "wait")
 
 
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from autopar.ir.pipeline import graph_name
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, record
 from autopar.ir.schedule import Span
+from autopar.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.memory.silent import silent_groups
 from autopar.memory.stand_ins import ON_CPU, value_read
 from autopar.memory.track import Block, Tracker
@@ -50,7 +51,6 @@ class Place:
 
 
 OPTIMIZER, BETWEEN = "optimizer", "between graphs"
-PARAMETERS, STATES, INPUTS = "parameters", "optimizer states", "inputs"
 _KINDS = {"parameter": PARAMETERS}
 
 
@@ -66,6 +66,7 @@ class Trace:
     optimizer: int = 0
     saved: set[Block] = field(default_factory=set)
     gradients: list[Block] = field(default_factory=list)
+    optimizer_name: str = "no optimizer"
 
 
 def simulate(compiled: Compiled, rank: int, make: OptimizerMaker, device: str) -> Trace:
@@ -245,6 +246,7 @@ class _Rank:
             return None
         self.tracker.place = Place(OPTIMIZER)
         optimizer = make(trained)
+        self.trace.optimizer_name = type(optimizer).__name__
         if self.device.type == "meta":  # what torch does by default on a GPU, and not here
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not group.get("fused"):
