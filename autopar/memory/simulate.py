@@ -67,12 +67,17 @@ class Trace:
     saved: set[Block] = field(default_factory=set)
     gradients: list[Block] = field(default_factory=list)
     optimizer_name: str = "no optimizer"
+    parameters: tuple[int, ...] = ()  # the elements of each
+    gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
 
 
-def simulate(compiled: Compiled, rank: int, make: OptimizerMaker, device: str) -> Trace:
-    """The second step of a rank and of its optimizer, whose states are there by then."""
+def simulate(
+    compiled: Compiled, rank: int, make: OptimizerMaker, device: str, grain: int | None = None
+) -> Trace:
+    """The second step of a rank and of its optimizer, whose states are there by then. grain: to which bytes are
+    rounded up, that of the device's allocator if not given."""
     fake: AbstractContextManager[Any] = FakeTensorMode() if device == CPU_DEVICE else nullcontext()
-    study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", _GRAINS[device])
+    study = _Rank(compiled, rank, "cpu" if device == CPU_DEVICE else "meta", grain or _GRAINS[device])
     with fake, study.tracker:
         return study.run(make)
 
@@ -170,6 +175,7 @@ class _Rank:
     def run(self, make: OptimizerMaker) -> Trace:
         tracker, trace = self.tracker, self.trace
         self._make_state()
+        trace.parameters = tuple(parameter.numel() for parameter in self.parameters.values())
         wanted = {out.name for out in self.compiled.program.outputs if out.kind == "gradient"}
         trained = [parameter for name, parameter in self.parameters.items() if name in wanted]
         optimizer = self._optimizer(make, trained)
@@ -177,6 +183,7 @@ class _Rank:
         trace.start = len(tracker.events)
         loss = self._step(shared)
         trace.gradients = tracker.blocks_of(p.grad for p in trained)
+        trace.gradient_bytes = sum(p.grad.nbytes for p in trained if p.grad is not None)
         trace.optimizer = len(tracker.events)
         tracker.place = Place(OPTIMIZER)
         if optimizer is not None:
