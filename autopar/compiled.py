@@ -189,9 +189,7 @@ class Compiled:
 
         return explain(self, value)
 
-    def memory(
-        self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None
-    ) -> MemoryReport:
+    def memory(self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None) -> MemoryReport:
         """The bytes that a rank holds in a step and in its optimizer's, by category, with the peak and its place.
 
         Found by running the rank's program on tensors without data. optimizer: makes one from parameters, AdamW if not

@@ -124,9 +124,7 @@ class DistributedDriver:
         outputs: Outputs = self._drive(run(executable, inputs, observe), overlap=observe is None)
         return outputs
 
-    def run_pipeline(
-        self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None
-    ) -> Finals:
+    def run_pipeline(self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None) -> Finals:
         """What a step gives on this rank of a pipeline; as `run`. `watch` is told of each instruction at its end."""
         if PIPELINE in self._groups:
             group = self._groups[PIPELINE]

@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import PlanError, RankError
+from autopar.memory.formula import WHOLE, saved_by_module
 from autopar.memory.report import CATEGORIES, GRADIENTS, INPUTS, PARAMETERS, STATES, MemoryReport
 from autopar.memory.track import Tracker
 from benchmarks.memory import MAX_LIMIT, Combination, Row, compare, row_of
@@ -130,9 +131,8 @@ def test_expanded_values_and_views_hold_their_base():
             return made[:, :2].square()  # a view of it is kept
 
     compiled = autopar.compile(Rows(), "dp=1", loss_fn=total, batch=(torch.zeros(8, 16),))
-    report = compiled.memory(device="cpu", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    kept = [value for value in report.largest if value.category == "saved activations"]
-    assert any(value.bytes == 8 * 50 * 4 for value in kept), [str(value) for value in report.largest]
+    kept = saved_by_module(compiled, device="cpu")[WHOLE]
+    assert 8 * 50 * 4 <= kept <= 8 * 50 * 4 + 16, "all columns, once, and the loss"
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,9 @@ def test_random_numbers_stay_the_same_after_an_estimate():
 QUICK = [
     Combination("mlp", "dp=2", optimizer="momentum"),
     Combination("gpt", "dp=2", {"zero": 2}),
-    Combination("gpt", "dp=2", {"microbatches": 3, "precision": "bf16"}),
+    Combination("gpt", "dp=2", {"microbatches": 3, "precision": "bf16"}, dtype=torch.bfloat16),
     Combination("gpt", "tp=2", {"sequence_parallel": True, "recompute": "full"}),
     Combination("gpt", "pp=2", {"microbatches": 3}),
-    Combination("nanogpt", "dp=2", dtype=torch.bfloat16),
 ]
 
 

@@ -37,7 +37,9 @@ class Formula:
         return f"{self.name}{times}: {sympy.sstr(self.expression, order='grlex')} = {self.value:,} bytes"
 
 
-def fit(counts: Callable[[Sizes], int], symbols: Sequence[str], monomials: Sequence[str], points: Sequence[Sizes]) -> sympy.Expr:
+def fit(
+    counts: Callable[[Sizes], int], symbols: Sequence[str], monomials: Sequence[str], points: Sequence[Sizes]
+) -> sympy.Expr:
     """The combination of monomials that gives the counts at all points: one for each monomial, and some to check.
 
     Raises PlanError where there is none: the count is another function of the sizes.
@@ -132,4 +134,3 @@ def _alike(found: list[Formula]) -> list[Formula]:
 def _count(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str) -> Trace:
     """Without an allocator's rounding."""
     return simulate(compiled, rank, optimizer or torch.optim.AdamW, device, grain=1)
-

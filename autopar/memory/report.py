@@ -99,7 +99,8 @@ def ranks_text(reports: list[MemoryReport]) -> str:
     heads = ("rank", "stages", *CATEGORIES, "peak", "at")
     rows = [
         (
-            str(report.rank), ",".join(map(str, report.stages)), *(human(report.categories[name]) for name in CATEGORIES),
+            str(report.rank), ",".join(map(str, report.stages)),
+            *(human(report.categories[name]) for name in CATEGORIES),
             human(report.peak), str(report.place),
         )
         for report in reports

@@ -71,9 +71,7 @@ class Trace:
     gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
 
 
-def simulate(
-    compiled: Compiled, rank: int, make: OptimizerMaker, device: str, grain: int | None = None
-) -> Trace:
+def simulate(compiled: Compiled, rank: int, make: OptimizerMaker, device: str, grain: int | None = None) -> Trace:
     """The second step of a rank and of its optimizer, whose states are there by then. grain: to which bytes are
     rounded up, that of the device's allocator if not given."""
     fake: AbstractContextManager[Any] = FakeTensorMode() if device == CPU_DEVICE else nullcontext()
@@ -121,7 +119,8 @@ class _Rank:
         self.tracker = _Shapes(device, grain, self._value)
         self.trace = Trace(self.tracker)
         study = Study(self._enter, ON_CPU if device == "cpu" else {})
-        self.driver = DistributedDriver(compiled.mesh, silent_groups(compiled.mesh, rank, compiled.axes), rank)
+        groups = silent_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
+        self.driver = DistributedDriver(compiled.mesh, groups, rank)
         self.parameters: dict[str, nn.Parameter] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.code: RankCode | None = None
@@ -236,9 +235,8 @@ class _Rank:
             if entry.kind == "parameter":
                 here = homes[entry.name] in (None, place)
                 shape = local_shape(shape, known.layout, program.mesh) if here else (0,) * len(shape)
-                made: torch.Tensor = nn.Parameter(
-                    torch.empty(shape, dtype=dtype, device=self.device), requires_grad=dtype.is_floating_point
-                )
+                part = torch.empty(shape, dtype=dtype, device=self.device)
+                made: torch.Tensor = nn.Parameter(part, requires_grad=dtype.is_floating_point)
                 self.parameters[entry.name] = made  # type: ignore[assignment]
             elif entry.kind == "seed":
                 continue  # made anew for each step
