@@ -121,7 +121,7 @@ class _Rank:
         study = Study(self._enter, ON_CPU if device == "cpu" else {})
         groups = silent_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
         self.driver = DistributedDriver(compiled.mesh, groups, rank)
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.code: RankCode | None = None
         self.executable: Executable | None = None
@@ -237,7 +237,7 @@ class _Rank:
                 shape = local_shape(shape, known.layout, program.mesh) if here else (0,) * len(shape)
                 part = torch.empty(shape, dtype=dtype, device=self.device)
                 made: torch.Tensor = nn.Parameter(part, requires_grad=dtype.is_floating_point)
-                self.parameters[entry.name] = made  # type: ignore[assignment]
+                self.parameters[entry.name] = made
             elif entry.kind == "seed":
                 continue  # made anew for each step
             else:
@@ -245,7 +245,7 @@ class _Rank:
             name = entry.name if entry.kind != "batch" else f"argument {entry.name}"
             self._tell([made], _KINDS.get(entry.kind, INPUTS), name)
 
-    def _optimizer(self, make: OptimizerMaker, trained: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    def _optimizer(self, make: OptimizerMaker, trained: list[Any]) -> torch.optim.Optimizer | None:
         """The optimizer after its first step."""
         if not trained:
             return None
