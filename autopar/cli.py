@@ -22,6 +22,7 @@ from autopar.inspection import human
 from autopar.inspection_pipeline import rank_texts
 from autopar.ir.text import diff_programs, print_program
 from autopar.launch import launch, report
+from autopar.memory.show import formula_texts, memory_texts
 from autopar.meshes import mesh_of
 from autopar.options import Options, takes_options
 from autopar.page import page_text
@@ -94,10 +95,15 @@ def inspect(
     timeline: Annotated[bool, typer.Option("--timeline", help="draw when each rank of a pipeline does what")] = False,
     timeline_file: Annotated[Path | None, typer.Option(metavar="FILE.svg|.html", help="draw it in a file")] = None,
     over: Annotated[Path | None, typer.Option(metavar="DIR", help="draw it over what `run --trace DIR` saw")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="the bytes that a step holds, with the peak")] = False,
+    formula: Annotated[bool, typer.Option("--formula", help="the same as formulas in the sizes of the batch")] = False,
+    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="of --memory and --formula")] = None,
     *,
     options: Options,
 ) -> None:
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
+    if formula and (mesh is None or Path(target).is_dir()):
+        raise TargetError(f"--formula compiles the model at other sizes: it needs a TARGET and --mesh, not '{target}'.")
     if Path(target).is_dir():
         compiled = load(target)
     elif mesh is None:
@@ -120,6 +126,9 @@ def inspect(
         return
     if not 0 <= rank < compiled.mesh.size:
         raise TargetError(f"--rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
+    if memory or formula:
+        _show_memory(compiled, target, options, rank, device, formula)
+        return
     names = list(compiled.ranks[rank].programs)
     if graph is not None and graph not in names:
         raise TargetError(f"--graph {graph}: rank {rank} has {', '.join(names)}.")
@@ -221,6 +230,19 @@ def _show_pass(compiled: Compiled, pass_: str | None, diff: str | None) -> None:
         raise TargetError(f"'{wanted}' is the first program: nothing was changed before it.")
     else:
         out.print(diff_programs(compiled.history[position - 1][1], program), markup=False, highlight=False)
+
+
+def _show_memory(
+    compiled: Compiled, target: str, options: Options, rank: int, device: str | None, formula: bool
+) -> None:
+    job = None if Path(target).is_dir() else options.job(target)
+    optimizer = None if job is None else job.optimizer
+    for text in memory_texts(compiled, rank, optimizer, device):
+        out.print(text, markup=False, highlight=False)
+    if formula:
+        assert job is not None
+        for text in formula_texts(job, compiled.mesh, choices_of(**job.step), compiled, rank, device):
+            out.print(text, markup=False, highlight=False)
 
 
 def _show_notes(compiled: Compiled) -> None:

@@ -22,6 +22,8 @@ from autopar.ir.text import print_program
 
 if TYPE_CHECKING:
     from autopar.explanation import Explanation
+    from autopar.memory.report import MemoryReport
+    from autopar.memory.simulate import OptimizerMaker
 
 STEP = "step"
 WAIT = op("wait")
@@ -195,6 +197,16 @@ class Compiled:
         from autopar.explanation import explain
 
         return explain(self, value)
+
+    def memory(self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None) -> MemoryReport:
+        """The bytes that a rank holds in a step and in its optimizer's, by category, with the peak and its place.
+
+        Found by running the rank's program on tensors without data. optimizer: makes one from parameters, AdamW if not
+        given. device: "cpu" or "cuda", by default what the program was compiled for. Raises RankError or PlanError.
+        """
+        from autopar.memory.estimate import memory_report
+
+        return memory_report(self, rank, optimizer, device)
 
     def save(self, directory: str | Path) -> None:
         """Write the programs of the distinct ranks as readable Python and JSON."""

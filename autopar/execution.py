@@ -108,11 +108,8 @@ class Running:
             outputs = self.runner.run(inputs if first else iter(inputs))
         if self.shared is None:
             tensors = inputs.tensors if isinstance(inputs, Given) else inputs
-            self.shared = _shared(outputs, tensors)
-        if not self.shared:
-            return outputs
-        dense = torch.contiguous_format
-        return tuple(v.clone(memory_format=dense) if i in self.shared else v for i, v in enumerate(outputs))
+            self.shared = shared_outputs(outputs, tensors)
+        return own_memory(outputs, self.shared)
 
 
 def compiler_of(name: str | None) -> Compiler | None:
@@ -159,16 +156,30 @@ def make_runner(
     return made
 
 
-def _shared(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> frozenset[int]:
+def shared_outputs(outputs: Outputs, inputs: list[torch.Tensor]) -> frozenset[int]:
     """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
-    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    seen: set[int] = set()
+    given = {_place(tensor)[0] for tensor in inputs}
+    seen: set[tuple[int, int]] = set()
     found = set()
     for i, value in enumerate(outputs):
         if value is None:
             continue
-        alone = value.untyped_storage().data_ptr() not in given and value.data_ptr() not in seen
+        memory, start = _place(value)
+        alone = memory not in given and (memory, start) not in seen
         if not (alone and value.is_contiguous()):
             found.add(i)
-        seen.add(value.data_ptr())
+        seen.add((memory, start))
     return frozenset(found)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins, also one without data: torch has one Python object for a storage while that lives."""
+    return id(tensor.untyped_storage()), int(tensor.storage_offset())
+
+
+def own_memory(outputs: Outputs, shared: frozenset[int]) -> Outputs:
+    """The outputs, those that share memory copied."""
+    if not shared:
+        return outputs
+    dense = torch.contiguous_format
+    return tuple(v.clone(memory_format=dense) if i in shared else v for i, v in enumerate(outputs))

@@ -174,6 +174,11 @@ class ParallelModule(nn.Module):
         return steps[-1].compiled if steps else None
 
     @property
+    def programs(self) -> tuple[Running, ...]:
+        """What is compiled by now, the last used last."""
+        return tuple(self._running.values())
+
+    @property
     def generated_code(self) -> str | None:
         """The Python that runs this rank's part of the training program used last, of our executor or of Inductor."""
         steps = [r for (train, *_), r in self._running.items() if train]

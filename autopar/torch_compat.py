@@ -55,6 +55,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "StridedShard",
+    "TorchDispatchMode",
     "TreeSpec",
     "backward",
     "compile_with_inductor",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_PIECE = 1 << 17  # elements: with less, PyTorch's cost per call outweighs the nearer cache (measured)
+PIECE = 1 << 17  # elements: with less, PyTorch's cost per call outweighs the nearer cache (measured)
 _GRAIN = 1 << 15  # elements: with fewer, PyTorch computes on one thread
 _M1, _M2, _M3 = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B1
 _U1, _U2, _15, _16 = (np.uint32(value) for value in (_M1, _M2, 15, 16))
@@ -45,10 +45,10 @@ class Counters:
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns that stay in cache; all at once off the CPU."""
-        if self.starts.device.type != "cpu" or self.count * self.width <= _PIECE:
+        if self.starts.device.type != "cpu" or self.count * self.width <= PIECE:
             yield slice(0, self.count), slice(0, self.width)
             return
-        height, length = _PIECE // self.width or 1, min(self.width, _PIECE)
+        height, length = PIECE // self.width or 1, min(self.width, PIECE)
         for top in range(0, self.count, height):
             for left in range(0, self.width, length):
                 yield slice(top, min(top + height, self.count)), slice(left, min(left + length, self.width))
@@ -65,7 +65,7 @@ class Counters:
         width, device = columns.stop - columns.start, self.starts.device
         m1, m2, m3, sixteen, low16, fifteen, low17 = _constants(device)
         first, second = (_word(key, device) for key in keys)
-        places = _places(_PIECE if width <= _PIECE else width, self.wide, device)[:width]
+        places = _places(PIECE if width <= PIECE else width, self.wide, device)[:width]
         starts = self.starts[rows] + columns.start if columns.start else self.starts[rows]
         if self.wide:
             index = starts + places
@@ -89,7 +89,7 @@ class Counters:
         width = columns.stop - columns.start
         first, second = (np.uint32(key & 0xFFFFFFFF) for key in keys)
         starts = (self.starts[rows].numpy() + columns.start).astype(np.uint32)
-        state = starts + first + _places_of_numpy(max(width, _PIECE))[:width]
+        state = starts + first + _places_of_numpy(max(width, PIECE))[:width]
         scratch = np.empty_like(state)
         for by, factor, added in ((_16, _U1, None), (_15, _U2, second), (_15, _U1, None), (_15, _U2, None)):
             np.bitwise_xor(state, np.right_shift(state, by, out=scratch), out=state)

@@ -35,7 +35,7 @@ from autopar.runtime.mesh_ops import (
     pieces,
 )
 from autopar.runtime.peers import Peers
-from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
+from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
@@ -53,6 +53,10 @@ class Group:
     handle: dist.ProcessGroup
     size: int
     order: tuple[int, ...] | None
+
+    def rank_at(self, place: int) -> int:
+        """Where torch keeps the rank at a place."""
+        return place if self.order is None else self.order[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,13 @@ class DistributedDriver:
         outputs: Outputs = self._drive(run(executable, inputs, observe), overlap=observe is None)
         return outputs
 
-    def run_pipeline(self, code: RankCode, given: Given, device: torch.device) -> Finals:
-        """What a step gives on this rank of a pipeline; as `run`."""
+    def run_pipeline(self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None) -> Finals:
+        """What a step gives on this rank of a pipeline; as `run`. `watch` is told of each instruction at its end."""
         if PIPELINE in self._groups:
-            self._peers = Peers(self._groups[PIPELINE].handle, self._rank_at, device)
-        watch = None if self.recorder is None else self.recorder.watch
+            group = self._groups[PIPELINE]
+            self._peers = Peers(group.handle, group.rank_at, device)
+        if self.recorder is not None:
+            watch = self.recorder.watch
         finals: Finals = self._drive(steps_of(code, given, watch), overlap=True)
         if self._peers is not None:
             try:
@@ -136,9 +142,6 @@ class DistributedDriver:
             except RuntimeError as error:
                 raise self._lost("the end of the step", error) from error
         return finals
-
-    def _rank_at(self, place: int) -> int:
-        return self.mesh.rank({**self.coord, PIPELINE: place})
 
     def _drive(self, steps: Any, overlap: bool) -> Any:
         steps = steps if self.recorder is None else self.recorder.observe(steps)
@@ -286,5 +289,5 @@ def _stored(parts: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _place(group: Group) -> int:
     """This rank's place on the axis."""
-    stored = dist.get_rank(group.handle)
+    stored = group.handle.rank()
     return stored if group.order is None else group.order.index(stored)

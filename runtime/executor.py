@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,20 @@ from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.callables import adding_variant, function_of, inplace_variants
-from autopar.runtime.lifetime import Lifetimes, lifetimes
+from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
 Steps = Generator["Request", list[Any] | None, Outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """For those who ask what a graph holds, and not what it computes. enter: told of every node before it runs.
+    instead: functions in place of others, for tensors without data."""
+
+    enter: Callable[[fx.Node], None]
+    instead: Mapping[Any, Callable[..., Any]]
 
 
 @dataclass(slots=True)
@@ -60,10 +69,10 @@ class Executable:
     is nothing yet; they are written over.
     """
 
-    def __init__(self, graph: fx.Graph, sums: Sequence[fx.Node] = ()) -> None:
+    def __init__(self, graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None) -> None:
         self.graph = graph
         self.sums = tuple(sums)
-        self.code = _generate(graph, observed=False, sums=self.sums)
+        self.code = _generate(graph, observed=False, sums=self.sums, study=study)
 
     @property
     def source(self) -> str:
@@ -74,9 +83,9 @@ class Executable:
         return _generate(self.graph, observed=True, sums=self.sums)
 
 
-def compile_graph(graph: fx.Graph, sums: Sequence[fx.Node] = ()) -> Executable:
+def compile_graph(graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None) -> Executable:
     """Turn a LOCAL graph into an executable."""
-    return Executable(graph, sums)
+    return Executable(graph, sums, study)
 
 
 def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
@@ -132,7 +141,8 @@ def _failed_node(error: BaseException, code: Code) -> fx.Node | None:
 class _Writer:
     """The text of the function, the objects that it refers to, and the node of each line."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, instead: Mapping[Any, Callable[..., Any]]) -> None:
+        self.instead = instead
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.node_of_line: dict[int, fx.Node] = {}
@@ -146,6 +156,8 @@ class _Writer:
 
     def bind(self, thing: Any) -> str:
         """A name for an object in the function's globals."""
+        if self.instead and callable(thing):
+            thing = self.instead.get(thing, thing)
         name = self._bound.get(id(thing))
         if name is None:
             name = self._bound[id(thing)] = f"k{len(self.names)}"
@@ -170,8 +182,8 @@ class _Writer:
         return ", ".join([*map(self.argument, args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
 
 
-def _generate(graph: fx.Graph, observed: bool, sums: Sequence[fx.Node] = ()) -> Code:
-    writer = _Writer(graph)
+def _generate(graph: fx.Graph, observed: bool, sums: Sequence[fx.Node] = (), study: Study | None = None) -> Code:
+    writer = _Writer(graph, study.instead if study is not None else {})
     lives = lifetimes(graph)
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
@@ -185,6 +197,8 @@ def _generate(graph: fx.Graph, observed: bool, sums: Sequence[fx.Node] = ()) -> 
             writer.line(f"    return {writer.argument(tuple(node.args[0]))}", node)
             continue
         value = writer.value[node]
+        if study is not None:
+            writer.line(f"    {writer.bind(study.enter)}({writer.bind(node)})")
         if node in totals:
             writer.line(f"    {value} = {_addition(writer, node, totals[node])}  # {node.name}", node)
         elif node.op != "placeholder":
@@ -234,12 +248,23 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
         if not isinstance(operand, fx.Node) or not has_record(node) or not has_record(operand):
             continue
         mine, its = record(node), record(operand)
-        # A value that is itself a view may be an expanded one: only what an op made may be written to.
-        made = lives.share[operand] is operand and operand.op == "call_function"
+        made = _is_dense(operand)
         alike = its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts)
         if made and alike and lives.may_overwrite(operand, node):
             return function
     return None
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to."""
+    while getattr(node.target, "_opname", "") in _ONCE:
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node.op == "call_function" and is_own(node)
+
+
+# Views in which an element of the operand stands at most once.
+_ONCE = ("view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "wait")
 
 
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
     share: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         share[node] = node
-        if node.op in ("placeholder", "get_attr") or _is_own(node):
+        if node.op in ("placeholder", "get_attr") or is_own(node):
             continue
         for arg in node.all_input_nodes:
             _join(share, node, arg)
@@ -54,7 +54,7 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
     return Lifetimes({node: tuple(dead) for node, dead in dying.items()}, position, share, dict(share_last), foreign)
 
 
-def _is_own(node: fx.Node) -> bool:
+def is_own(node: fx.Node) -> bool:
     """True if the value of a node is known to share no memory with the node's operands."""
     if node.op == "output":
         return True  # it returns the values, and no node comes after it

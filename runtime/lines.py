@@ -11,7 +11,7 @@ from autopar.ir.pipeline import Join, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
-from autopar.runtime.executor import Executable, compile_graph
+from autopar.runtime.executor import Executable, Study, compile_graph
 
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
@@ -67,11 +67,11 @@ class RankCode:
     lines: tuple[Line, ...]
 
 
-def compile_rank(pipeline: Pipeline, rank: int) -> RankCode:
+def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None) -> RankCode:
     """The graphs of a rank, each turned into Python once, and the lines of its list."""
     flow = pipeline.flow
     mine = {
-        key: compile_graph(program.graph, tuple(sums_of(program, pipeline.joins).values()))
+        key: compile_graph(program.graph, tuple(sums_of(program, pipeline.joins).values()), study)
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
     }

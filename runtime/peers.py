@@ -32,7 +32,7 @@ LEAVING = 8  # tensors on their way at a time. Gloo says that a send is done onl
 
 @dataclass(slots=True)
 class Peers:
-    """The other ranks of this rank's pipeline. rank_at: the process at a place on "pp"."""
+    """The other ranks of this rank's pipeline. rank_at: the group's rank at a place on "pp"."""
 
     group: dist.ProcessGroup
     rank_at: Callable[[int], int]
@@ -46,12 +46,12 @@ class Peers:
         target = self.rank_at(letter.instruction.peer)
         for tensor in letter.tensors:
             dense = tensor.contiguous()
-            self.leaving.append((dist.isend(dense, target, group=self.group), dense))
+            self.leaving.append((dist.isend(dense, group=self.group, group_dst=target), dense))
 
     def receive(self, instruction: Instruction) -> Posted:
         source = self.rank_at(instruction.peer)
         tensors = tuple(torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in instruction.types)
-        works = tuple(dist.irecv(tensor, source, group=self.group) for tensor in tensors)
+        works = tuple(dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors)
         return Posted(works, tensors)
 
     def finish(self) -> None:

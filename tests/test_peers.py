@@ -27,8 +27,8 @@ class Leaving:
 def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
     works: list[Leaving] = []
 
-    def isend(tensor: torch.Tensor, target: int, group: object) -> Leaving:
-        assert tensor.is_contiguous() and target == 7
+    def isend(tensor: torch.Tensor, group: object, group_dst: int) -> Leaving:
+        assert tensor.is_contiguous() and group_dst == 7
         works.append(Leaving())
         return works[-1]
 

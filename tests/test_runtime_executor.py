@@ -225,6 +225,19 @@ def test_dying_operands_are_overwritten_and_nothing_else_is() -> None:
     assert torch.equal(finish(executable, [value], observe=lambda node, seen: None)[0], got[0])
 
 
+def test_what_a_view_shows_is_overwritten_if_nothing_else_looks_at_it() -> None:
+    """Labels are flattened before a cross entropy: its gradient need not stand beside the logits."""
+    build = Build()
+    x = build.input("x")
+    made = build.call(aten.mul.Tensor, x, 2.0)
+    flat = build.call(aten.view.default, made, [24], shape=(24,))
+    kept = build.call(aten.exp.default, flat, shape=(24,))  # in place of what `mul` made
+    executable = build.done(kept)
+    value = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(finish(executable, [value])[0], (2 * value).exp().flatten())
+    assert "exp_" in {getattr(thing, "__name__", "") for thing in executable.code.function.__globals__.values()}
+
+
 def test_a_broadcast_operand_is_not_overwritten() -> None:
     build = Build()
     x = build.input("x")

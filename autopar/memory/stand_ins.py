@@ -1,0 +1,74 @@
+"""What runs in place of a few kernels where tensors have no data: same results and same memory, no numbers.
+
+All other kernels run as they are. On the CPU the generator of random bits computes with numpy and keeps its tables
+between calls, so tensors without data must not come near it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops import op
+from autopar.ir.program import operand_nodes, record
+from autopar.runtime import dropout as dropout_kernel
+from autopar.runtime.counter import PIECE
+from autopar.runtime.random import random
+
+
+def _dropout(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *_: Any) -> torch.Tensor:
+    if p <= 0 or x.numel() == 0:
+        return x.clone()
+    if p >= 1:
+        return torch.zeros_like(x)
+    source = x.contiguous()
+    return _masked(source, torch.empty_like(source))
+
+
+def _dropout_inplace(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *rest: Any) -> torch.Tensor:
+    if not 0 < p < 1 or not x.is_contiguous() or x.numel() == 0:
+        return _dropout(x, seed, key, p, *rest)
+    return _masked(x, x)
+
+
+def _masked(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    bits = _bits(source)
+    if source.dtype.itemsize != bits.dtype.itemsize:
+        bits.to({1: torch.int8, 2: torch.int16, 8: torch.int64}[source.dtype.itemsize])
+    return out
+
+
+def _bits(like: torch.Tensor) -> torch.Tensor:
+    """32 bits for each element of a block."""
+    return torch.empty(min(like.numel(), PIECE), dtype=torch.int32, device=like.device)
+
+
+def _random(seed: torch.Tensor, key: int, kind: str, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> torch.Tensor:
+    out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
+    if out.numel():
+        _bits(out).to(dtype)
+    return out
+
+
+ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        dropout_kernel.dropout: _dropout,
+        dropout_kernel.dropout_inplace: _dropout_inplace,
+        random: _random,
+    }
+)
+
+_LOOKUPS = (op("embedding"), op("embedding_backward"))
+
+
+def value_read(node: fx.Node | None) -> int:
+    """What a kernel reads from a tensor, where it asks whether an index lies in the rows that this rank holds: it
+    does if the rank holds all of them; the values of a batch are not known."""
+    if node is not None and node.target in _LOOKUPS:
+        table = node if node.target is op("embedding_backward") else operand_nodes(node)[0]
+        return -1 if record(table).layout.dims[0] else 0
+    return 0
