@@ -252,18 +252,19 @@ def record_of(found: Compiled, name: str) -> Any:
 
 
 class Uses(nn.Module):
-    """One weight, used twice: for numbers that bf16 cannot add."""
+    """One weight, used once or twice: for numbers that bf16 cannot add."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(1, 1))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (F.linear(x, self.w) + F.linear(y, self.w)).sum()
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        product = F.linear(x, self.w)
+        return (product if y is None else product + F.linear(y, self.w)).sum()
 
 
-def gradient_of_uses(x: list[float], y: list[float], **options: Any) -> float:
-    model, batch = Uses(), (torch.tensor(x).reshape(-1, 1), torch.tensor(y).reshape(-1, 1))
+def gradient_of_uses(*given: list[float], **options: Any) -> float:
+    model, batch = Uses(), tuple(torch.tensor(x).reshape(-1, 1) for x in given)
     choices = choices_of(precision="bf16", **options)
     captured = capture(model, None, batch, {}, precision="bf16")
     found = lower(captured, parse_mesh("dp=1"), choices)
@@ -273,9 +274,9 @@ def gradient_of_uses(x: list[float], y: list[float], **options: Any) -> float:
 
 def test_microbatches_add_up_in_float32() -> None:
     """256 + 1 is 256 in bf16."""
-    x, nothing = [256.0, 1.0, 1.0, 1.0], [0.0] * 4
-    assert gradient_of_uses(x, nothing, microbatches=4) == 259.0
-    assert gradient_of_uses(x, nothing, microbatches=4, reduce_dtype=BF16) != 259.0, "then it is as it was asked"
+    x = [256.0, 1.0, 1.0, 1.0]
+    assert gradient_of_uses(x, microbatches=4) == 259.0
+    assert gradient_of_uses(x, microbatches=4, reduce_dtype=BF16) != 259.0, "then it is as it was asked"
 
 
 def test_the_uses_of_a_weight_add_up_in_float32() -> None:

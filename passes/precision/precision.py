@@ -251,12 +251,12 @@ def _name(node: fx.Node) -> str:
 
 
 def _weighted(program: Program) -> set[fx.Node]:
-    """The nodes that hang on a parameter."""
+    """The nodes that hang on a parameter, and all of the backward pass: what hangs on none has no gradient."""
     found = {
         node for node, entry in zip(program.placeholders, program.inputs, strict=True) if entry.kind == "parameter"
     }
     for node in program.calls():
-        if any(operand in found for operand in node.all_input_nodes):
+        if record(node).phase == "backward" or any(operand in found for operand in node.all_input_nodes):
             found.add(node)
     return found
 
