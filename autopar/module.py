@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.agreement import Agreement, lost_peers
@@ -36,8 +35,8 @@ from autopar.runtime.distributed import make_groups
 from autopar.runtime.pipeline import Given
 from autopar.runtime.recorder import Recorder
 from autopar.staged import given_of
-from autopar.state_dicts import describe_state, split_loaded, without_strides
-from autopar.torch_compat import TreeSpec, local_of, tree_flatten, tree_unflatten
+from autopar.state_dicts import describe_state, split_loaded, whole_gradients, whole_state, without_strides
+from autopar.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
@@ -131,26 +130,11 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
-        found = {}
-        for entry, tensor in state_of(self.original).entries:
-            if entry.kind == "constant":
-                continue
-            local, layout = self._local(entry, tensor)
-            value = self._distributor.gather(local, layout, tensor.shape, self._homes.get(entry.name))
-            if value is not None:
-                found.update(dict.fromkeys(entry.names, value))
-        return {name: found[name] for name in self.original.state_dict(keep_vars=True) if name in found}
+        return whole_state(self)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        found = {}
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter.grad, DTensor):
-                local, layout = local_of(parameter.grad), self._layout(name, parameter)
-                value = self._distributor.gather(local, layout, parameter.shape, self._homes.get(name))
-                if value is not None:
-                    found[name] = value
-        return found
+        return whole_gradients(self)
 
     @property
     def original(self) -> nn.Module:
@@ -399,11 +383,6 @@ class ParallelModule(nn.Module):
 
     def _layout(self, name: str, tensor: torch.Tensor) -> Layout:
         return self._layouts.get(name, whole(tensor.ndim))
-
-    def _local(self, entry: Input, tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        if isinstance(tensor, DTensor):
-            return local_of(tensor), self._layout(entry.name, tensor)
-        return tensor, whole(tensor.ndim)
 
     def _set_buffer(self, name: str, value: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")

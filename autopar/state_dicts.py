@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.capture import state_of
 from autopar.distribute import is_strided
 from autopar.errors import AutoparError
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, whole
 from autopar.ir.program import Input
 from autopar.torch_compat import local_of
 
@@ -60,3 +60,31 @@ def describe_state(entry: Input, tensor: torch.Tensor) -> str:
     names = " = ".join(entry.names)
     frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
     return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"
+
+
+def whole_state(module: ParallelModule) -> dict[str, torch.Tensor]:
+    """Whole CPU tensors under the original names on rank 0; empty on the other ranks."""
+    found = {}
+    for entry, tensor in state_of(module.original).entries:
+        if entry.kind == "constant":
+            continue
+        is_part = isinstance(tensor, DTensor)
+        local, layout = (
+            (local_of(tensor), module._layout(entry.name, tensor)) if is_part else (tensor, whole(tensor.ndim))
+        )
+        value = module._distributor.gather(local, layout, tensor.shape, module._homes.get(entry.name))
+        if value is not None:
+            found.update(dict.fromkeys(entry.names, value))
+    return {name: found[name] for name in module.original.state_dict(keep_vars=True) if name in found}
+
+
+def whole_gradients(module: ParallelModule) -> dict[str, torch.Tensor]:
+    """Whole CPU gradients by parameter name on rank 0; empty on the others."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter.grad, DTensor):
+            local, layout = local_of(parameter.grad), module._layout(name, parameter)
+            value = module._distributor.gather(local, layout, parameter.shape, module._homes.get(name))
+            if value is not None:
+                found[name] = value
+    return found
