@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpt import GPT, GPTConfig
 from live import estimated_peak, measured_peak
-from models import Llama, NanoGPT, labels, token_loss, tokens, uneven
+from models import Llama, NanoGPT, labels, mlp, token_loss, tokens, uneven
 from test_sequence_parallel import Layer
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -159,6 +159,15 @@ def test_none_leaves_the_program_as_it_is() -> None:
     assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute=1.0))) is program
 
 
+def test_full_never_keeps_more_for_a_list_of_single_calls() -> None:
+    """An activation in a list is no layer: what enters it would be kept beside what it gives."""
+    kept = [memory_of(with_policy("mlp", "dp=2", policy)).activations for policy in ("none", "full")]
+    assert kept[0] == kept[1]
+
+
+MODELS["mlp"] = mlp
+
+
 # -- random ops ---------------------------------------------------------------------------------------------------
 
 
@@ -210,8 +219,12 @@ def test_a_duplicate_with_another_mask_is_noticed() -> None:
 class Wave(nn.Module):
     """In place, if nothing but the forward pass looked at x."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sigmoid()
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(torch.exp(x * 0.5))
+        return torch.sin(torch.exp(self.act(x * 0.5)))
 
 
 def waves() -> Made:
@@ -226,7 +239,7 @@ MODELS["waves"] = waves
 def blind(graph: fx.Graph) -> Lifetimes:
     """Lifetimes that end where only what is computed again reads on."""
     lives = lifetimes(graph)
-    last = {share: 0 for share in lives.share_last}
+    last = dict.fromkeys(lives.share_last, 0)
     for node in graph.nodes:
         for user in node.users:
             if user.op == "output" or record(user).made_by != "recompute":
