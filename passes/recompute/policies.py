@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Policy, Recompute
-from autopar.ir.program import Program
+from autopar.ir.program import Program, record
 from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
 
 ALL = "*"
@@ -29,9 +29,11 @@ class Rule:
 
 @dataclass(slots=True)
 class Policies:
-    """The rules of all modules: the first one that fits is a module's own."""
+    """The rules of all modules: the first one that fits is a module's own. layers: the members of lists of modules that
+    are more than one call after another: an activation in a list would keep what enters it beside what it gives."""
 
     rules: Sequence[Rule]
+    layers: frozenset[str]
     _rules: dict[str, Rule | None] = field(default_factory=dict)
     _groups: dict[str, str] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ class Policies:
             return ""
         layer = layer_of(path)
         if found.patterns == (ALL,):
-            return layer
+            return layer if layer in self.layers else ""
         named = ".".join(path.split(".")[: found.depth(path)])
         return layer if len(layer) >= len(named) else named
 
@@ -78,8 +80,12 @@ def policies_of(program: Program, recompute: Recompute) -> Policies:
 
     Raises PlanError, with all faults at once, for a pattern that no module has.
     """
+    nodes = [record(node) for node in program.calls()]
+    layers = frozenset(
+        layer_of(known.module) for known in nodes if known.flops or layer_of(known.module) != known.module
+    )
     if not isinstance(recompute, Mapping):
-        return Policies((Rule((ALL,), recompute, f"recompute={recompute!r}"),))
+        return Policies((Rule((ALL,), recompute, f"recompute={recompute!r}"),), layers)
     paths = module_paths(program, program.calls())
     faults, rules = [], []
     for pattern, policy in recompute.items():
@@ -93,4 +99,4 @@ def policies_of(program: Program, recompute: Recompute) -> Policies:
         rules.append(Rule(patterns, policy, text))
     if faults:
         raise PlanError("\n".join(faults))
-    return Policies(rules)
+    return Policies(rules, layers)
