@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar import cli
+from autopar.choices import choices_of
+from autopar.errors import PlanError
 from autopar.inspection import collectives_text
 from autopar.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
+from autopar.ir.plan import Memory
 from autopar.options import Options
 
 JOBS = """
@@ -83,7 +87,24 @@ def test_the_command_line_goes_before_the_job(jobs: Path):
     assert (same.microbatches, same.schedule, same.stages) == (4, "gpipe", ["0-3", "4-7"])
     said = Options(microbatches=8, schedule="1f1b", stages=["0-1; 2", "3-7"], stage_memory=100).job(target)
     assert (said.microbatches, said.schedule, said.stages, said.stage_memory) == (8, "1f1b", ("0-1", "2", "3-7"), 100)
-    assert said.choices.staging.stages == ("0-1", "2", "3-7") and said.choices.microbatches == 8
+    choices = choices_of(**said.step)
+    assert choices.staging.stages == ("0-1", "2", "3-7") and choices.microbatches == 8
+
+
+def test_memory_on_the_command_line(jobs: Path):
+    options = Options(
+        zero=3, no_reshard_after_forward=True, recompute="blocks.0-3=full, *=0.5", precision="bf16",
+        reduce_dtype="bf16", bucket_bytes=1000,
+    )  # fmt: skip
+    memory = choices_of(**options.job(f"{jobs}:job").step).memory
+    assert memory == Memory(3, False, {"blocks.0-3": "full", "*": 0.5}, "bf16", torch.bfloat16, 1000)
+    assert options.arguments() == [
+        "--zero", "3", "--no-reshard-after-forward", "--recompute", "blocks.0-3=full, *=0.5", "--precision", "bf16",
+        "--reduce-dtype", "bf16", "--bucket-bytes", "1000",
+    ]  # fmt: skip
+    assert choices_of(**Options(recompute="5000").job(f"{jobs}:job").step).memory.recompute == 5000
+    with pytest.raises(PlanError, match="reduce_dtype='fp8': write torch.float32"):
+        choices_of(**Options(reduce_dtype="fp8").job(f"{jobs}:job").step)
 
 
 def test_ranks_get_the_same_options():
