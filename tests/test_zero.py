@@ -156,6 +156,24 @@ def test_states_are_divided(zero: int):
     assert held == PARAMETERS // (4 if zero else 1)
 
 
+def paper(zero: int, ranks: int) -> int:
+    """Bytes of model states, arXiv 1910.02054, table 1, in fp32: parameters, gradients, and Adam's two states."""
+    parameters, gradients, adam = 4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS
+    divided = ((), (adam,), (adam, gradients), (adam, gradients, parameters))[zero]
+    return parameters + gradients + adam - sum(divided) + sum(divided) // ranks
+
+
+def test_bytes_of_states_are_those_of_the_paper():
+    """Between steps parameters lie split with stages 1 and 2 too; within one they are gathered."""
+    steps = 4 * 8  # Adam counts the steps of each of 8 tensors
+    for zero in range(4):
+        states = rows(zero).memory(0, device="cpu").states
+        held = sum(states[kind] for kind in ("parameters", "gradients", "optimizer states")) - steps
+        assert held == paper(3 if zero else 0, 4) <= paper(zero, 4)
+    report = rows(2).memory(0, device="cpu")
+    assert report.step - report.states["inputs"] - steps >= paper(3, 4) + 4 * PARAMETERS
+
+
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 

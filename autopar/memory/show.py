@@ -18,11 +18,13 @@ from autopar.job import Job
 from autopar.memory.formula import Sizes, activation_formulas, states_formula
 from autopar.memory.report import ranks_text
 from autopar.memory.simulate import GPU_DEVICE, OptimizerMaker
+from autopar.saved import saved_text
 from autopar.torch_compat import tree_map
 
 
 def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
-    """The report of a rank; of a pipeline before it a line for each of its ranks that differ from it on pp alone."""
+    """The report of a rank, and what is saved for the backward pass and computed again; of a pipeline before it a line
+    for each of its ranks that differ from it on pp alone."""
     chosen = compiled.memory(rank, optimizer, device)
     if PIPELINE in compiled.mesh:
         coord = compiled.mesh.coord(rank)
@@ -30,6 +32,8 @@ def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None
         reports = [chosen if other == rank else compiled.memory(other, optimizer, device) for other in others]
         yield ranks_text(reports) + "\n"
     yield str(chosen)
+    if any(out.kind == "gradient" for out in compiled.program.outputs):
+        yield "\n" + saved_text(compiled.program)
 
 
 def formula_texts(
