@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from refusals import refused
@@ -65,14 +69,27 @@ def compiled(mesh: str, rows: int = 12, **options: object) -> Compiled:
 # -- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 3, 4])
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2", "dp=2,pp=2"])
-def test_equal_to_one_device(mesh: str, microbatches: int, zero: int):
+MESHES, MICROBATCHES, RECOMPUTE = (
+    ("dp=2", "dp=3", "dp=2,tp=2", "dp=2,pp=2"),
+    (1, 3, 4),
+    ("none", "full", "selective", 0.9),
+)
+
+
+def every_combination() -> Iterator[object]:
+    """All of them; a fourth, in which every pair of two values occurs, is not slow."""
+    for (i, mesh), (j, microbatches), zero, (k, recompute) in itertools.product(
+        enumerate(MESHES), enumerate(MICROBATCHES), range(4), enumerate(RECOMPUTE)
+    ):
+        marks = () if (i + j + zero) % 4 == k else (pytest.mark.slow,)
+        yield pytest.param(mesh, microbatches, zero, recompute, marks=marks)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "zero", "recompute"), every_combination())
+def test_equal_to_one_device(mesh: str, microbatches: int, zero: int, recompute: str | float):
+    options: dict[str, Any] = {"zero": zero, "microbatches": microbatches, "recompute": recompute}
     rows = 36 if mesh == "dp=3" else 24
-    report = autopar.verify(
-        tied(), mesh, loss_fn=loss_fn, batch=batch(rows), zero=zero, microbatches=microbatches, steps=2
-    )
+    report = autopar.verify(tied(), mesh, loss_fn=loss_fn, batch=batch(rows), steps=2, **options)
     assert report.ok and report.max_error < 1e-10, str(report)
 
 
