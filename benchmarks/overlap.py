@@ -1,8 +1,9 @@
 """How much of what moves is hidden under what computes: `python -m benchmarks.overlap`.
 
-The GPT of benchmarks/compare on two Gloo ranks, with and without ZeRO. A recorder sees on each rank when a collective is
-started and when it is waited for. In flight: the time between the start of a collective and the end of its wait, overlaps
-of several counted once. Exposed: the time that a rank spends in starts, waits and collectives that are not in two halves.
+The GPT of benchmarks/compare on two Gloo ranks, with and without ZeRO. A recorder sees on each rank when a collective
+is started and when it is waited for. In flight: the time between the start of a collective and the end of its wait,
+overlaps of several counted once. Exposed: the time that a rank spends in starts, waits and collectives that are not in
+two halves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ def worker(rank: int, zero: int, folder: str) -> None:
     model = autopar.parallelize(model_of("gpt"), f"dp={RANKS}", loss_fn=loss_fn, device="cpu", zero=zero)
     batch, optimizer = batch_of("cpu"), optimizer_of(model)
     compiled = model.prepare(*batch)
-    start_of = {node.name: node.args[0].name for node in compiled.program.calls() if "wait" in str(node.target)}  # type: ignore[union-attr]
+    waits = (node for node in compiled.program.calls() if "wait" in str(node.target))
+    start_of = {node.name: node.all_input_nodes[0].name for node in waits}
     rows = []
     for step in range(WARMUP + STEPS):
         recorder = Recorder()
