@@ -6,7 +6,10 @@ A message says what is wrong, where (parameter, file and line), both numbers, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class AutoparError(Exception):
