@@ -81,10 +81,8 @@ def main() -> None:
     for zero in (0, 1, 2, 3):
         with tempfile.TemporaryDirectory() as folder:
             mp.start_processes(worker, args=(zero, folder), nprocs=RANKS, start_method="spawn")
-            ranks: list[list[Any]] = [
-                pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(RANKS)
-            ]
-        step, flight, exposed = (statistics.median(row[i] for row in ranks[0]) for i in range(3))
+            rows: list[Row] = pickle.loads(Path(folder, "0.pickle").read_bytes())
+        step, flight, exposed = (statistics.median(row[i] for row in rows) for i in range(3))
         print(f"| {zero} | {step:.0f} | {flight:.0f} | {exposed:.0f} | {1 - exposed / flight:.0%} |", flush=True)
 
 

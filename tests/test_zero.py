@@ -85,7 +85,7 @@ def every_combination() -> Iterator[object]:
         yield pytest.param(mesh, microbatches, zero, recompute, marks=marks)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "zero", "recompute"), every_combination())
+@pytest.mark.parametrize(("mesh", "microbatches", "zero", "recompute"), list(every_combination()))
 def test_equal_to_one_device(mesh: str, microbatches: int, zero: int, recompute: str | float):
     options: dict[str, Any] = {"zero": zero, "microbatches": microbatches, "recompute": recompute}
     rows = 36 if mesh == "dp=3" else 24
