@@ -15,7 +15,6 @@ from autopar.ir.program import (
     Builder,
     Input,
     Program,
-    Record,
     TensorType,
     is_given,
     operand_nodes,
@@ -70,19 +69,20 @@ class _Zero:
     def __init__(self, program: Program, plan: Plan, axis: str) -> None:
         self.program, self.plan, self.axis, self.mesh = program, plan, axis, program.mesh
         self.build = Builder(MADE_BY)
-        self.stored: dict[str, Layout] = {}
-        self.whole: list[str] = []
-        self.placeholders: dict[fx.Node, fx.Node] = {}
         self.kept: dict[fx.Node, Layout] = {}  # parameters that are split
+        self.stored: dict[str, Layout] = {}  # the same by name
+        self.whole: list[str] = []
+        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+            self._decide(node, entry)
+        self.placeholders: dict[fx.Node, fx.Node] = {}
         self.short: dict[fx.Node, dict[str, fx.Node]] = {}  # padded parameters, with what users of a phase take
 
     def run(self) -> Program:
-        entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-        leaving = self._gradients()
+        self.leaving = self._gradients()
         padded: dict[tuple[fx.Node, Layout], fx.Node] = {}
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, entries[node])
+                self._placeholder(node)
             elif node.op == "output":
                 self._output(node, padded)
             elif is_given(node) and node.all_input_nodes[0] in self.kept:
@@ -92,22 +92,30 @@ class _Zero:
             else:
                 self._use(node)
                 self.build.copy(node)
-            for layout, shape in leaving.get(node, ()):
-                if (node, layout) not in padded:
+            for layout in self.leaving.get(node, ()):
+                shape = padded_shape(record(node).type.shape, layout, self.mesh)
+                if shape != record(node).type.shape and (node, layout) not in padded:
                     padded[node, layout] = self._padded(node, shape)
         return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._notes()))
 
-    def _placeholder(self, node: fx.Node, entry: Input) -> None:
-        made = self.placeholders[node] = self.build.copy(node)
-        layout = self._stored(entry, record(node))
-        if layout is None:
+    def _decide(self, node: fx.Node, entry: Input) -> None:
+        if entry.kind != "parameter" or (self.plan.zero < 3 and entry.name in self.plan.frozen):
             return
-        found = record(node)
-        self.stored[entry.name] = self.kept[node] = layout
-        shape = padded_shape(found.type.shape, layout, self.mesh)
-        set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,)))
-        if shape != found.type.shape:
-            self.short[node] = {}
+        shape, layout = record(node).type.shape, record(node).layout
+        found = stored_layout(shape, layout, self.mesh, self.axis)
+        if found is not None:
+            self.stored[entry.name] = self.kept[node] = found
+        elif shape and self.axis not in layout.axes:
+            self.whole.append(entry.name)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        made = self.placeholders[node] = self.build.copy(node)
+        if node in self.kept:
+            found, layout = record(node), self.kept[node]
+            shape = padded_shape(found.type.shape, layout, self.mesh)
+            set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,)))
+            if shape != found.type.shape:
+                self.short[node] = {}
 
     def _cast(self, node: fx.Node) -> None:
         """A parameter is cast where it lies, so that what moves is as short as what computes."""
@@ -122,15 +130,13 @@ class _Zero:
 
     def _is_late(self, node: fx.Node) -> bool:
         """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves."""
-        if node.target is not CAST or len(node.users) != 1 or node not in self.program.results:
+        if node.target is not CAST or len(node.users) != 1 or len(self.leaving.get(node, ())) != 1:
             return False
-        out = self.program.outputs[self.program.results.index(node)]
-        summed = [axis for axis, _ in record(node.all_input_nodes[0]).layout.partial]
-        return out.kind == "gradient" and out.name in self.stored and self.axis in summed
+        return any(axis == self.axis for axis, _ in record(node.all_input_nodes[0]).layout.partial)
 
     def _scatter_first(self, node: fx.Node, padded: dict[tuple[fx.Node, Layout], fx.Node]) -> None:
         """So that the sum is scattered, and this rank's part is cast."""
-        layout = self.stored[self.program.outputs[self.program.results.index(node)].name]
+        (layout,) = self.leaving[node]
         found, source = record(node), node.all_input_nodes[0]
         shape = padded_shape(found.type.shape, layout, self.mesh)
         part = self.build.value[source] if shape == found.type.shape else self._padded(source, shape)
@@ -139,14 +145,6 @@ class _Zero:
         set_record(
             made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,), operands=(layout,))
         )
-
-    def _stored(self, entry: Input, found: Record) -> Layout | None:
-        if entry.kind != "parameter" or (self.plan.zero < 3 and entry.name in self.plan.frozen):
-            return None
-        layout = stored_layout(found.type.shape, found.layout, self.mesh, self.axis)
-        if layout is None and found.type.shape and self.axis not in found.layout.axes:
-            self.whole.append(entry.name)
-        return layout
 
     def _use(self, node: fx.Node) -> None:
         """Users of a padded parameter take it without the padding: one value a phase, for each is gathered anew."""
@@ -169,21 +167,12 @@ class _Zero:
             )
         return known[phase]
 
-    def _gradients(self) -> dict[fx.Node, list[tuple[Layout, tuple[int, ...]]]]:
-        """The nodes that leave as gradients of padded parameters, with the parameter's layout and shape."""
-        entries = zip(self.program.placeholders, self.program.inputs, strict=True)
-        wanted = {}
-        for node, entry in entries:
-            layout = self._stored(entry, record(node)) if entry.kind == "parameter" else None
-            if layout is not None:
-                wanted[entry.name] = (layout, padded_shape(record(node).type.shape, layout, self.mesh))
-        self.whole.clear()
-        found: dict[fx.Node, list[tuple[Layout, tuple[int, ...]]]] = {}
+    def _gradients(self) -> dict[fx.Node, dict[Layout, None]]:
+        """The nodes that leave as gradients of split parameters, with the layouts in which they leave."""
+        found: dict[fx.Node, dict[Layout, None]] = {}
         for result, out in zip(self.program.results, self.program.outputs, strict=True):
-            if result is not None and out.kind == "gradient" and out.name in wanted:
-                layout, shape = wanted[out.name]
-                if shape != record(result).type.shape and (layout, shape) not in found.get(result, ()):
-                    found.setdefault(result, []).append((layout, shape))
+            if result is not None and out.kind == "gradient" and out.name in self.stored:
+                found.setdefault(result, {})[self.stored[out.name]] = None
         return found
 
     def _padded(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:

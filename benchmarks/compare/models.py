@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,3 +111,24 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def plain(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    context: Callable[[], Any] = contextlib.nullcontext,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Step:
+    """A training step as people write it."""
+    optimizer = optimizer or optimizer_of(model)
+
+    def step() -> Tensor:
+        with context():
+            loss = loss_fn(model, x, y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import loss_parallel as sharded_loss
 
-from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of
+from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of, plain
 from benchmarks.compare.pipelines import pipelined
 from benchmarks.compare.sharded import checkpointed, fully_sharded, zero_redundancy
 
@@ -37,21 +37,6 @@ def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         return loss
-
-    return step
-
-
-def plain(model: nn.Module, x: Tensor, y: Tensor, context: Callable[[], Any] = contextlib.nullcontext) -> Step:
-    """A training step as people write it."""
-    optimizer = optimizer_of(model)
-
-    def step() -> Tensor:
-        with context():
-            loss = loss_fn(model, x, y)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
     return step
 

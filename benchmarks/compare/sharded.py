@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of
+from benchmarks.compare.models import Step, batch_of, model_of, plain
 
 
 def fully_sharded(name: str, device: str) -> Step:
@@ -22,7 +22,7 @@ def fully_sharded(name: str, device: str) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _trained(model, optimizer_of(model), device)
+    return plain(model, *_part(device))
 
 
 def zero_redundancy(name: str, device: str) -> Step:
@@ -32,7 +32,7 @@ def zero_redundancy(name: str, device: str) -> Step:
 
     model: Any = DistributedDataParallel(model_of(name).to(device), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
-    return _trained(model, optimizer, device)
+    return plain(model, *_part(device), optimizer=optimizer)
 
 
 class Checkpointed(nn.Module):
@@ -55,17 +55,10 @@ def checkpointed(name: str, device: str) -> Step:
     model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _trained(model, optimizer_of(model), device)
+    return plain(model, *_part(device))
 
 
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Step:
+def _part(device: str) -> tuple[Tensor, Tensor]:
+    """This rank's part of the batch."""
     x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(device))
-
-    def step() -> Tensor:
-        loss = loss_fn(model, x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return x, y
