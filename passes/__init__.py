@@ -49,8 +49,6 @@ def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tupl
     for step, level in PASSES:
         if step in OF_GRAPHS and plan.is_staged:
             continue  # they come after the cut
-        if step is precision and plan.memory.sums_dtype is None:
-            continue  # the program computes as the model is
         program = step(program, plan, table) if step in READS_RULES else step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:
