@@ -11,6 +11,7 @@ finaliser. For a tensor of more than 2^32 elements the high half of the index en
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,43 +22,74 @@ import torch
 
 PIECE = 1 << 17  # elements: with less, PyTorch's cost per call outweighs the nearer cache (measured)
 _GRAIN = 1 << 15  # elements: with fewer, PyTorch computes on one thread
-_M1, _M2, _M3 = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B1
-_U1, _U2, _15, _16 = (np.uint32(value) for value in (_M1, _M2, 15, 16))
+M1, M2, M3 = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B1
+FIRST_KEY, SECOND_KEY, INCREMENT = 0x243F6A88, 0x85A308D3, 0xE6546B64
+_U1, _U2, _15, _16 = (np.uint32(value) for value in (M1, M2, 15, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A piece of a tensor as rows of `width` consecutive elements of the whole.
+
+    start: where the first row starts. dims: (size, stride in the whole) of the dims over which the rows are spread,
+    outermost first. wide: an index may need more than 31 bits.
+    """
+
+    start: int
+    dims: tuple[tuple[int, int], ...]
+    width: int
+    wide: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(size for size, _ in self.dims)
+
+    @staticmethod
+    def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int]) -> Runs:
+        """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`, with the fewest dims."""
+        start, stride, dims = 0, 1, [(1, 1)]
+        for size, part, offset in zip(reversed(whole), reversed(local), reversed(offsets), strict=True):
+            start += offset * stride
+            inner, spacing = dims[-1]
+            if inner * spacing == stride:  # goes on where the inner dim ends, all of which is in the piece
+                dims[-1] = (inner * part, spacing)
+            elif part > 1:
+                dims.append((part, stride))
+            stride *= size
+        return Runs(start, tuple(reversed(dims[1:])), dims[0][0], math.prod(whole) > 2**31)
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The elements of a piece of a tensor, as `count` rows of `width` consecutive elements of the whole.
+    """The elements of a piece, counted by PyTorch's ops."""
 
-    `wide`: their indices may need more than 31 bits.
-    """
-
+    runs: Runs
     starts: torch.Tensor  # int64 [count, 1]
-    count: int
-    width: int
-    wide: bool
 
     @staticmethod
-    def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int], device: torch.device) -> Counters:
-        """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`."""
-        starts, width = _runs(whole, local, offsets, device)
-        return Counters(starts, starts.shape[0], width, math.prod(whole) > 2**31)
+    def of(runs: Runs, device: torch.device) -> Counters:
+        starts = torch.full((1,), runs.start, dtype=torch.int64, device=device)
+        for size, stride in reversed(runs.dims):
+            steps = torch.arange(0, size * stride, stride, dtype=torch.int64, device=device)
+            starts = (steps.unsqueeze(1) + starts).flatten()
+        return Counters(runs, starts.unsqueeze(1))
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns that stay in cache; all at once off the CPU."""
-        if self.starts.device.type != "cpu" or self.count * self.width <= PIECE:
-            yield slice(0, self.count), slice(0, self.width)
+        count, width = self.runs.count, self.runs.width
+        if self.starts.device.type != "cpu" or count * width <= PIECE:
+            yield slice(0, count), slice(0, width)
             return
-        height, length = PIECE // self.width or 1, min(self.width, PIECE)
-        for top in range(0, self.count, height):
-            for left in range(0, self.width, length):
-                yield slice(top, min(top + height, self.count)), slice(left, min(left + length, self.width))
+        height, length = PIECE // width or 1, min(width, PIECE)
+        for top in range(0, count, height):
+            for left in range(0, width, length):
+                yield slice(top, min(top + height, count)), slice(left, min(left + length, width))
 
     def bits(self, keys: tuple[Any, Any], rows: slice, columns: slice) -> torch.Tensor:
         """int32 [rows, columns]: 32 random bits for each element, in memory of their own."""
         count = (rows.stop - rows.start) * (columns.stop - columns.start)
         alone = torch.get_num_threads() == 1 or count <= _GRAIN
-        if self.starts.device.type == "cpu" and not self.wide and alone:
+        if self.starts.device.type == "cpu" and not self.runs.wide and alone:
             return self._bits_of_numpy(keys, rows, columns)
         return self._bits_of_torch(keys, rows, columns)
 
@@ -65,9 +97,9 @@ class Counters:
         width, device = columns.stop - columns.start, self.starts.device
         m1, m2, m3, sixteen, low16, fifteen, low17 = _constants(device)
         first, second = (_word(key, device) for key in keys)
-        places = _places(PIECE if width <= PIECE else width, self.wide, device)[:width]
+        places = _places(PIECE if width <= PIECE else width, self.runs.wide, device)[:width]
         starts = self.starts[rows] + columns.start if columns.start else self.starts[rows]
-        if self.wide:
+        if self.runs.wide:
             index = starts + places
             state = _low(index).add_(_low(index >> 32).mul_(m3)).add_(first)
         else:
@@ -107,7 +139,7 @@ def number(value: int, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _constants(device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple(number(value, device) for value in (_M1, _M2, _M3, 16, 0xFFFF, 15, 0x1FFFF))
+    return tuple(number(value, device) for value in (M1, M2, M3, 16, 0xFFFF, 15, 0x1FFFF))
 
 
 @functools.lru_cache(8)
@@ -125,6 +157,18 @@ def _word(key: Any, device: torch.device) -> torch.Tensor:
     return key if isinstance(key, torch.Tensor) else torch.tensor(key, dtype=torch.int32, device=device)
 
 
+def triton_kernels(device: torch.device) -> Any:
+    """The module of GPU kernels; None for a device that has none and where Triton is not installed."""
+    return _triton_kernels() if device.type == "cuda" else None
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("autopar.runtime.random_triton")
+
+
 def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:
     """Two 32-bit keys: numbers on CPU; elsewhere tensors, because reading them would wait for the device."""
     if seed.device.type == "cpu":
@@ -135,10 +179,10 @@ def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:
 def _keys(words: Sequence[Any]) -> tuple[Any, Any]:
     halves = [half for word in words for half in (word & 0xFFFFFFFF, (word >> 32) & 0xFFFFFFFF)]
     found = []
-    for state in (0x243F6A88, 0x85A308D3):
+    for state in (FIRST_KEY, SECOND_KEY):
         mixed: Any = state
         for half in halves:
-            mixed = _mix((mixed * 5 + 0xE6546B64 & 0xFFFFFFFF) ^ half)
+            mixed = _mix((mixed * 5 + INCREMENT & 0xFFFFFFFF) ^ half)
         found.append(signed(mixed) if isinstance(mixed, int) else _low(mixed))
     return found[0], found[1]
 
@@ -158,26 +202,3 @@ def signed(word: int) -> int:
 def _low(word: torch.Tensor) -> torch.Tensor:
     """The low 32 bits of an int64 as int32."""
     return (((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
-
-
-def _runs(
-    whole: Sequence[int], local: Sequence[int], offsets: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, int]:
-    """The piece as rows of consecutive elements of the whole: where each row starts (int64), and how long all are."""
-    width, stride, start, dim = 1, 1, 0, len(whole)
-    while dim > 0:
-        dim -= 1
-        width *= local[dim]
-        start += offsets[dim] * stride
-        stride *= whole[dim]
-        if local[dim] != whole[dim]:
-            break
-    starts = torch.full((1,), start, dtype=torch.int64, device=device)
-    for i in reversed(range(dim)):
-        if local[i] == 1:
-            starts = starts + offsets[i] * stride
-        else:
-            steps = torch.arange(offsets[i], offsets[i] + local[i], dtype=torch.int64, device=device) * stride
-            starts = (steps.unsqueeze(1) + starts).flatten()
-        stride *= whole[i]
-    return starts.unsqueeze(1), width

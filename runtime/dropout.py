@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.runtime.counter import Counters, keys_of, number
+from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,11 +39,16 @@ def _dropout(
     source: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
     offsets: Sequence[int], out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    counters = Counters.of(whole, local, offsets, source.device)
-    keys = keys_of(seed, key)
-    shape, integer, device = (counters.count, counters.width), _INTEGER[source.dtype.itemsize], source.device
+    runs = Runs.of(whole, local, offsets)
+    limit, scale = min(round((1 - p) * 2**31), 2**31 - 1), 1 / (1 - p)  # kept: the numbers below the limit, of 31 bits
+    kernels = triton_kernels(source.device)
+    if kernels is not None and source.dtype.is_floating_point:
+        kernels.dropout(source, seed, key, runs, limit, scale, out)
+        return out
+    counters, keys = Counters.of(runs, source.device), keys_of(seed, key)
+    shape, integer, device = (runs.count, runs.width), _INTEGER[source.dtype.itemsize], source.device
     source_bits, out_bits = source.view(shape).view(integer), out.view(shape).view(integer)
-    threshold = number(min(round((1 - p) * 2**31), 2**31 - 1), device)
+    threshold = number(limit, device)
     one, low31, last = _numbers(device)
     for block in counters.blocks():
         # The top 31 bits as a number below 2^31, less the threshold: the sign says kept, in all bits of the mask.
@@ -51,7 +56,7 @@ def _dropout(
         kept = state.bitwise_right_shift_(one).bitwise_and_(low31).sub_(threshold).bitwise_right_shift_(last)
         part, result = (source_bits, out_bits) if kept.shape == shape else (source_bits[block], out_bits[block])
         torch.bitwise_and(part, kept if integer == torch.int32 else kept.to(integer), out=result)
-        result.view(out.dtype).mul_(1 / (1 - p))
+        result.view(out.dtype).mul_(scale)
     return out
 
 

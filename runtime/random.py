@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.counter import Counters, keys_of, number
+from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
 
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 Draw = Callable[[Callable[[int], torch.Tensor], torch.dtype], torch.Tensor]
@@ -26,8 +26,12 @@ def random(
     out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
     if out.numel() == 0:
         return out
-    counters = Counters.of(whole, local, offsets, seed.device)
-    runs = out.view(counters.count, counters.width)
+    runs, kernels = Runs.of(whole, local, offsets), triton_kernels(seed.device)
+    rows = out.view(runs.count, runs.width)
+    if kernels is not None:
+        rows.copy_(_KINDS[kind](lambda stream: kernels.bits(seed, key, stream, runs), dtype))
+        return out
+    counters = Counters.of(runs, seed.device)
     keys: dict[int, tuple[Any, Any]] = {}
     for block in counters.blocks():
 
@@ -36,7 +40,7 @@ def random(
                 keys[stream] = keys_of(seed, key, stream)
             return counters.bits(keys[stream], *block)
 
-        runs[block] = _KINDS[kind](bits, dtype)
+        rows[block] = _KINDS[kind](bits, dtype)
     return out
 
 
