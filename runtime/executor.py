@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,15 @@ class Executable:
     """A graph ready to run. `source` is the Python that runs, for people to read.
 
     sums: the nodes whose values are added to others. Those are given after the placeholders' values, None where there
-    is nothing yet; they are written over.
+    is nothing yet; they are written over. given: the placeholders whose values may be written over as well.
     """
 
-    def __init__(self, graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None) -> None:
+    def __init__(
+        self, graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None, given: Collection[fx.Node] = ()
+    ) -> None:
         self.graph = graph
         self.sums = tuple(sums)
-        self.code = _generate(graph, observed=False, sums=self.sums, study=study)
+        self.code = _generate(graph, lifetimes(graph, given), sums=self.sums, study=study)
 
     @property
     def source(self) -> str:
@@ -80,12 +82,14 @@ class Executable:
 
     @functools.cached_property
     def observed_code(self) -> Code:
-        return _generate(self.graph, observed=True, sums=self.sums)
+        return _generate(self.graph, lifetimes(self.graph), observed=True, sums=self.sums)
 
 
-def compile_graph(graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None) -> Executable:
+def compile_graph(
+    graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None, given: Collection[fx.Node] = ()
+) -> Executable:
     """Turn a LOCAL graph into an executable."""
-    return Executable(graph, sums, study)
+    return Executable(graph, sums, study, given)
 
 
 def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
@@ -182,9 +186,10 @@ class _Writer:
         return ", ".join([*map(self.argument, args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
 
 
-def _generate(graph: fx.Graph, observed: bool, sums: Sequence[fx.Node] = (), study: Study | None = None) -> Code:
+def _generate(
+    graph: fx.Graph, lives: Lifetimes, observed: bool = False, sums: Sequence[fx.Node] = (), study: Study | None = None
+) -> Code:
     writer = _Writer(graph, study.instead if study is not None else {})
-    lives = lifetimes(graph)
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
     writer.line("def program(items, observe):")
@@ -248,19 +253,21 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
         if not isinstance(operand, fx.Node) or not has_record(node) or not has_record(operand):
             continue
         mine, its = record(node), record(operand)
-        made = _is_dense(operand)
         alike = its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts)
-        if made and alike and lives.may_overwrite(operand, node):
+        if _is_dense(operand) and alike and lives.may_overwrite(operand, node):
             return function
     return None
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to."""
+    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to.
+
+    So is a placeholder that may be overwritten at all.
+    """
     while getattr(node.target, "_opname", "") in _ONCE:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
-    return node.op == "call_function" and is_own(node)
+    return node.op == "placeholder" or (node.op == "call_function" and is_own(node))
 
 
 # Views in which an element of the operand stands at most once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,7 +21,7 @@ class Lifetimes:
     position: dict[fx.Node, int]
     share: dict[fx.Node, fx.Node]
     share_last: dict[fx.Node, int]
-    foreign: frozenset[fx.Node]  # sharing sets with a value that the graph was given
+    foreign: frozenset[fx.Node]  # sharing sets with a value that the graph was given and that is not its own
 
     def may_overwrite(self, value: fx.Node, node: fx.Node) -> bool:
         """True if `node`, an operand of which is `value`, may write over it: nothing looks at this memory again."""
@@ -31,8 +32,11 @@ class Lifetimes:
         return sharing == [value]  # another operand may be a view of it
 
 
-def lifetimes(graph: fx.Graph) -> Lifetimes:
-    """Liveness of every value; a value that nobody uses dies where it is made."""
+def lifetimes(graph: fx.Graph, given: Collection[fx.Node] = ()) -> Lifetimes:
+    """Liveness of every value; a value that nobody uses dies where it is made.
+
+    given: the placeholders whose memory is the graph's own from then on. Whoever runs it looks at it no more.
+    """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     share: dict[fx.Node, fx.Node] = {}
@@ -50,7 +54,7 @@ def lifetimes(graph: fx.Graph) -> Lifetimes:
         share_last[share[node]] = max(share_last[share[node]], last)
         if node.op != "output" and nodes[last].op != "output":
             dying[nodes[last]].append(node)
-    foreign = frozenset(share[node] for node in nodes if node.op in ("placeholder", "get_attr"))
+    foreign = frozenset(share[node] for node in nodes if node.op in ("placeholder", "get_attr") and node not in given)
     return Lifetimes({node: tuple(dead) for node, dead in dying.items()}, position, share, dict(share_last), foreign)
 
 

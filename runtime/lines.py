@@ -71,7 +71,9 @@ def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None) -> R
     """The graphs of a rank, each turned into Python once, and the lines of its list."""
     flow = pipeline.flow
     mine = {
-        key: compile_graph(program.graph, tuple(sums_of(program, pipeline.joins).values()), study)
+        key: compile_graph(
+            program.graph, tuple(sums_of(program, pipeline.joins).values()), study, _own(pipeline, rank, key)
+        )
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
     }
@@ -89,6 +91,23 @@ def sums_of(program: Program, joins: Mapping[str, Join]) -> dict[str, fx.Node]:
         if out.kind == "part" and joins[out.name].kind == "sum" and node is not None
         if adding_variant(node.target) is not None and len(node.users) == 1 and program.results.count(node) == 1
     }
+
+
+def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.Node]:
+    """What an epilogue may write over: sums of several micro-batches, memory that nobody else looks at.
+
+    Not those that go to other ranks or come from them: they may be on their way still.
+    """
+    if key[1] != "E" or pipeline.microbatches == 1:
+        return frozenset()
+    program, lists = pipeline.graphs[key], pipeline.lists[rank]
+    moved = {name for instruction in lists if instruction.op != "RUN" for name in instruction.values}
+    return frozenset(
+        node
+        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        if entry.kind == "step" and entry.name not in moved
+        if entry.name in pipeline.joins and pipeline.joins[entry.name].kind == "sum"
+    )
 
 
 def _line(

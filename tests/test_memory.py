@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -266,3 +267,30 @@ def _masked(rank: int) -> Row:
     model = nn.Sequential(nn.Embedding(40, 32), nn.Dropout(0.3), nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 40))
     x = torch.randint(40, (12, 16))
     return compare(rank, model, token_loss, (x, x.clone()), "tp=2", torch.optim.AdamW)
+
+
+class Tied(nn.Module):
+    """The table of the first stage is the head of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.table(x)))
+
+
+def test_the_sum_of_a_tied_weights_gradients_needs_no_third_one():
+    """What micro-batches added up to is the epilogue's own, to write over."""
+    x = torch.randint(40, (12, 5))
+    program = autopar.compile(Tied(), "dp=3,pp=2", loss_fn=token_loss, batch=(x, x.roll(1, 1)), microbatches=2)
+    timeline = program.memory(0, device="cpu").timeline
+    found = [
+        (now.peak, before.after)
+        for before, now in itertools.pairwise(timeline)
+        if now.graph == "epilogue" and now.node.startswith("add")
+    ]
+    assert found and all(peak == before for peak, before in found), found

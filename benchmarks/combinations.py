@@ -1,0 +1,163 @@
+"""Random combinations of features on real architectures, each beside one device in float64: what breaks together?
+
+    timeout 1300 .venv/bin/python -m benchmarks.combinations --seconds 1200 --seed 0
+
+Draws a model of the coverage table, a mesh, and options that go together on paper: ZeRO, recomputation, micro-batches,
+stages and schedules, sequence parallelism, buckets. Prints the largest relative error of loss, every gradient, every
+updated weight and buffer over two steps, or the refusal in full: it must be an error of ours that says what to do.
+Replay one with `--only N`, the number of its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import random
+import resource
+import signal
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.torch_compat import tree_map
+from autopar.verification import verify
+from benchmarks.coverage import architectures, plain
+
+LIMIT_S = 180
+MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3")
+STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+
+
+class TooSlow(Exception):
+    """A case took longer than LIMIT_S."""
+
+
+def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
+    """The model, the mesh and the options of a row."""
+    dice = random.Random(f"{seed} {number}")
+    name = dice.choice([*architectures.names(), *plain.MODELS])
+    options: dict[str, Any] = {}
+    staged = dice.random() < 0.4
+    mesh = dice.choice(STAGED if staged else MESHES)
+    if staged:
+        options["microbatches"] = dice.choice((2, 3, 6) if "2" in mesh.partition("pp")[0] else (2, 3, 4, 6))
+        options["schedule"] = dice.choice(SCHEDULES)
+    elif dice.random() < 0.3:
+        options["microbatches"] = dice.choice((2, 3))
+    if "dp" in mesh or "fsdp" in mesh:
+        options["zero"] = dice.choice((0, 1, 2, 3))
+        if options["zero"] == 3 and dice.random() < 0.3:
+            options["reshard_after_forward"] = False
+    if "tp" in mesh and dice.random() < 0.4:
+        options["sequence_parallel"] = dice.choice((True, "auto"))
+    if dice.random() < 0.5:
+        options["recompute"] = dice.choice(("full", "selective", 0.7, 0.9))
+    if dice.random() < 0.3:
+        options["bucket_bytes"] = dice.choice((1, 1000, 100_000))
+    if name in architectures.SPECIALIZED:
+        options["specialize"] = True
+    return name, mesh, options
+
+
+def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
+    """The largest error. `rows` is the size of the batch, repeated as often as it takes."""
+    torch.manual_seed(0)
+    if name in plain.MODELS:
+        model, loss_fn, batch = plain.MODELS[name]()
+    else:
+        model, batch = architectures.build(*architectures.names()[name])
+        loss_fn = architectures.loss_fn
+    report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
+    if report.mismatch is not None:
+        raise ArithmeticError(" ".join(str(report.mismatch).split()))
+    return report.max_error
+
+
+def _grown(batch: Any, rows: int) -> Any:
+    """The batch with as many rows: copies of its own, each rolled by another number of places."""
+    sizes = Counter(leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim)
+    if not sizes or rows == 0:
+        return batch
+    size = sizes.most_common(1)[0][0]
+
+    def grow(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.shape[0] != size:
+            return leaf
+        copies = [leaf.roll(shift, -1) if leaf.ndim > 1 else leaf.roll(shift) for shift in range(-(-rows // size))]
+        return torch.cat(copies)[:rows]
+
+    return tree_map(grow, batch)
+
+
+def _leaves(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, batch)
+    return found
+
+
+def _alarm(*_: object) -> None:
+    raise TooSlow(f"more than {LIMIT_S} s")
+
+
+def case(seed: int, number: int, rows: int) -> tuple[str, str]:
+    """The verdict on a row (ok, refused, slow, WRONG, BROKEN), and its line."""
+    name, mesh, options = draw(seed, number)
+    text = " ".join(f"{key}={value}" for key, value in options.items())
+    start, error = time.process_time(), ""
+    signal.signal(signal.SIGALRM, _alarm)
+    signal.alarm(LIMIT_S)
+    try:
+        largest = run(name, mesh, options, rows)
+        verdict, error = ("ok" if largest <= 1e-10 else "WRONG"), f"{largest:.0e}"
+    except AutoparError as refusal:
+        verdict, error = "refused", f"{type(refusal).__name__}: {refusal}"
+    except TooSlow as slow:
+        verdict, error = "slow", str(slow)
+    except ArithmeticError as wrong:
+        verdict, error = "WRONG", str(wrong)
+    except Exception as broken:
+        frame = traceback.extract_tb(broken.__traceback__)[-1]
+        place = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+        verdict, error = "BROKEN", f"{type(broken).__name__}: {broken} ({place})"
+    finally:
+        signal.alarm(0)
+    seconds = time.process_time() - start
+    return verdict, f"{verdict:8} {number:4} {name:24} {mesh:14} {text}  [{seconds:.0f} s]  {error}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first row")
+    parser.add_argument("--only", type=int, action="append", help="the number of a row")
+    parser.add_argument("--rows", type=int, default=12, help="rows of a batch: what 2, 3, 4 and 6 parts divide")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    found: Counter[str] = Counter()
+    end = time.monotonic() + options.seconds
+    numbers = itertools.count(options.first) if options.only is None else options.only
+    for number in numbers:
+        verdict, line = case(options.seed, number, options.rows)
+        found[verdict] += 1
+        print(line, flush=True)
+        if time.monotonic() > end:
+            break
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(
+        ", ".join(f"{count} {verdict}" for verdict, count in found.most_common()), f"(seed {options.seed}, {peak} MiB)"
+    )
+
+
+if __name__ == "__main__":
+    main()
