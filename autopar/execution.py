@@ -18,7 +18,7 @@ from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import KINDS
 from autopar.runtime.distributed import DistributedDriver, Group
-from autopar.runtime.executor import Executable, Outputs, compile_graph
+from autopar.runtime.executor import Executable, Outputs
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
 from autopar.runtime.recorder import Recorder
 
@@ -143,10 +143,10 @@ def make_runner(
                 f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
                 f"{pipeline.microbatches} micro-batches). Leave compile out, or pp and microbatches."
             )
-        code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0))
+        code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), device=device)
         return PipelineRunner(code, driver, program.outputs, device)
     if compiler is None:
-        return ExecutorRunner(compile_graph(program.graph), driver)
+        return ExecutorRunner(Executable(program.graph, device=device), driver)
     from autopar.runtime.inductor import compile_program  # and with it Inductor
 
     rank = dist.get_rank()

@@ -79,14 +79,14 @@ def verify_compiled(
     virtual = Virtual(copy.deepcopy(model), captured, compiled, make)
     table = plain.table
     for step in range(steps):
-        drawn = torch.tensor([seed, step])
+        drawn = torch.tensor([seed, step], device=virtual.device)
         expected, given = plain.step(args, kwargs, drawn), virtual.step(args, kwargs, drawn)
         plain.compare(expected, given, virtual.replicas)
     rows = table.rows()
     mismatch = None
     if not all(row.ok for row in rows):
         first = Virtual(copy.deepcopy(model), captured, compiled, make)
-        mismatch = first.locate(args, kwargs, torch.tensor([seed, 0]), table.of_nodes)
+        mismatch = first.locate(args, kwargs, torch.tensor([seed, 0], device=virtual.device), table.of_nodes)
     return Report(str(compiled.mesh), plain.dtype, steps, table.tolerance, rows, mismatch, plain.note)
 
 

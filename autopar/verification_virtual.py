@@ -22,7 +22,7 @@ from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.padding import beginning, padded_part
 from autopar.reference import SCALE, OptimizerFactory
-from autopar.runtime.executor import Outputs, compile_graph
+from autopar.runtime.executor import Executable, Outputs
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
 from autopar.staged import given_of, pipeline_of
@@ -36,7 +36,8 @@ class Virtual:
         self.model, self.captured, self.compiled = model, captured, compiled
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
-        self.dtype = next(model.parameters()).dtype
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
@@ -66,7 +67,7 @@ class Virtual:
     def _run(self, whole: list[torch.Tensor]) -> list[Outputs]:
         """The outputs of every rank."""
         program, mesh = self.compiled.program, self.compiled.mesh
-        return VirtualMesh(mesh).run(compile_graph(program.graph), _scatter(program, whole, mesh))
+        return VirtualMesh(mesh).run(Executable(program.graph, device=self.device), _scatter(program, whole, mesh))
 
     def _run_pipeline(self, whole: list[torch.Tensor]) -> list[Outputs]:
         """As `_run`; an output is None on the ranks that do not have it."""
@@ -82,7 +83,7 @@ class Virtual:
             mine = {**coord, MICROBATCH: 0}
             value_of = functools.partial(part_of, coord=mine)
             given.append(given_of(compiled, coord, value_of, part_of))
-        codes = [compile_rank(pipeline, place) for place in range(pipeline.flow.size)]
+        codes = [compile_rank(pipeline, place, device=self.device) for place in range(pipeline.flow.size)]
         finals = VirtualMesh(mesh).run_pipeline(codes, given)
         return [tuple(rank.get((out.kind, out.name)) for out in program.outputs) for rank in finals]
 
@@ -120,7 +121,8 @@ class Virtual:
 
         one = Mesh(())
         with default_dtype(self.dtype):
-            VirtualMesh(one).run(compile_graph(captured.graph), [self._inputs(captured, args, kwargs, seed)], keep)
+            executable = Executable(captured.graph, device=self.device)
+            VirtualMesh(one).run(executable, [self._inputs(captured, args, kwargs, seed)], keep)
         parts: dict[fx.Node, list[torch.Tensor]] = {}
 
         def collect(_rank: int, node: fx.Node, value: Any) -> None:
@@ -128,7 +130,7 @@ class Virtual:
                 parts.setdefault(node, [None] * mesh.size)[_rank] = value  # type: ignore[list-item]
 
         with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
-            VirtualMesh(mesh).run(compile_graph(final.graph), _scatter(final, whole, mesh), collect)
+            VirtualMesh(mesh).run(Executable(final.graph, device=self.device), _scatter(final, whole, mesh), collect)
         leaving = zip(captured.results, captured.outputs, strict=True)
         gradients = norm_of({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:

@@ -5,6 +5,7 @@ Tables. They are data about ATen, each row checked by a test against the op that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -169,6 +170,16 @@ def _on_contiguous(function: Function) -> Function:
         return function(*map(contiguous, args), **{key: contiguous(value) for key, value in kwargs.items()})
 
     return call
+
+
+@functools.cache
+def creates(target: Any) -> bool:
+    """True for an op of torch that makes a tensor of numbers alone: programs name no device, so it has to be told."""
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    arguments = target._schema.arguments
+    takes_device = any(argument.name == "device" for argument in arguments)
+    return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)
 
 
 def is_fresh(target: Any) -> bool:

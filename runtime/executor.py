@@ -16,16 +16,18 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
-from autopar.runtime.callables import adding_variant, function_of, inplace_variants
+from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
+CPU = torch.device("cpu")
 Steps = Generator["Request", list[Any] | None, Outputs]
 
 
@@ -63,18 +65,18 @@ class Code:
 
 
 class Executable:
-    """A graph ready to run. `source` is the Python that runs, for people to read.
+    """A graph ready to run. `source` is the Python that runs, for people to read. device: where its tensors lie.
 
     sums: the nodes whose values are added to others. Those are given after the placeholders' values, None where there
     is nothing yet; they are written over. given: the placeholders whose values may be written over as well.
     """
 
     def __init__(
-        self, graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None, given: Collection[fx.Node] = ()
-    ) -> None:
-        self.graph = graph
-        self.sums = tuple(sums)
-        self.code = _generate(graph, lifetimes(graph, given), sums=self.sums, study=study)
+        self, graph: fx.Graph, sums: Collection[fx.Node] = (), given: Collection[fx.Node] = (),
+        device: torch.device = CPU, study: Study | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.sums, self.device = graph, tuple(sums), device
+        self.code = _generate(graph, lifetimes(graph, given), self.sums, device, study)
 
     @property
     def source(self) -> str:
@@ -82,14 +84,7 @@ class Executable:
 
     @functools.cached_property
     def observed_code(self) -> Code:
-        return _generate(self.graph, lifetimes(self.graph), observed=True, sums=self.sums)
-
-
-def compile_graph(
-    graph: fx.Graph, sums: Sequence[fx.Node] = (), study: Study | None = None, given: Collection[fx.Node] = ()
-) -> Executable:
-    """Turn a LOCAL graph into an executable."""
-    return Executable(graph, sums, study, given)
+        return _generate(self.graph, lifetimes(self.graph), self.sums, self.device, observed=True)
 
 
 def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
@@ -145,7 +140,8 @@ def _failed_node(error: BaseException, code: Code) -> fx.Node | None:
 class _Writer:
     """The text of the function, the objects that it refers to, and the node of each line."""
 
-    def __init__(self, graph: fx.Graph, instead: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, graph: fx.Graph, device: torch.device, instead: Mapping[Any, Callable[..., Any]]) -> None:
+        self.device = device
         self.instead = instead
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
@@ -182,14 +178,17 @@ class _Writer:
             return f"[{items}]" if isinstance(arg, list) else f"({items}{',' if len(arg) == 1 else ''})"
         return self.bind(arg)
 
-    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join([*map(self.argument, args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
+    def arguments(self, node: fx.Node) -> str:
+        """The arguments of a call, and where it makes a tensor of numbers."""
+        kwargs = {**node.kwargs, "device": self.device} if creates(node.target) else node.kwargs
+        return ", ".join([*map(self.argument, node.args), *(f"{k}={self.argument(v)}" for k, v in kwargs.items())])
 
 
 def _generate(
-    graph: fx.Graph, lives: Lifetimes, observed: bool = False, sums: Sequence[fx.Node] = (), study: Study | None = None
-) -> Code:
-    writer = _Writer(graph, study.instead if study is not None else {})
+    graph: fx.Graph, lives: Lifetimes, sums: Sequence[fx.Node], device: torch.device, study: Study | None = None,
+    observed: bool = False,
+) -> Code:  # fmt: skip
+    writer = _Writer(graph, device, study.instead if study is not None else {})
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
     writer.line("def program(items, observe):")
@@ -234,12 +233,12 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
     function = function_of(node.target)
     if not observed:
         function = _inplace(node, lives) or function
-    return f"{writer.bind(function)}({writer.arguments(node.args, node.kwargs)})"
+    return f"{writer.bind(function)}({writer.arguments(node)})"
 
 
 def _addition(writer: _Writer, node: fx.Node, total: str) -> str:
     """A call whose result is added to what is there already."""
-    arguments = writer.arguments(node.args, node.kwargs)
+    arguments = writer.arguments(node)
     add, make = writer.bind(adding_variant(node.target)), writer.bind(function_of(node.target))
     return f"{make}({arguments}) if {total} is None else {add}({total}, {arguments})"
 

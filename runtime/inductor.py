@@ -24,6 +24,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import Program, record
+from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
 from autopar.runtime.distributed import Group
 from autopar.runtime.executor import Outputs, describe, schema_arguments
@@ -73,7 +74,7 @@ def compile_program(
     # A ShapeEnv, though no shape is symbolic: without one Inductor keeps nothing in its cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         inputs = [_example(node, mesh, device) for node in program.placeholders]
-        interpreter = _RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups))
+        interpreter = _RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups), device)
         try:
             graph = make_fx(interpreter.run)(*inputs)
             function, source = compile_with_inductor(graph, inputs)
@@ -111,10 +112,10 @@ def _example(node: fx.Node, mesh: Mesh, device: torch.device) -> torch.Tensor:
 class _RankTrace(fx.Interpreter):
     """Computes a LOCAL graph for one rank, by functions that a compiler can take apart."""
 
-    def __init__(self, program: Program, collectives: FunctionalCollectives) -> None:
+    def __init__(self, program: Program, collectives: FunctionalCollectives, device: torch.device) -> None:
         root = program.graph.owning_module or torch.nn.Module()
         super().__init__(root, graph=program.graph)
-        self._collectives = collectives
+        self._collectives, self._device = collectives, device
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and is_mesh_op(n.target):
@@ -122,6 +123,8 @@ class _RankTrace(fx.Interpreter):
             return self._collectives.trace(n.target, values)
         if n.op == "call_function" and isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if creates(n.target):
+                kwargs = {**kwargs, "device": self._device}
             return decomposed(n.target, describe(n))(*args, **kwargs)
         return super().run_node(n)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from autopar.ir.pipeline import Join, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
-from autopar.runtime.executor import Executable, Study, compile_graph
+from autopar.runtime.executor import CPU, Executable, Study
 
 Key = tuple[str, int]  # a value and its micro-batch, or ONCE
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
@@ -67,12 +68,12 @@ class RankCode:
     lines: tuple[Line, ...]
 
 
-def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None) -> RankCode:
-    """The graphs of a rank, each turned into Python once, and the lines of its list."""
+def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU) -> RankCode:
+    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
     flow = pipeline.flow
     mine = {
-        key: compile_graph(
-            program.graph, tuple(sums_of(program, pipeline.joins).values()), study, _own(pipeline, rank, key)
+        key: Executable(
+            program.graph, sums_of(program, pipeline.joins).values(), _own(pipeline, rank, key), device, study
         )
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.inspection import bytes_of
 from autopar.ir.layout import local_part
 from autopar.ir.program import Program, record
-from autopar.runtime.executor import compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import lifetimes
 from autopar.runtime.virtual import VirtualMesh
 
@@ -56,7 +56,7 @@ def measured_peak(program: Program) -> int:
         [local_part(value, layout, program.mesh, coord).clone() for value, layout in zip(values, layouts, strict=True)]
         for coord in program.mesh.coords()
     ]
-    executable = compile_graph(program.graph)
+    executable = Executable(program.graph)
     with Live() as live:
         VirtualMesh(program.mesh).run(executable, given)
     return live.peak

@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import axes_of, op
 from autopar.ir.program import Record, TensorType, set_record
 from autopar.runtime.distributed import DistributedDriver, make_groups
-from autopar.runtime.executor import Executable, compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.virtual import VirtualMesh
 
 pytestmark = pytest.mark.gloo
@@ -56,7 +56,7 @@ def _everything() -> Executable:
         set_record(node, Record((TensorType((36, 36), torch.float64),)))
     results.append(x)
     graph.output(tuple(results))
-    return compile_graph(graph)
+    return Executable(graph)
 
 
 def _values(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _two_ranks(rank: int, size: int, path: str) -> None:
 
     graph = fx.Graph()
     graph.output((graph.call_function(op("all_reduce"), (graph.placeholder("x"), "dp", "logsumexp")),))
-    executable = compile_graph(graph)
+    executable = Executable(graph)
     inf = torch.inf
     x = torch.tensor([[-inf, -inf, 1.0, inf], [-inf, 2.0, 3.0, 0.0]])
     (got,) = DistributedDriver(mesh, make_groups(mesh, ("dp",))).run(executable, [x[rank]])
@@ -139,7 +139,7 @@ def _lose_a_peer(rank: int, size: int, path: str) -> None:
         value = graph.call_function(op(name), (graph.placeholder("x"), "dp", "sum"))
         set_record(value, note)
         graph.output((graph.call_function(op("wait"), (value,)),))
-        executables[name] = compile_graph(graph)
+        executables[name] = Executable(graph)
     driver = DistributedDriver(mesh, make_groups(mesh, ("dp",)))
     driver.run(executables["all_reduce"], [torch.ones(2)])
     if rank == 1:

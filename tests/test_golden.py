@@ -28,7 +28,7 @@ from autopar.ir.verify import verify
 from autopar.padding import beginning, pad_to
 from autopar.passes import PASSES
 from autopar.passes.check_rules import check_rules
-from autopar.runtime.executor import compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.virtual import VirtualMesh
 
 FOLDER = Path(__file__).parent / "golden"
@@ -178,7 +178,7 @@ def on_mesh(program: Program, inputs: list[Tensor]) -> list[Tensor]:
         [local_part(value, layout, mesh, coord) for value, layout in zip(inputs, layouts, strict=True)]
         for coord in mesh.coords()
     ]
-    ranks = VirtualMesh(mesh).run(compile_graph(program.graph), given)
+    ranks = VirtualMesh(mesh).run(Executable(program.graph), given)
     found = []
     for place, layout in enumerate(record(program.graph.output_node()).operands):
         parts = [rank[place] for rank in ranks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from autopar.passes.pipeline.again import originals
 from autopar.passes.pipeline.node_costs import node_times
 from autopar.passes.recompute import recompute
 from autopar.runtime import executor
-from autopar.runtime.executor import compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import Lifetimes, lifetimes
 from autopar.runtime.virtual import VirtualMesh
 from autopar.saved import saved_values
@@ -87,7 +88,7 @@ def test_every_duplicate_has_the_value_of_its_original(name: str, policy: str) -
     def observe(rank: int, node: fx.Node, value: Any) -> None:
         seen[rank, node] = value
 
-    VirtualMesh(program.mesh).run(compile_graph(program.graph), _scatter(program, whole, program.mesh), observe)
+    VirtualMesh(program.mesh).run(Executable(program.graph), _scatter(program, whole, program.mesh), observe)
     pairs = originals(program)
     assert set(duplicates(program)) == set(pairs)
     assert any("dropout" in node.name for node in pairs)
@@ -116,9 +117,9 @@ def test_a_duplicate_with_another_mask_is_noticed() -> None:
     assert not report.ok and report.mismatch is not None and report.mismatch.pass_name == "recompute", str(report)
 
 
-def blind(graph: fx.Graph) -> Lifetimes:
+def blind(graph: fx.Graph, given: Collection[fx.Node] = ()) -> Lifetimes:
     """Lifetimes that end where only what is computed again reads on."""
-    lives = lifetimes(graph)
+    lives = lifetimes(graph, given)
     last = dict.fromkeys(lives.share_last, 0)
     for node in graph.nodes:
         for user in node.users:

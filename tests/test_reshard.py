@@ -17,7 +17,7 @@ from autopar.ir.program import Input, Level, Output, Program, Record, TensorType
 from autopar.ir.verify import verify
 from autopar.passes.localize import localize
 from autopar.passes.reshard import moves, reshard
-from autopar.runtime.executor import compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.virtual import VirtualMesh
 
 MESH = parse_mesh("dp=2,tp=3")
@@ -87,7 +87,7 @@ def check(has: Layout, wants: Layout, shape: tuple[int, ...], seed: int, mesh: M
     local = resharded(has, wants, shape, mesh)
     parts = held(has, mesh, shape, seed)
     expected = combine(parts, has, mesh)
-    given = [list(outputs) for outputs in VirtualMesh(mesh).run(compile_graph(local.graph), [[p] for p in parts])]
+    given = [list(outputs) for outputs in VirtualMesh(mesh).run(Executable(local.graph), [[p] for p in parts])]
     got = [outputs[0] for outputs in given]
     said = f"{has} -> {wants} on {mesh} of {shape} by {steps(local)}, seed {seed}"
     assert combine(got, wants, mesh).shape == expected.shape, said

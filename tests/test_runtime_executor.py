@@ -15,7 +15,7 @@ from torch import fx
 from autopar.ir.layout import Layout, whole
 from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor import Executable, Request, compile_graph, run
+from autopar.runtime.executor import Executable, Request, run
 from autopar.runtime.lifetime import lifetimes
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class Build:
 
     def done(self, *results: fx.Node) -> Executable:
         self.graph.output(results)
-        return compile_graph(self.graph)
+        return Executable(self.graph)
 
     def _noted(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         layout: Layout = whole(len(shape))
@@ -92,10 +92,10 @@ def test_results_may_repeat_or_be_inputs_or_none() -> None:
     build.input("unused")
     build.graph.output((x, x, None))
     value = torch.randn(2)
-    assert finish(compile_graph(build.graph), [value, 3]) == (value, value, None)
+    assert finish(Executable(build.graph), [value, 3]) == (value, value, None)
     empty = fx.Graph()
     empty.output(())
-    assert finish(compile_graph(empty), []) == ()
+    assert finish(Executable(empty), []) == ()
 
 
 def test_constants_of_the_module() -> None:
@@ -103,7 +103,7 @@ def test_constants_of_the_module() -> None:
     module.register_buffer("table", torch.arange(3.0))
     graph = fx.Graph(owning_module=module)  # type: ignore[arg-type]
     graph.output((graph.call_function(aten.neg.default, (graph.get_attr("table"),)),))
-    assert finish(compile_graph(graph), [])[0].tolist() == [0, -1, -2]
+    assert finish(Executable(graph), [])[0].tolist() == [0, -1, -2]
     assert module.table.tolist() == [0, 1, 2]  # a constant is not the graph's to overwrite
 
 

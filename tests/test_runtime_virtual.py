@@ -15,7 +15,7 @@ from autopar.ir.layout import Layout, combine, local_part, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.executor import Executable, compile_graph
+from autopar.runtime.executor import Executable
 from autopar.runtime.mesh_ops import axis_coord, axis_group, axis_size, join, pieces
 from autopar.runtime.virtual import VirtualMesh
 
@@ -32,7 +32,7 @@ def program(*calls: tuple[str, Any], made_by: str = "reshard") -> Executable:
         value = graph.call_function(op(name), (value, *args))
         set_record(value, note)
     graph.output((value,))
-    return compile_graph(graph)
+    return Executable(graph)
 
 
 def on_mesh(executable: Executable, parts: list[torch.Tensor], mesh: Mesh = MESH) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def test_reductions_keep_the_dtype() -> None:
 def test_coordinates() -> None:
     graph = fx.Graph()
     graph.output(tuple(graph.call_function(op("coord"), (axis,)) for axis in ("dp", "tp", "dp:tp", "tp:dp")))
-    got = VirtualMesh(MESH).run(compile_graph(graph), [[]] * 6)
+    got = VirtualMesh(MESH).run(Executable(graph), [[]] * 6)
     assert got == [(dp, tp, dp * 3 + tp, tp * 2 + dp) for dp in range(2) for tp in range(3)]
 
 
@@ -117,7 +117,7 @@ def test_ranks_do_not_share_memory() -> None:
     x = graph.placeholder("x")
     total = graph.call_function(op("all_reduce"), (x, "tp", "sum"))
     graph.output((graph.call_function(torch.Tensor.add_, (total, graph.call_function(op("coord"), ("tp",)))),))
-    got = on_mesh(compile_graph(graph), [torch.ones(2)] * 6)
+    got = on_mesh(Executable(graph), [torch.ones(2)] * 6)
     assert [g[0].item() for g in got] == [3, 4, 5, 3, 4, 5]
 
 
@@ -157,7 +157,7 @@ def test_operands_and_answers_are_freed() -> None:
         dead += [f"{dead[-1]}, copied", name]
         graph.call_function(check, tuple(dead))
     graph.output((value,))
-    VirtualMesh(parse_mesh("tp=1")).run(compile_graph(graph), [iter([torch.ones(6)])])
+    VirtualMesh(parse_mesh("tp=1")).run(Executable(graph), [iter([torch.ones(6)])])
     assert len(watched) == 12
 
 
@@ -227,7 +227,7 @@ def test_an_error_names_the_rank() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.view.default, (graph.placeholder("x"), [5])),))
     with pytest.raises(RuntimeError) as caught:
-        on_mesh(compile_graph(graph), [torch.ones(5), torch.ones(4), *[torch.ones(5)] * 4])
+        on_mesh(Executable(graph), [torch.ones(5), torch.ones(4), *[torch.ones(5)] * 4])
     assert caught.value.__notes__ == ["in %view_default = aten.view", "on rank 1 at dp=0,tp=1"]
 
 

@@ -194,7 +194,7 @@ class _Capture:
         for position in needed(traced):
             kind, name, tensor = given[position]
             if kind in STEADY and not fake_like(tensor):
-                found[position] = tensor
+                found[position] = tensor.to(self.device)  # the trace makes its own tensors there
                 continue
             raise refusal(not_steady(kind, name), unknown.line)
         return traced, found

@@ -13,7 +13,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import is_exact, place_of
-from autopar.capture.spelling import filled, joined, memory_order, own_dtype, squeezed_dims, table_gradient
+from autopar.capture.spelling import filled, joined, memory_of_operand, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
@@ -148,7 +148,7 @@ class _Normaliser:
 
     def _in_memory_order(self, node: fx.Node, value: Any) -> fx.Node:
         """The operand of an `as_strided`, contiguous as it lay in memory when it was traced."""
-        order = memory_order(node)
+        order = memory_of_operand(node)
         is_kept = order == list(range(len(order or ())))
         if order is None or (node.target is not aten.as_strided.default and not is_kept):
             _, module, source = place_of(node)

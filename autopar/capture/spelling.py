@@ -54,17 +54,22 @@ def filled(node: fx.Node) -> Call | None:
     return aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
 
 
-def memory_order(node: fx.Node) -> list[int] | None:
-    """The dims of the operand of an `as_strided` in the order in which they lie in memory, from the outermost; None if
-    it is a part of a larger memory, or no other op's.
+def memory_order(value: torch.Tensor) -> list[int] | None:
+    """The dims of a dense tensor in the order in which they lie in memory, from the outermost; None if it has gaps or
+    elements that lie at one place."""
+    strides = value.stride()
+    order = sorted(range(value.ndim), key=lambda dim: (-strides[dim], value.shape[dim] != 1))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def memory_of_operand(node: fx.Node) -> list[int] | None:
+    """The memory order of the operand of an `as_strided`; None too if it is a part of a larger memory.
 
     Its sizes and strides speak of the memory of the traced value; that of a value in a program is another.
     """
     value = _value(node.args[0])
-    strides = value.stride()
-    order = sorted(range(value.ndim), key=lambda dim: (-strides[dim], value.shape[dim] != 1))
     is_all = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    return order if is_all and value.permute(order).is_contiguous() else None
+    return memory_order(value) if is_all else None
 
 
 def own_dtype(node: fx.Node) -> dict[str, torch.dtype]:

@@ -7,7 +7,6 @@ GPU. Collectives and messages move nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from autopar.memory.silent import silent_groups
 from autopar.memory.stand_ins import ON_CPU, value_read
 from autopar.memory.track import Block, Tracker
 from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable, Outputs, Study, compile_graph
+from autopar.runtime.executor import Executable, Outputs, Study
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
 from autopar.staged import given_of
 from autopar.torch_compat import FakeTensor, FakeTensorMode
@@ -95,15 +94,7 @@ class _Shapes(Tracker):
             return self.value()
         if func is _aten._to_copy.default and args[0].device.type == "meta" and str(kwargs.get("device")) == "cpu":
             return torch.full(args[0].shape, self.value(), dtype=args[0].dtype)  # `tolist` asks so
-        in_graph = self.place is not None and self.place.node is not None
-        if in_graph and not any(isinstance(arg, torch.Tensor) for arg in args) and _takes_device(func):
-            kwargs = {**kwargs, "device": self.device}  # what a program creates, it creates on its device
         return func(*args, **kwargs)
-
-
-@functools.cache
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -128,10 +119,10 @@ class _Rank:
         self.names: dict[fx.Graph, str] = {}
         pipeline = compiled.pipeline
         if pipeline is None:
-            self.executable = compile_graph(compiled.program.graph, study=study)
+            self.executable = Executable(compiled.program.graph, study=study, device=self.device)
             self.names[compiled.program.graph] = STEP
         else:
-            self.code = compile_rank(pipeline, self.coord.get(PIPELINE, 0), study)
+            self.code = compile_rank(pipeline, self.coord.get(PIPELINE, 0), study, self.device)
             self.names = {pipeline.graphs[key].graph: graph_name(*key) for key in self.code.executables}
         self.action, self.line, self.begun, self.crossed = "", 0, 0, False
 

@@ -1,0 +1,98 @@
+"""`as_strided` of a dense tensor, raised to views, slices and windows, which leave most dims alone.
+
+The memory of a dense tensor is one row, in which element i of the result lies at start + sum_j i_j stride_j. The sizes
+of dims that multiply to the row's length are the digits of such a place. Chosen so that no sum within a digit carries
+to the next one, each digit is read by the strides that lie in it: by one (a slice) or by several (a window).
+
+    x [6,8,4] contiguous, size (6,3,4,4), stride (32,8,4,1): digits 6, 8 and 4, read by (32), (8,4) and (1)
+    x.unfold(1, size=4, step=2).permute(0,1,3,2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.spelling import memory_order
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _Digit:
+    """What of a place counts `unit` elements, up to the unit of the next digit (`end`).
+
+    `start` and `extent`: the part that is read. `reads`: (step, size, dim of the result), from the smallest step.
+    """
+
+    unit: int
+    end: int
+    start: int = 0
+    extent: int = 1
+    reads: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.end // self.unit
+
+    def ends(self, end: int, start: int) -> bool:
+        """End it at `end` if what is read then fits in it; `start` is the place of the first element."""
+        if end % self.unit or start // self.unit % (end // self.unit) + self.extent > end // self.unit:
+            return False
+        self.end = end
+        self.start = start // self.unit % self.size
+        return True
+
+
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """As views of a dense tensor. What reads memory beside it, or carries, is left to torch."""
+    order = memory_order(x)
+    start = 0 if storage_offset is None else int(storage_offset - x.storage_offset())
+    if order is None or not 0 <= start < x.numel() or 0 in size or len(size) != len(stride):
+        return NotImplemented
+    digits = _digits(x.numel(), size, stride, start)
+    if digits is None:
+        return NotImplemented
+    value, dims = _read(x.permute(order).view([digit.size for digit in digits]), digits)
+    value = value.permute([dims.index(dim) for dim in sorted(dims)])
+    for dim in range(len(size)):
+        value = value if dim in dims else value.unsqueeze(dim)
+    return value.expand(tuple(size))
+
+
+def _digits(count: int, size: Sequence[int], stride: Sequence[int], start: int) -> list[_Digit] | None:
+    """The digits of a row of `count`, from the largest; None if there are none for these strides."""
+    found = [_Digit(1, count)]
+    for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if step and size[dim] > 1):
+        if step > found[-1].unit and count % step == 0 and found[-1].ends(step, start):
+            found.append(_Digit(step, count))
+        last = found[-1]
+        if step % last.unit:
+            return None
+        last.reads.append((step // last.unit, size[dim], dim))
+        last.extent += step // last.unit * (size[dim] - 1)
+    return found[::-1] if found[-1].ends(count, start) else None
+
+
+def _read(value: Tensor, digits: list[_Digit]) -> tuple[Tensor, list[int]]:
+    """What is read of `value`, which has a dim a digit, and which dim of the result each of its dims is."""
+    dims: list[int] = []
+    windows: list[int] = []  # the window of `unfold` is the last dim, behind the digits that are still to be read
+    for digit in digits:
+        at, extent = len(dims), digit.extent
+        if not digit.reads:
+            value = value.select(at, digit.start)
+            continue
+        value = value.narrow(at, digit.start, extent)
+        (_, _, outer), *inner = reversed(digit.reads)
+        dims.append(outer)
+        windows += [dim for _, _, dim in inner]
+        for step, size, _ in digit.reads[:0:-1]:
+            extent -= step * (size - 1)
+            value = value.unfold(at, extent, step)
+            at = value.ndim - 1
+        value = value[(slice(None),) * at + (slice(None, None, digit.reads[0][0]),)]
+    return value, dims + windows

@@ -1,0 +1,149 @@
+"""`as_strided` raised to views and windows: the same elements of the same memory, and gradients that add up."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import verify
+from autopar.capture.raised_windows import as_strided
+from autopar.compiler import compile
+
+
+def dense(draw: random.Random, memory: Tensor) -> Tensor:
+    """A part of `memory` with its dims in any order."""
+    shape = [draw.choice((1, 2, 3, 4, 6)) for _ in range(draw.randint(1, 4))]
+    count = math.prod(shape)
+    start = draw.choice((0, memory.numel() - count))
+    order = draw.sample(range(len(shape)), len(shape))
+    return memory[start : start + count].view(shape).permute(order)
+
+
+def asked(draw: random.Random, x: Tensor) -> tuple[list[int], list[int], int | None]:
+    """Sizes and strides, most of them from the strides of `x`, and an offset."""
+    steps = [s * k // 2 for s in x.stride() for k in (1, 2, 2, 4)] + [draw.randint(0, x.numel())]
+    count = draw.randint(0, 5)
+    size = [draw.choice((1, 2, 3, 4, 8)) for _ in range(count)]
+    offset = draw.choice((None, None, x.storage_offset(), x.storage_offset() + draw.randint(0, 6)))
+    return size, [draw.choice(steps) for _ in range(count)], offset
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_strides_give_what_torch_gives(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    memory = torch.randn(6**4 + 5, dtype=torch.float64, requires_grad=True)
+    raised = overlapping = 0
+    for _ in range(1500):
+        x = dense(draw, memory)
+        size, stride, offset = asked(draw, x)
+        try:
+            expected = torch.as_strided(x, size, stride, offset)
+        except RuntimeError:  # beyond the memory
+            continue
+        found = as_strided(x, size, stride, offset)
+        if found is NotImplemented:
+            continue
+        case = (tuple(x.shape), x.stride(), size, stride, offset)
+        assert torch.equal(found, expected), case
+        assert found.data_ptr() == expected.data_ptr(), case
+        grad = torch.randn(size, dtype=torch.float64)
+        (wanted,) = torch.autograd.grad(expected, memory, grad)
+        (got,) = torch.autograd.grad(found, memory, grad)
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13, msg=lambda m, c=case: f"{c}: {m}")
+        raised += 1
+        overlapping += grad.numel() > wanted.count_nonzero()
+    assert raised > 500 and overlapping > 100, (raised, overlapping)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize(
+    ("x", "size", "stride", "offset"),
+    [
+        (rows(6, 8, 4), (6, 3, 4, 4), (32, 8, 4, 1), None),  # windows of 4, every 2
+        (rows(8, 6, 4).transpose(0, 1), (6, 5, 4, 4), (4, 24, 24, 1), None),  # of dims that lie crosswise
+        (rows(2, 3, 4), (4, 2, 3), (1, 12, 4), None),  # a permutation
+        (rows(6, 8), (6, 4), (8, 2), 1),  # every second column
+        (rows(6, 8), (6,), (9,), 0),  # a diagonal
+        (rows(6, 8), (3, 6, 2), (0, 8, 1), 3),  # an expanded slice
+        (rows(4), (), (), 2),
+    ],
+)
+def test_what_is_raised(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> None:
+    found = as_strided(x, size, stride, offset)
+    assert torch.equal(found, torch.as_strided(x, size, stride, offset)) and found.shape == torch.Size(size)
+
+
+@pytest.mark.parametrize(
+    ("x", "size", "stride", "offset"),
+    [
+        (rows(6, 8)[:, 1:], (6, 7), (8, 1), None),  # with gaps
+        (rows(6, 8)[2:], (2, 8), (8, 1), 0),  # before its memory
+        (rows(6, 8)[:2], (4, 8), (8, 1), None),  # behind it
+        (rows(6, 8)[:1, :1], (1,), (1,), 9),
+        (rows(6, 1).expand(6, 8), (6, 8), (1, 0), None),
+        (rows(12), (3, 2), (3, 2), None),  # no digits: 2 and 3 have no common step
+        (rows(6, 8), (6, 0), (8, 1), None),
+    ],
+)
+def test_what_is_left_to_torch(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> None:
+    assert as_strided(x, size, stride, offset) is NotImplemented
+
+
+class Chunks(nn.Module):
+    """Chunks of 4 positions, every 2, of heads that lie time first, as in Longformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        heads = self.up(x.transpose(0, 1)).view(time, batch, 6, 4).permute(1, 2, 0, 3)
+        heads = heads.reshape(batch * 6, time, 4)
+        a, b, c = heads.stride()
+        chunks = heads.as_strided((batch * 6, time // 2 - 1, 4, 4), (a, 2 * b, b, c))
+        scores = (chunks @ heads[:, None, :4].transpose(2, 3)).softmax(-1)
+        mixed = (scores @ chunks).sum(1).view(batch, 6, 4, 4).transpose(1, 2).reshape(batch, 4, 24)
+        return self.down(mixed).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "tp=2", "dp=2,tp=3"])
+def test_overlapping_chunks_are_divided_by_heads(mesh: str) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 8, 8),)
+    report = verify(Chunks(), mesh, batch=batch)
+    assert report.ok, report
+    compiled = compile(Chunks(), mesh, batch=batch)
+    assert not compiled.notes
+    if "tp" in mesh:
+        assert str(compiled.layouts["up.weight"]) == "[tp,-]"
+        assert str(compiled.layouts["down.weight"]) == "[-,tp]"
+
+
+class Carrying(nn.Module):
+    """Strides that have no digits: torch's op stays, told of the memory order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lying = self.up(x).t()
+        return (lying.as_strided((x.shape[0], 3, 2), (12, 3, 2)) * torch.arange(6).view(3, 2)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "dp=2,tp=3"])
+def test_what_is_left_to_torch_is_right(mesh: str) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 8),)
+    report = verify(Carrying(), mesh, batch=batch)
+    assert report.ok, report
+    assert any("as_strided" in note for note in compile(Carrying(), mesh, batch=batch).notes)
