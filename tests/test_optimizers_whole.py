@@ -84,8 +84,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "Muon": lambda params: torch.optim.Muon(params, lr=0.02),
     "Muon in bfloat16": lambda params: Muon(params, torch.bfloat16),
     "Muon in float64": lambda params: Muon(params, torch.float64),
-    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=3),
-    "LBFGS with line search": lambda params: torch.optim.LBFGS(params, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2, line_search_fn="strong_wolfe"),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
 }
 
@@ -100,9 +99,9 @@ def _train(module: nn.Module, name: str, forward_backward: Callable[[], Tensor])
         return forward_backward()
 
     for _ in range(2):
-        if not name.startswith("LBFGS"):
+        if name != "LBFGS":
             closure()
-        optimizer.step(closure if name.startswith("LBFGS") else None)
+        optimizer.step(closure if name == "LBFGS" else None)
 
 
 def on_one_device(name: str, odd: bool) -> dict[str, Tensor]:
@@ -147,7 +146,7 @@ def test_our_muon_in_bfloat16_is_that_of_torch() -> None:
 
 
 ALL = [name for name in OPTIMIZERS if name != "Muon in bfloat16"]
-WITHOUT_LBFGS = [name for name in ALL if not name.startswith("LBFGS")]
+WITHOUT_LBFGS = [name for name in ALL if name != "LBFGS"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_split_parameters_take_the_steps_of_one_device(
 ) -> None:
     """All but Muon in bfloat16: that is as far from its float64 as on one device. Products of pieces are rounded at
     other places, and once more where they are added up."""
-    split, found = six.run(_on_ranks, names, mesh, odd, {"zero": zero})[0]
+    split, found = six.run(_on_ranks, names, mesh, odd, {"zero": zero}, timeout=180)[0]
     assert split == 4
     for name in names:
         if name != "Muon":
