@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from models import square_loss
 from torch import Tensor, nn
 
 from autopar import verify
@@ -147,3 +148,27 @@ def test_what_is_left_to_torch_is_right(mesh: str) -> None:
     report = verify(Carrying(), mesh, batch=batch)
     assert report.ok, report
     assert any("as_strided" in note for note in compile(Carrying(), mesh, batch=batch).notes)
+
+
+class Pooled(nn.Module):
+    """Averages over all positions, as most image models do before their head."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.body = nn.Sequential(convolution(3, 8, 3, padding=1), nn.Tanh(), convolution(8, 8, 3, padding=1))
+        self.pool = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1](1)
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.body(x)).flatten(1))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_average_over_all_positions_is_a_mean(dims: int) -> None:
+    model, batch = Pooled(dims), (torch.randn(12, 3, *(4, 6, 2)[:dims]), torch.randn(12, 6))
+    program = compile(model, "dp=3,tp=2", loss_fn=square_loss, batch=batch)
+    assert not program.notes, program.notes
+    for mesh, options in (("dp=2,tp=3", {}), ("pp=2", {"microbatches": 3})):
+        report = verify(model, mesh, loss_fn=square_loss, batch=batch, **options)
+        assert report.ok, str(report)

@@ -96,3 +96,16 @@ def _read(value: Tensor, digits: list[_Digit]) -> tuple[Tensor, list[int]]:
             at = value.ndim - 1
         value = value[(slice(None),) * at + (slice(None, None, digit.reads[0][0]),)]
     return value, dims + windows
+
+
+def average_pool_of(dims: int) -> Any:
+    """`adaptive_avg_pool1d`, `2d`, `3d`: to one window they are a mean. torch's own then restrides the result, in which
+    nothing can be split."""
+
+    def pool(x: Tensor, output_size: int | Sequence[int | None]) -> Any:
+        sizes = (output_size,) * dims if isinstance(output_size, int) else tuple(output_size)
+        if sizes != (1,) * dims or x.ndim <= dims:
+            return NotImplemented
+        return x.mean(tuple(range(-dims, 0)), keepdim=True)
+
+    return pool

@@ -35,7 +35,7 @@ from autopar.capture.raised_losses import (
 )
 from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear, matmul, rmatmul, with_bias_apart
 from autopar.capture.raised_random import RANDOM
-from autopar.capture.raised_windows import as_strided
+from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
@@ -230,6 +230,9 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
+    F.adaptive_avg_pool1d: average_pool_of(1),
+    F.adaptive_avg_pool2d: average_pool_of(2),
+    F.adaptive_avg_pool3d: average_pool_of(3),
     torch.as_strided: as_strided,
     Tensor.as_strided: as_strided,
     F.embedding: embedding,
