@@ -143,6 +143,10 @@ def test_one_rank(name: str, alone: None) -> None:
         ("gpt", "tp=2", {}),
         pytest.param("gpt", "dp=2", {}, marks=pytest.mark.slow),
         pytest.param("llama", "tp=2", {"sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("gpt", "dp=2", {"zero": 3}, marks=pytest.mark.slow),
+        pytest.param("llama", "dp=2", {"zero": 2, "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param("llama", "fsdp=2", {"zero": 3, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param("gpt", "tp=2", {"recompute": "full", "sequence_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks(two: Ranks, name: str, mesh: str, options: dict[str, Any]) -> None:
