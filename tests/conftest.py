@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -17,8 +18,14 @@ for folder in (ROOT / "examples", ROOT / "tests", ROOT):
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     """Each test starts from one seed, on one thread: the models are small and the cores few."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What torch and pytest made at their imports stays: each full collection would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
