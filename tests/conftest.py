@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from pathlib import Path
 
@@ -13,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "examples", ROOT / "tests", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+# pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
+# all tensors that a capture meets, each with its stack.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)

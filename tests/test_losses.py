@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from verified import verified
 
-from autopar.capture import capture
 from autopar.compiled import Compiled
-from autopar.compiler import lower
-from autopar.ir.mesh import parse_mesh
-from autopar.verification import cast, verify, verify_compiled
+from autopar.verification import verify
 
 MESHES = ["tp=2", "tp=4", "dp=3,tp=2"]
 ROWS, TIME, WIDTH, HIDDEN, CLASSES = 6, 4, 16, 32, 480
@@ -61,14 +59,8 @@ def loss_of(
 
 
 def check(loss_fn: Callable[..., Tensor], batch: tuple[Tensor, ...], *meshes: str) -> None:
-    """Captured once for all meshes, in float64."""
     torch.manual_seed(2)
-    model, batch = Classifier().double(), tuple(cast(tensor, torch.float64) for tensor in batch)
-    captured = capture(model, loss_fn, batch, {}, lift=torch.float64)
-    for mesh in meshes:
-        compiled = lower(captured, parse_mesh(mesh))
-        report = verify_compiled(model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=1, optimizer=descent)
-        assert report.ok and report.max_error < 1e-10, f"\n{report}"
+    for _, compiled in verified(Classifier(), meshes, loss_fn, batch, steps=1, optimizer=descent):
         assert_logits_stay(compiled, batch[0].numel() // WIDTH)
 
 
@@ -156,9 +148,7 @@ def test_the_module_of_it() -> None:
             return self.loss(self.model(x), y)
 
     torch.manual_seed(2)
-    for mesh in MESHES:
-        report = verify(Loss(), mesh, batch=data(ROWS * TIME), steps=1)
-        assert report.ok and report.max_error < 1e-10, f"\n{report}"
+    verified(Loss(), MESHES, None, data(ROWS * TIME), steps=1)
 
 
 def test_all_labels_ignored_is_nan_or_zero_as_in_torch() -> None:

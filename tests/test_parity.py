@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.compiler import batch_arguments, lower
 from autopar.errors import BatchError, LayoutError
-from autopar.ir.mesh import parse_mesh
+from autopar.meshes import mesh_of
 from autopar.torch_compat import tree_map
 from autopar.verification import Report, cast, verify, verify_compiled
 
@@ -57,9 +57,9 @@ def test_every_model_equals_one_device(name: str, mesh: str) -> None:
     (model, loss_fn, batch), found, before = captured(name)
     if (name, mesh) in REFUSED:
         with pytest.raises(REFUSED[name, mesh]):
-            lower(found, parse_mesh(mesh))
+            lower(found, mesh_of(mesh))
         return
-    compiled = lower(found, parse_mesh(mesh))
+    compiled = lower(found, mesh_of(mesh))
     assert_equal(verify_compiled(model, found, compiled, loss_fn=loss_fn, batch=batch), model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "the model was changed"
 
@@ -80,9 +80,9 @@ def test_plain_descent_equals_one_device(name: str) -> None:
 @pytest.mark.parametrize("mesh", ["", "dp=1", "tp=1", "dp=1,tp=2", "tp=2,dp=2", "dp=6", "dp=12", "dp=4,tp=4"])
 def test_other_meshes(mesh: str) -> None:
     """Sizes of 1, the axes the other way round, one row a rank, 16 ranks; no axis at all is a mesh of one."""
-    model, loss_fn, batch = ZOO["gpt"]()
-    given: str | dict[str, int] = mesh or {}
-    assert_equal(verify(model, given, loss_fn=loss_fn, batch=batch), model)
+    (model, loss_fn, batch), found, _ = captured("gpt")
+    compiled = lower(found, mesh_of(mesh or {}))
+    assert_equal(verify_compiled(model, found, compiled, loss_fn=loss_fn, batch=batch), model)
 
 
 class IntegerMLP(nn.Module):
