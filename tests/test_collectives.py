@@ -166,8 +166,8 @@ SIZES = [
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", MAKE)
 def test_sizes(name: str, size: tuple[int, int, int]) -> None:
-    found = compiled(name, "dp=3,tp=4", 1, *size)
-    assert_tensor_parallel(found, 1, size[0])
+    found = compiled(name, "dp=3,tp=4", 2, *size)
+    assert_tensor_parallel(found, 2, size[0])
     assert_data_parallel(found)
 
 
