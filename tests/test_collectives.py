@@ -88,7 +88,8 @@ def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int =
         ("backward", tokens * width * FLOAT): 2 * layers + 1,
         ("forward", tokens * FLOAT): 2,
     }, show(over_tp)
-    kinds = Counter(str(node.args[2]) for node in found.program.calls() if node.name in {*names(found, "tp")})
+    reduced = names(found, "tp")
+    kinds = Counter(str(node.args[2]) for node in found.program.calls() if node.name in reduced)
     assert kinds == {"sum": len(over_tp) - 1, "logsumexp": 1}
     # two in each layer, forward and backward, and no layer does the work of another
     places = Counter((row.phase, layer_of(row)) for row in over_tp if row.bytes > tokens * FLOAT)
