@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
 from pathlib import Path
 
@@ -13,12 +15,22 @@ for folder in (ROOT / "examples", ROOT / "tests", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+# pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
+# all tensors that a capture meets, each with its stack.
+logging.getLogger("torch.__trace").propagate = True
+
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     """Each test starts from one seed, on one thread: the models are small and the cores few."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What torch and pytest made at their imports stays: each full collection would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

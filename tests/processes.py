@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -100,6 +101,7 @@ def ranks_of(size: int) -> Iterator[Ranks]:
 
 
 def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
+    gc.freeze()  # what is preloaded is shared: a full collection would look at all of it, and copy it, in every rank
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group(

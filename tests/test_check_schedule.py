@@ -320,8 +320,8 @@ def test_1024_ranks() -> None:
     """About 300,000 instructions, in a second on one core of a desk machine."""
     lists, flow = lists_of("1f1b", 1024, 48)
     assert 290_000 < sum(map(len, lists)) < 310_000
-    start = time.perf_counter()
+    start = time.process_time()
     check_schedule(lists, flow)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     print(f"checked {sum(map(len, lists)):,} instructions in {took:.2f} s")
     assert took < 5

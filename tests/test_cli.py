@@ -1,4 +1,4 @@
-"""The command line as a user calls it, in processes of its own."""
+"""The command line as a user calls it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -100,42 +101,65 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A command in this process: a new one takes seconds to import torch."""
     out, err = io.StringIO(), io.StringIO()
-    code = 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err):
+        code = enter(*arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def enter(*arguments: object) -> int:
+    """The exit code of the command line in this process."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["autopar", *map(str, arguments)])
         patch.setenv("COLUMNS", "200")
         try:
             cli.main()
         except SystemExit as left:
-            code = int(left.code or 0)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+            return int(left.code or 0)
+    return 0
 
 
-def call(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class OnRanks:
+    """A command in this process that starts a process for each rank: what all of them wrote."""
+
+    capfd: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        code = enter(*arguments)
+        return subprocess.CompletedProcess(arguments, code, *self.capfd.readouterr())
+
+
+@pytest.fixture
+def on_ranks(capfd: pytest.CaptureFixture[str]) -> OnRanks:
+    return OnRanks(capfd)
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
     command = [sys.executable, "-m", "autopar", *map(str, arguments)]
     env = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_verify(jobs: Path):
-    done = call("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2")
+    done = here("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2")
     assert done.returncode == 0, done.stderr
     assert "all equal" in done.stdout and "gradient  0.weight" in done.stdout
 
 
 @pytest.mark.gloo
-def test_verify_on_processes(jobs: Path):
-    done = call("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo")
+def test_verify_on_processes(jobs: Path, on_ranks: OnRanks):
+    done = on_ranks("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo")
     assert done.returncode == 0, done.stderr
     assert "all equal" in done.stdout and "over gloo" in done.stdout
 
 
 @pytest.mark.gloo
-def test_run_trains_as_one_device_does(jobs: Path, tmp_path: Path):
+def test_run_trains_as_one_device_does(jobs: Path, tmp_path: Path, on_ranks: OnRanks):
     losses = []
-    for mesh in ("dp=1", "dp=2"):
+    for mesh, start in (("dp=1", call), ("dp=2", on_ranks)):
         log = tmp_path / f"{mesh}.jsonl"
-        done = call("run", f"{jobs}:job", "--mesh", mesh, "--steps", 12, "--seed", 5, "--log", log)
+        done = start("run", f"{jobs}:job", "--mesh", mesh, "--steps", 12, "--seed", 5, "--log", log)
         assert done.returncode == 0, done.stderr
         assert "the end" in done.stdout
         losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
@@ -146,8 +170,8 @@ def test_run_trains_as_one_device_does(jobs: Path, tmp_path: Path):
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")
-def test_compiled_by_inductor(jobs: Path):
-    done = call("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo", "--compile", "inductor")
+def test_compiled_by_inductor(jobs: Path, on_ranks: OnRanks):
+    done = on_ranks("verify", f"{jobs}:job", "--mesh", "dp=2", "--backend", "gloo", "--compile", "inductor")
     assert done.returncode == 0, done.stderr
     assert "all equal" in done.stdout and "dp=2 over gloo, compiled by inductor" in done.stdout
     done = call("run", f"{jobs}:job", "--mesh", "dp=1", "--steps", 2, "--compile", "inductor")
@@ -164,32 +188,32 @@ def test_values_of_the_batch_are_taken_when_asked(jobs: Path, tmp_path: Path):
 
 
 @pytest.mark.gloo
-def test_a_rank_that_dies_ends_the_others_and_is_named(jobs: Path):
+def test_a_rank_that_dies_ends_the_others_and_is_named(jobs: Path, on_ranks: OnRanks):
     start = time.monotonic()
-    done = call("run", f"{jobs}:dies", "--mesh", "tp=2", "--steps", 100000)
+    done = on_ranks("run", f"{jobs}:dies", "--mesh", "tp=2", "--steps", 100000)
     assert done.returncode == 1
     assert "autopar: rank 1 (tp=1) died: killed by SIGKILL. The other ranks were ended." in done.stderr
     assert time.monotonic() - start < 90  # most of it is the start of four processes
 
 
 @pytest.mark.gloo
-def test_a_rank_that_raises_is_named(jobs: Path):
+def test_a_rank_that_raises_is_named(jobs: Path, on_ranks: OnRanks):
     """Though torchrun sees another one end before it."""
-    done = call("run", f"{jobs}:slow_to_end", "--mesh", "tp=2", "--steps", 100000)
+    done = on_ranks("run", f"{jobs}:slow_to_end", "--mesh", "tp=2", "--steps", 100000)
     assert done.returncode == 1
     assert "autopar: rank 1 (tp=1) failed: ValueError: no data left" in done.stderr, done.stderr
 
 
 @pytest.mark.gloo
-def test_a_rank_that_leaves_without_a_word_is_named(jobs: Path):
-    done = call("run", f"{jobs}:leaves", "--mesh", "dp=2", "--steps", 100000)
+def test_a_rank_that_leaves_without_a_word_is_named(jobs: Path, on_ranks: OnRanks):
+    done = on_ranks("run", f"{jobs}:leaves", "--mesh", "dp=2", "--steps", 100000)
     assert done.returncode == 1
     assert "autopar: rank 1 (dp=1) failed with exit code 7; see its output above." in done.stderr
 
 
 @pytest.mark.gloo
-def test_an_error_of_all_ranks_is_shown_once(jobs: Path):
-    done = call("run", f"{jobs}:branches", "--mesh", "dp=2")
+def test_an_error_of_all_ranks_is_shown_once(jobs: Path, on_ranks: OnRanks):
+    done = on_ranks("run", f"{jobs}:branches", "--mesh", "dp=2")
     assert done.returncode == 1
     assert done.stderr.count("the program depends on the values in a tensor") == 1
     assert f"{jobs}:" in done.stderr and "if out.sum() > 0:" in done.stderr
@@ -198,7 +222,7 @@ def test_an_error_of_all_ranks_is_shown_once(jobs: Path):
 
 def test_compile_and_inspect(jobs: Path, tmp_path: Path):
     folder = tmp_path / "program"
-    done = call("compile", f"{jobs}:job", "--mesh", "dp=3,tp=2", "--out", folder, cwd=tmp_path)
+    done = here("compile", f"{jobs}:job", "--mesh", "dp=3,tp=2", "--out", folder)
     assert done.returncode == 0, done.stderr
     assert "1 distinct program for 6 ranks" in done.stdout
     loaded = autopar.load(folder)

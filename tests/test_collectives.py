@@ -12,6 +12,7 @@ Nothing is gathered, scattered or sent.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 
@@ -19,13 +20,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
-from models import Case, Llama, NanoGPT, token_loss
+from models import Llama, NanoGPT, token_loss
 from models_special import ZOO
 from torch import Tensor, nn
 
+from autopar.capture import Captured, capture
 from autopar.compiled import Collective, Compiled
-from autopar.compiler import compile
+from autopar.compiler import batch_arguments, compile, lower
 from autopar.ir.layout import local_shape
+from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
 from autopar.verification import verify
 
@@ -49,11 +52,29 @@ def llama(
 MAKE = {"gpt": gpt, "llama": llama}
 
 
-def compiled(name: str, mesh: str, *sizes: int, rows: int = ROWS, time: int = TIME) -> Compiled:
+@functools.cache
+def captured(name: str, rows: int, time: int, *sizes: int) -> Captured:
     """Without memory: only shapes matter here. (Made on the meta device: `.to("meta")` would untie weights.)"""
     with torch.device("meta"):
         tokens = torch.empty(rows, time, dtype=torch.int64)
-        return compile(MAKE[name](*sizes), mesh, loss_fn=token_loss, batch=(tokens, tokens))
+        return capture(MAKE[name](*sizes), token_loss, (tokens, tokens), {})
+
+
+def compiled(name: str, mesh: str, *sizes: int, rows: int = ROWS, time: int = TIME) -> Compiled:
+    return lower(captured(name, rows, time, *sizes), parse_mesh(mesh))
+
+
+@functools.cache
+def captured_case(name: str) -> tuple[nn.Module, Captured]:
+    model, loss_fn, batch = ZOO[name]()
+    return model, capture(model, loss_fn, *batch_arguments(batch))
+
+
+@functools.cache
+def captured_nanogpt() -> Captured:
+    with torch.device("meta"):
+        tokens = torch.empty(ROWS, TIME, dtype=torch.int64)
+        return capture(NanoGPT(), lambda model, x, y: model(x, y)[1], (tokens, tokens), {})
 
 
 def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int = ROWS, time: int = TIME) -> None:
@@ -67,7 +88,8 @@ def assert_tensor_parallel(found: Compiled, layers: int, width: int, rows: int =
         ("backward", tokens * width * FLOAT): 2 * layers + 1,
         ("forward", tokens * FLOAT): 2,
     }, show(over_tp)
-    kinds = Counter(str(node.args[2]) for node in found.program.calls() if node.name in {*names(found, "tp")})
+    reduced = names(found, "tp")
+    kinds = Counter(str(node.args[2]) for node in found.program.calls() if node.name in reduced)
     assert kinds == {"sum": len(over_tp) - 1, "logsumexp": 1}
     # two in each layer, forward and backward, and no layer does the work of another
     places = Counter((row.phase, layer_of(row)) for row in over_tp if row.bytes > tokens * FLOAT)
@@ -163,13 +185,7 @@ def test_few_and_many_tokens(name: str, tokens: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "dp=3,tp=4"])
 def test_fused_projections(mesh: str) -> None:
     """nanoGPT's qkv in one matrix, chunked: its columns are split in each third."""
-
-    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return model(x, y)[1]
-
-    with torch.device("meta"):
-        tokens = torch.empty(ROWS, TIME, dtype=torch.int64)
-        found = compile(NanoGPT(), mesh, loss_fn=loss_fn, batch=(tokens, tokens))
+    found = lower(captured_nanogpt(), parse_mesh(mesh))
     assert_tensor_parallel(found, 2, 32)
     assert str(found.layouts["h.0.c_attn.weight"]) == "[3:tp,-]"
     if "dp" in mesh:
@@ -179,24 +195,22 @@ def test_fused_projections(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2"])
 def test_hugging_face_gpt2(mesh: str) -> None:
     """Conv1D matrices, a fused qkv, a padding mask: still 2 and 2 a layer, and no weight is gathered."""
-    model, loss_fn, batch = ZOO["hf_gpt2"]()
-    found = compile(model, mesh, loss_fn=loss_fn, batch=batch)
+    found = lower(captured_case("hf_gpt2")[1], parse_mesh(mesh))
     assert_tensor_parallel(found, 2, 32)
     assert str(found.layouts["transformer.h.1.attn.c_attn.weight"]) == "[-,3:tp]"
 
 
 @pytest.mark.parametrize("name", ["llama", "few_kv_heads", "hf_llama"])
 def test_grouped_queries(name: str) -> None:
-    model, loss_fn, batch = ZOO[name]()
-    found = compile(model, "dp=2,tp=2", loss_fn=loss_fn, batch=batch)
+    found = lower(captured_case(name)[1], parse_mesh("dp=2,tp=2"))
     assert_tensor_parallel(found, 2, 64)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "nanogpt", "vit", "frozen", "unused", "hf_llama"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,tp=2"])
 def test_no_weight_moves_and_each_gradient_byte_moves_once(name: str, mesh: str) -> None:
-    model, loss_fn, batch = ZOO[name]()
-    found = compile(model, mesh, loss_fn=loss_fn, batch=batch)
+    model, case = captured_case(name)
+    found = lower(case, parse_mesh(mesh))
     weights = {n.name for n, entry in zip(found.program.placeholders, found.program.inputs, strict=True)
                if entry.kind == "parameter"}  # fmt: skip
     assert not weights & {row.value for row in found.collectives}
@@ -211,10 +225,10 @@ def test_no_collective_on_one_rank() -> None:
 
 
 def test_data_parallel_alone_moves_gradients_and_two_scalars() -> None:
-    case: Case = ZOO["gpt"]()
-    found = compile(case[0], "dp=2", loss_fn=case[1], batch=case[2])
+    model, case = captured_case("gpt")
+    found = lower(case, parse_mesh("dp=2"))
     assert_data_parallel(found)
-    assert gradient_bytes(found) == FLOAT * sum(p.numel() for p in case[0].parameters())
+    assert gradient_bytes(found) == FLOAT * sum(p.numel() for p in model.parameters())
 
 
 def test_rows_say_what_moves_and_why() -> None:

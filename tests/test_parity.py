@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import token_loss
+from models import Case, token_loss
 from models_special import ZOO
 from torch import Tensor, nn
 
+from autopar.capture import Captured, capture
+from autopar.compiler import batch_arguments, lower
 from autopar.errors import BatchError, LayoutError
-from autopar.verification import Report, verify
+from autopar.meshes import mesh_of
+from autopar.torch_compat import tree_map
+from autopar.verification import Report, cast, verify, verify_compiled
 
 MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "dp=3,tp=2", "tp=4")
 # What cannot be split is refused, and says so; all other pairs of model and mesh are right.
@@ -36,17 +41,27 @@ def assert_equal(report: Report, model: nn.Module) -> None:
     assert rows.get("buffer", set()) == {name for name, _ in model.named_buffers()}
 
 
+@functools.cache
+def captured(name: str) -> tuple[Case, Captured, dict[str, Tensor]]:
+    """A model in float64, captured once for all meshes, and its state from before."""
+    model, loss_fn, batch = ZOO[name]()
+    batch = tree_map(lambda leaf: cast(leaf, torch.float64), batch)
+    before = {key: value.clone() for key, value in model.double().state_dict().items()}
+    found = capture(model, loss_fn, *batch_arguments(batch), lift=torch.float64)
+    return (model, loss_fn, batch), found, before
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_equals_one_device(name: str, mesh: str) -> None:
-    model, loss_fn, batch = ZOO[name]()
+    (model, loss_fn, batch), found, before = captured(name)
     if (name, mesh) in REFUSED:
         with pytest.raises(REFUSED[name, mesh]):
-            verify(model, mesh, loss_fn=loss_fn, batch=batch)
+            lower(found, mesh_of(mesh))
         return
-    before = [p.detach().clone() for p in model.parameters()]
-    assert_equal(verify(model, mesh, loss_fn=loss_fn, batch=batch), model)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the model was changed"
+    compiled = lower(found, mesh_of(mesh))
+    assert_equal(verify_compiled(model, found, compiled, loss_fn=loss_fn, batch=batch), model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "the model was changed"
 
 
 def descent(parameters: object) -> torch.optim.Optimizer:
@@ -65,9 +80,9 @@ def test_plain_descent_equals_one_device(name: str) -> None:
 @pytest.mark.parametrize("mesh", ["", "dp=1", "tp=1", "dp=1,tp=2", "tp=2,dp=2", "dp=6", "dp=12", "dp=4,tp=4"])
 def test_other_meshes(mesh: str) -> None:
     """Sizes of 1, the axes the other way round, one row a rank, 16 ranks; no axis at all is a mesh of one."""
-    model, loss_fn, batch = ZOO["gpt"]()
-    given: str | dict[str, int] = mesh or {}
-    assert_equal(verify(model, given, loss_fn=loss_fn, batch=batch), model)
+    (model, loss_fn, batch), found, _ = captured("gpt")
+    compiled = lower(found, mesh_of(mesh or {}))
+    assert_equal(verify_compiled(model, found, compiled, loss_fn=loss_fn, batch=batch), model)
 
 
 class IntegerMLP(nn.Module):

@@ -94,7 +94,7 @@ def _samples(info: Any, skipped: Counter[str]) -> Iterator[Any]:
         return
     grad = dtype is torch.float64 and info.supports_autograd
     try:
-        yield from info.sample_inputs("cpu", dtype, requires_grad=grad)
+        yield from info.sample_inputs_func(info, "cpu", dtype, grad)  # `sample_inputs` reads the whole stack each time
     except (RuntimeError, TypeError, ValueError, ImportError) as error:
         skipped[f"no samples: {type(error).__name__}"] += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autopar
+from autopar.capture import Captured, capture
+from autopar.choices import choices_of
 from autopar.compiled import Compiled
+from autopar.compiler import lower
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
 from autopar.ir.mesh import parse_mesh
@@ -21,6 +25,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import part_shape, record
 from autopar.passes.zero import stored_layout
 from autopar.runtime import mesh_ops, virtual
+from autopar.verification import verify_compiled
 
 VOCABULARY, WIDTH = 11, 10
 
@@ -63,8 +68,21 @@ def tied() -> nn.Module:
     return Tied()
 
 
-def compiled(mesh: str, rows: int = 12, **options: object) -> Compiled:
-    return autopar.compile(tied(), mesh, loss_fn=loss_fn, batch=batch(rows), **options)  # type: ignore[arg-type]
+@functools.cache
+def captured(rows: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Captured]:
+    model = tied().to(dtype)
+    return model, capture(model, loss_fn, batch(rows), {}, lift=dtype)
+
+
+def compiled(mesh: str, rows: int = 12, **options: Any) -> Compiled:
+    return lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options))
+
+
+def check(mesh: str, rows: int, steps: int, **options: Any) -> None:
+    model, found = captured(rows, torch.float64)
+    made = lower(found, parse_mesh(mesh), choices_of(**options))
+    report = verify_compiled(model, found, made, loss_fn=loss_fn, batch=batch(rows), steps=steps)
+    assert report.ok and report.max_error < 1e-10, str(report)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -88,10 +106,8 @@ def every_combination() -> Iterator[object]:
 
 @pytest.mark.parametrize(("mesh", "microbatches", "zero", "recompute"), list(every_combination()))
 def test_equal_to_one_device(mesh: str, microbatches: int, zero: int, recompute: str | float):
-    options: dict[str, Any] = {"zero": zero, "microbatches": microbatches, "recompute": recompute}
     rows = 36 if mesh == "dp=3" else 24
-    report = autopar.verify(tied(), mesh, loss_fn=loss_fn, batch=batch(rows), steps=2, **options)
-    assert report.ok and report.max_error < 1e-10, str(report)
+    check(mesh, rows, steps=2, zero=zero, microbatches=microbatches, recompute=recompute)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +124,8 @@ def test_equal_to_one_device(mesh: str, microbatches: int, zero: int, recompute:
     ],
     ids=str,
 )
-def test_combinations(mesh: str, options: dict[str, object]):
-    report = autopar.verify(tied(), mesh, loss_fn=loss_fn, batch=batch(24), steps=1, **options)  # type: ignore[arg-type]
-    assert report.ok and report.max_error < 1e-10, str(report)
+def test_combinations(mesh: str, options: dict[str, Any]):
+    check(mesh, 24, steps=1, **options)
 
 
 class Rows(nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
-
 _SOURCE, _SINK = -1, -2
 
 
@@ -77,6 +75,8 @@ def _solve(problem: Problem, price: int, weight: int) -> Point:
     is cut is paid: from the source to a call the time, from a call to its value the bytes. What cannot be paid has no
     capacity: a call computed again needs its operands. All numbers are whole, so that a cut is exact.
     """
+    import networkx as nx  # a quarter of a second, for those who recompute
+
     count = len(problem.times)
     graph = nx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
