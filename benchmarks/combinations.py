@@ -29,6 +29,7 @@ from autopar.errors import AutoparError
 from autopar.torch_compat import tree_map
 from autopar.verification import verify
 from benchmarks.coverage import architectures, plain
+from benchmarks.coverage.measure import model_of
 
 LIMIT_S = 180
 MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3")
@@ -69,12 +70,7 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
 
 def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     """The largest error. `rows` is the size of the batch, repeated as often as it takes."""
-    torch.manual_seed(0)
-    if name in plain.MODELS:
-        model, loss_fn, batch = plain.MODELS[name]()
-    else:
-        model, batch = architectures.build(*architectures.names()[name])
-        loss_fn = architectures.loss_fn
+    model, loss_fn, batch = model_of(name)
     report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
     if report.mismatch is not None:
         raise ArithmeticError(" ".join(str(report.mismatch).split()))

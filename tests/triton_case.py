@@ -77,7 +77,7 @@ class _Pretended:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)  # a device of its own: Triton remembers the target of each
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -104,6 +104,7 @@ def compile_() -> None:
             code = kernel.asm["ptx"]
             loads = re.findall(r"ld\.global\.(\S*b32|\S*b16)", code)
             assert loads and all("v4" in load for load in loads), (capability, dtype, local, loads)
+            assert kernel.metadata.target.arch == capability and f".target sm_{capability}" in code
             assert kernel.asm["cubin"] and ".local" not in code
             assert dtype == torch.float32 or "cvt.rn.bf16" in code
         assert len(variants) == 4, variants  # the first two are one: a piece without gaps, wherever it starts

@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -53,26 +54,32 @@ def measure(name: str) -> Row:
     return row
 
 
+def model_of(name: str) -> tuple[Any, Any, Any]:
+    """The model of a row, its loss function and a batch; the same each time."""
+    from benchmarks.coverage import architectures, plain
+
+    torch.manual_seed(0)
+    if name in plain.MODELS:
+        return plain.MODELS[name]()
+    model, batch = architectures.build(*architectures.names()[name])
+    return model, architectures.loss_fn, batch
+
+
 def _fill(row: Row) -> None:
     from autopar.capture import capture
     from autopar.compiler import batch_arguments, lower
     from autopar.ir.mesh import parse_mesh
     from autopar.torch_compat import tree_map
     from autopar.verification import cast, verify_compiled
-    from benchmarks.coverage import architectures, plain
+    from benchmarks.coverage.architectures import SPECIALIZED
 
-    torch.manual_seed(0)
-    if row.name in plain.MODELS:
-        model, loss_fn, batch = plain.MODELS[row.name]()
-    else:
-        model, batch = architectures.build(*architectures.names()[row.name])
-        loss_fn = architectures.loss_fn
+    model, loss_fn, batch = model_of(row.name)
     dtype = torch.float64
     model = model.to(dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     start = time.process_time()
-    specialize = row.name in architectures.SPECIALIZED
+    specialize = row.name in SPECIALIZED
     captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=specialize)
     row.capture_s = time.process_time() - start
     for mesh in MESHES:
