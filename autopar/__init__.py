@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autopar.ir.layout import Layout as Layout
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.job import Job as Job
-    from autopar.module import ParallelModule as ParallelModule
     from autopar.own_ops import register_rule as register_rule
+    from autopar.parallel.module import ParallelModule as ParallelModule
     from autopar.verification import Report as Report
     from autopar.verification import verify as verify
 
@@ -30,7 +30,7 @@ _HOME = {
     "Job": "autopar.job",
     "Layout": "autopar.ir.layout",
     "Mesh": "autopar.ir.mesh",
-    "ParallelModule": "autopar.module",
+    "ParallelModule": "autopar.parallel.module",
     "Report": "autopar.verification",
     "compile": "autopar.compiler",
     "load": "autopar.compiled",

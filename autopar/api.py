@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.capture import LossFn
 from autopar.choices import StepOptions, choices_of
 from autopar.errors import MeshError
-from autopar.execution import Compiler
 from autopar.ir.mesh import Mesh
 from autopar.meshes import MeshLike
-from autopar.module import ParallelModule
+from autopar.parallel.execution import Compiler
+from autopar.parallel.module import ParallelModule
+from autopar.parallel.replicas import CHECK_EVERY
 
 Factory = Callable[..., nn.Module]
 
@@ -29,6 +30,7 @@ class Options(StepOptions, total=False):
     seed: int
     device: str | torch.device | None
     compile: Compiler | None
+    check_replicas: int | None
 
 
 @overload
@@ -46,6 +48,7 @@ def parallelize(
     seed: int = 0,
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
+    check_replicas: int | None = CHECK_EVERY,
     **step: Unpack[StepOptions],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -60,6 +63,8 @@ def parallelize(
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
+    check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
+      differs. None for no comparison.
 
     And of the step, in the order of `autopar.choices.StepOptions`:
 
@@ -92,6 +97,7 @@ def parallelize(
     choices = choices_of(**step)
     options: dict[str, Any] = {
         "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
+        "check_replicas": check_replicas,
     }  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from autopar.errors import LayoutError, PlanError, ScheduleError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.plan import PRECISIONS, RECOMPUTE, Memory, Recompute, Staging
-from autopar.passes.schedules import UserSchedule
+from autopar.passes.schedules import UserSchedule, check_schedule_name
 
 Shard = Mapping[str, "str | Layout"]
 SequenceParallel = bool | Literal["auto"]
@@ -40,7 +41,8 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The same, checked. uneven: a batch that its axes cannot divide is computed whole by every rank, not refused."""
+    """The same, checked. uneven: a batch that its axes cannot divide is computed whole by every rank, not refused.
+    stored: see `Plan`."""
 
     shard: Shard | None = None
     sequence_parallel: SequenceParallel = False
@@ -49,6 +51,7 @@ class Choices:
     microbatches: int | None = None
     staging: Staging = field(default_factory=Staging)
     memory: Memory = field(default_factory=Memory)
+    stored: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def choices_of(**options: Unpack[StepOptions]) -> Choices:
@@ -82,6 +85,7 @@ def _staging(
     for name, value in (("chunks", chunks), ("stage_memory", stage_memory)):
         if value is not None and not _is_count(value):
             raise ScheduleError(f"{name}={value!r}: write a number of 1 or more.")
+    check_schedule_name(schedule)
     return Staging(schedule, chunks, None if stages is None else tuple(stages), stage_memory)
 
 
@@ -113,7 +117,7 @@ def _check_policy(policy: Any) -> None:
     if isinstance(policy, str) and policy in RECOMPUTE:
         return
     is_number = isinstance(policy, (int, float)) and not isinstance(policy, bool)
-    if not is_number or policy < 0 or (isinstance(policy, float) and policy > 1):
+    if not is_number or not 0 <= policy <= (1 if isinstance(policy, float) else math.inf):
         raise PlanError(
             f"recompute={policy!r}: write {one_of(RECOMPUTE)}, a number of bytes (an int), or the part of what "
             f"'none' saves that may be saved (a float from 0.0 to 1.0)."

@@ -13,19 +13,21 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from autopar.capture.capture import capture
 from autopar.choices import choices_of
 from autopar.compiled import Compiled, load
-from autopar.compiler import batch_arguments, lower
+from autopar.compiler import batch_arguments, compile_step
 from autopar.errors import AutoparError, TargetError
 from autopar.inspection import human
 from autopar.inspection_pipeline import rank_texts
+from autopar.ir.mesh import Mesh
 from autopar.ir.text import diff_programs, print_program
-from autopar.launch import launch, report
+from autopar.job import Job
+from autopar.launch import Stopped, launch, report
 from autopar.memory.show import formula_texts, memory_texts
 from autopar.meshes import mesh_of
 from autopar.options import Options, takes_options
 from autopar.page import page_text
+from autopar.preflight import check_options, check_run, idle_options
 from autopar.settings import Settings
 from autopar.timeline.show import picture_of, show_timeline, write_timeline
 from autopar.training import train
@@ -53,14 +55,15 @@ def run(
     options: Options,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
+    check_run(options, steps, log, trace)
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
     files = {"--log": log, "--trace": trace}
     arguments += [word for flag, path in files.items() if path is not None for word in (flag, str(path))]
-    _on_ranks(mesh, arguments, lambda: train(options.job(target), mesh, steps, options.seed, log, trace))
+    _on_ranks(mesh, arguments, lambda: train(_job(target, _mesh(mesh), options), mesh, steps, options.seed, log, trace))
 
 
 @app.command("compile")
-@takes_options("compile")
+@takes_options("compile", "check_replicas")
 def compile_(
     target: Target,
     mesh: MeshOption,
@@ -82,7 +85,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("compile")
+@takes_options("compile", "check_replicas")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -104,7 +107,13 @@ def inspect(
     """Show a rank's program, its collectives with their reasons, and the bytes that it holds."""
     if formula and (mesh is None or Path(target).is_dir()):
         raise TargetError(f"--formula compiles the model at other sizes: it needs a TARGET and --mesh, not '{target}'.")
+    if pass_ is not None and diff is not None:
+        raise TargetError("--pass and --diff: write one of them.")
+    if device is not None and not (memory or formula):
+        raise TargetError(f"--device {device}: it is of --memory and --formula; add one of them.")
     if Path(target).is_dir():
+        if mesh is not None or options != Options(seed=options.seed):
+            raise TargetError(f"'{target}' is compiled already: it takes no --mesh and no options of a step.")
         compiled = load(target)
     elif mesh is None:
         raise TargetError(f"inspect '{target}': a TARGET needs --mesh, e.g. --mesh dp=2,tp=2.")
@@ -138,7 +147,7 @@ def inspect(
 
 
 @app.command()
-@takes_options("compile")
+@takes_options("compile", "check_replicas")
 def explain(
     target: Target,
     value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
@@ -153,7 +162,7 @@ def explain(
 
 
 @app.command()
-@takes_options()
+@takes_options("check_replicas")
 def verify(
     target: Target,
     mesh: MeshOption,
@@ -163,9 +172,14 @@ def verify(
     options: Options,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
+    check_run(options, steps)
     if backend == "gloo":
         arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *options.arguments()]
-        _on_ranks(mesh, arguments, lambda: _finish(verify_on_ranks(options.job(target), mesh, steps, options.seed)))
+
+        def verify_here() -> None:
+            _finish(verify_on_ranks(_job(target, _mesh(mesh), options), mesh, steps, options.seed))
+
+        _on_ranks(mesh, arguments, verify_here)
         return
     if backend != "virtual":
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
@@ -174,7 +188,7 @@ def verify(
             f"--compile {options.compile}: it compiles what a process runs, collectives included; add --backend gloo. "
             f"One process that plays all ranks has only autopar's own executor."
         )
-    job = options.job(target)
+    job = _job(target, mesh_of(mesh), options)
     _finish(
         verify_job(
             job.model,
@@ -199,13 +213,11 @@ def _finish(found: object) -> None:
 
 
 def _compile(target: str, mesh: str, options: Options) -> Compiled:
+    check_options(options)
     parsed = mesh_of(mesh)
-    job = options.job(target)
+    job = _job(target, parsed, options)
     choices = choices_of(**job.step)  # what is cheap to find is found before the capture
-    args, kwargs = batch_arguments(job.batch)
-    precision = choices.memory.precision
-    captured = capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize, precision=precision)
-    return lower(captured, parsed, choices)
+    return compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, choices)[1]
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:
@@ -250,7 +262,16 @@ def _show_notes(compiled: Compiled) -> None:
         out.print(f"note: {note}", markup=False, highlight=False)
 
 
-def _on_ranks(mesh: str, options: list[str], work: Callable[[], None]) -> None:
+def _job(target: str, mesh: Mesh, options: Options) -> Job:
+    """The TARGET's job; rank 0 says which options change nothing."""
+    job = options.job(target)
+    if not Settings.read().rank:
+        for text in idle_options(options, job, mesh):
+            out.print(f"note: {text}", markup=False, highlight=False)
+    return job
+
+
+def _on_ranks(mesh: str, arguments: list[str], work: Callable[[], None]) -> None:
     """Do the work here if this is a rank already or if one is enough; else on a process for each rank."""
     settings = Settings.read()
     if settings.world_size is not None:
@@ -267,11 +288,11 @@ def _on_ranks(mesh: str, options: list[str], work: Callable[[], None]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         return
-    parsed = mesh_of(mesh, _world(mesh))
+    parsed = _mesh(mesh)
     if parsed.size == 1:
         work()
         return
-    failure = launch(options, parsed)
+    failure = launch(arguments, parsed)
     if failure is not None:
         raise _Failed(failure)
 
@@ -280,20 +301,21 @@ class _Failed(AutoparError):
     """A rank failed; the text says which and why."""
 
 
-def _world(mesh: str) -> int | None:
-    """How many ranks -1 may take on this machine: its GPUs."""
-    if "-1" not in mesh:
-        return None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        return count
-    return mesh_of(mesh, None).size  # says what is missing
+def _mesh(mesh: str) -> Mesh:
+    """The mesh; -1 takes the ranks of the running job, else this machine's GPUs."""
+    world = Settings.read().world_size
+    if world is None and "-1" in mesh and torch.cuda.is_available():
+        world = torch.cuda.device_count() or None
+    return mesh_of(mesh, world)
 
 
 def main() -> None:
     """The entry point. An error of the user's is one message, not a traceback."""
     try:
         app()
+    except Stopped as stopped:
+        print(f"autopar: {stopped}", file=sys.stderr)
+        stopped.end()
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         raise SystemExit(1) from None

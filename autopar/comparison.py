@@ -20,7 +20,7 @@ SHORT_ZERO = {torch.bfloat16: 1e-3, torch.float16: 1e-4}  # the same share, of e
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: `kind` is loss, gradient, weight or buffer.
+    """One comparison: `kind` is loss, aux (returned beside the loss), gradient, weight or buffer.
 
     error: norm of the difference over the norm of the single-device value, the worst of all steps.
     replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
@@ -139,7 +139,7 @@ class Table:
             self.replicas[key] = max(replicas.get(key, 0.0), self.replicas.get(key, 0.0))
 
     def rows(self) -> tuple[Row, ...]:
-        order = ("loss", "gradient", "weight", "buffer")
+        order = ("loss", "aux", "gradient", "weight", "buffer")
         keys = sorted(self.errors, key=lambda key: order.index(key[0]))
         return tuple(
             Row(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key)) for key in keys

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from autopar.capture import Captured, capture
@@ -24,7 +25,7 @@ from autopar.constraints import (
     parse_shard,
     patterns_of,
 )
-from autopar.errors import CaptureError, LayoutError
+from autopar.errors import ArtifactError, CaptureError, LayoutError
 from autopar.estimate import step_cost
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -32,7 +33,6 @@ from autopar.ir.text import print_program
 from autopar.meshes import MeshLike, mesh_of
 from autopar.own_ops import OWN_OPS, check_calls
 from autopar.passes import make_pipeline, run_passes
-from autopar.passes.rules.rule import Table
 from autopar.precision_check import check_parameters
 from autopar.settings import Settings
 
@@ -51,12 +51,36 @@ def compile(
     RuleError for an op of your own that is called as none of its registered patterns says.
     """
     check_model(model)
-    parsed = mesh_of(mesh)
-    choices = choices_of(**options)  # what is cheap to find is found before the capture
-    args, kwargs = batch_arguments(batch)
-    precision = choices.memory.precision
-    captured = capture(model, loss_fn, args, kwargs, specialize=choices.specialize, precision=precision)
-    return lower(captured, parsed, choices)
+    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture
+    return compile_step(model, loss_fn, *batch_arguments(batch), parsed, choices)[1]
+
+
+def compile_step(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
+    choices: Choices, *, train: bool = True, lift: torch.dtype | None = None,
+) -> tuple[Captured, Compiled]:  # fmt: skip
+    """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
+
+    train, lift: as of `capture`.
+    """
+    captured = capture_step(model, loss_fn, args, kwargs, choices, train=train, lift=lift)
+    return captured, lower(captured, mesh, choices)
+
+
+def capture_step(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], choices: Choices,
+    *, train: bool = True, lift: torch.dtype | None = None,
+) -> Captured:  # fmt: skip
+    """Check a model and capture its step: what every way to its programs begins with."""
+    check_model(model)
+    captured = capture(
+        model, loss_fn, args, kwargs,
+        train=train, lift=lift, specialize=choices.specialize, precision=choices.memory.precision,
+    )  # fmt: skip
+    for partner in captured.partners:
+        if partner.module is partner.traced:  # a parallel one is checked already
+            check_model(partner.module)
+    return captured
 
 
 def check_model(model: object) -> None:
@@ -98,16 +122,17 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         memory=choices.memory,
         frozen=captured.frozen,
         patterns=patterns,
+        rules=OWN_OPS.rows(),
+        stored=choices.stored,
     )
     check_zero(plan)
-    program, table = check_calls(captured.program), OWN_OPS.table()
-    compiled = Compiled(plan, run_passes(program, plan, table))
+    compiled = Compiled(plan, run_passes(check_calls(captured.program), plan))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
         if choices.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
-        compiled = whole_sequence(compiled, table)
+        compiled = whole_sequence(compiled)
     elif choices.sequence_parallel == "auto":
-        compiled = cheaper(compiled, whole_sequence(compiled, table))
+        compiled = cheaper(compiled, whole_sequence(compiled))
     if compiled.plan.is_staged:
         compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
     directory = (settings or Settings.read()).dump
@@ -116,10 +141,10 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     return compiled
 
 
-def whole_sequence(compiled: Compiled, table: Table) -> Compiled:
+def whole_sequence(compiled: Compiled) -> Compiled:
     """The same program compiled without sequence parallelism."""
     plan = replace(compiled.plan, sequence_parallel=False)
-    return Compiled(plan, run_passes(compiled.history[0][1], plan, table))
+    return Compiled(plan, run_passes(compiled.history[0][1], plan))
 
 
 def cheaper(split: Compiled, whole: Compiled) -> Compiled:
@@ -132,9 +157,12 @@ def cheaper(split: Compiled, whole: Compiled) -> Compiled:
 
 def dump(compiled: Compiled, directory: Path) -> None:
     """Write the program after each pass, as `00-capture.txt` and so on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for i, (name, program) in enumerate(compiled.history):
-        (directory / f"{i:02}-{name}.txt").write_text(print_program(program))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for i, (name, program) in enumerate(compiled.history):
+            (directory / f"{i:02}-{name}.txt").write_text(print_program(program))
+    except OSError as error:
+        raise ArtifactError(f"AUTOPAR_DUMP={directory}: cannot write there: {error.strerror}.") from None
 
 
 def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

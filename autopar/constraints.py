@@ -11,7 +11,7 @@ from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import DATA_AXES, PIPELINE, Plan
-from autopar.ir.program import Input, Program, TensorType, record
+from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, batch_size
 
 
@@ -34,7 +34,7 @@ def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh
         except LayoutError as error:
             faults.append(f"shard pattern '{pattern}': {error}")
             continue
-        matched = [p for p in parameters if any(fnmatch.fnmatchcase(name, pattern) for name in p[0].names)]
+        matched = [p for p in parameters if any(_matches(name, pattern) for name in p[0].names)]
         if not matched:
             faults.append(_nothing(pattern, [name for entry, _, _ in parameters for name in entry.names]))
         for entry, type_, used in matched:
@@ -59,8 +59,13 @@ def patterns_of(shard: Mapping[str, str | Layout] | None, program: Program) -> d
         entry.name: f'shard={{"{pattern}": "{text}"}}'
         for pattern, text in (shard or {}).items()
         for entry, _, _ in _parameters(program)
-        if any(fnmatch.fnmatchcase(name, pattern) for name in entry.names)
+        if any(_matches(name, pattern) for name in entry.names)
     }
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """True if a pattern means a name: `*` is none of another model's."""
+    return name.startswith(PARTNER) == pattern.startswith(PARTNER) and fnmatch.fnmatchcase(name, pattern)
 
 
 def _parameters(program: Program) -> list[tuple[Input, TensorType, str]]:

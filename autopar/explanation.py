@@ -72,50 +72,58 @@ def explain(compiled: Compiled, value: str) -> Explanation:
             return finder.explain_value(finder.inputs[value])
         if path in finder.modules:
             return finder.explain_module(path)
-    node = finder.nodes.get(value.removeprefix("%"))
-    if node is None:
-        node = finder.origin(value.removeprefix("%"))
-    if node is None:
-        raise ValueNameError(finder.unknown(value))
-    return finder.explain_value(node)
+    return finder.explain_value(finder.node(value.removeprefix("%")))
 
 
 class _Finder:
+    """Finds what a name means. Users see the nodes of any program; decisions are about those that were searched."""
+
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
-        self.captured = compiled.history[0][1]
-        history = dict(compiled.history)
-        self.sharded = next(program for _, program in compiled.history if program.level >= Level.SHARDED)
+        history, names = dict(compiled.history), [name for name, _ in compiled.history]
+        self.searched = compiled.history[names.index("propagate") - 1][1]
+        self.sharded = history["propagate"]
         # Before the gradients are put into buckets: each moves alone there.
         self.moved = history.get("localize", compiled.program)
-        self.nodes = {node.name: node for node in self.captured.graph.nodes if node.op != "output"}
+        self.nodes = {node.name: node for node in self.searched.graph.nodes if node.op != "output"}
+        self.origins = {record(node).origin: node for node in reversed(self.nodes.values()) if record(node).origin}
         self.layouts = {node.name: node for node in self.sharded.graph.nodes}
-        pairs = list(zip(self.captured.placeholders, self.captured.inputs, strict=True))
+        pairs = list(zip(self.searched.placeholders, self.searched.inputs, strict=True))
         self.entries = dict(pairs)
         self.inputs = {name: node for node, entry in pairs if entry.kind != "batch" for name in entry.names}
         paths = [name.rpartition(".")[0] for name in self.inputs]
-        paths += [record(node).module for node in self.captured.calls()]
+        paths += [record(node).module for node in self.searched.calls()]
         self.modules = {prefix for path in dict.fromkeys(paths) for prefix in _prefixes(path)}
 
-    def origin(self, name: str) -> fx.Node | None:
-        """The captured node whose value a node of a later program holds."""
-        for _, program in self.compiled.history:
-            for node in program.graph.nodes:
-                if node.name == name and node.op != "output" and record(node).origin in self.nodes:
-                    return self.nodes[record(node).origin]
-        return None
+    def node(self, name: str) -> fx.Node:
+        """The searched node that any program's node is, or whose value it holds. Raises ValueNameError."""
+        for held in (name, *self._origins(name)):
+            node = self.nodes.get(held) or self.origins.get(held)
+            if node is not None:
+                return node
+        raise ValueNameError(self._unknown(name))
 
-    def unknown(self, value: str) -> str:
+    def _origins(self, name: str) -> Iterator[str]:
         for _, program in self.compiled.history:
             for node in program.graph.nodes:
-                if node.name == value.removeprefix("%") and node.op != "output":
-                    why = record(node).reason
-                    return f"%{node.name} was made by {record(node).made_by}, with nothing to decide" + (
-                        f": {why}." if why else "."
-                    )
+                if node.name == name and node.op != "output":
+                    yield record(node).origin
+
+    def _unknown(self, name: str) -> str:
+        before = False
+        for pass_, program in self.compiled.history:
+            node = next((one for one in program.graph.nodes if one.name == name and one.op != "output"), None)
+            if node is not None and program.level > Level.CAPTURED:
+                why = record(node).reason
+                return f"%{name} was made by {record(node).made_by}, with nothing to decide" + (
+                    f": {why}." if why else "."
+                )
+            if node is None and before:
+                return f"%{name} was left out by {pass_}: no program computes it, so there is nothing to decide."
+            before = node is not None
         known = [*self.inputs, *sorted(self.modules), *self.nodes]
-        near = difflib.get_close_matches(value.removeprefix("%"), known, n=3, cutoff=0.3) or known[:3]
-        return f"the program has no parameter, module or node '{value}'. Nearest names: {', '.join(near)}."
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+        return f"the program has no parameter, module or node '{name}'. Nearest names: {', '.join(near)}."
 
     def explain_value(self, node: fx.Node) -> Explanation:
         known, entry = record(node), self.entries.get(node)
@@ -129,7 +137,7 @@ class _Finder:
         head = f"{kind} {names}: {print_type(known.type, placed.layout, self.sharded.mesh)} {placed.layout}"
         head += self._stage(node, entry)
         places = dict.fromkeys(_place(one) for one in ((node,) if entry is None else node.users))
-        decisions = decisions_of(self.captured, self.compiled.plan, node)
+        decisions = decisions_of(self.searched, self.compiled.plan, node)
         decisions = tuple(self._with_pattern(one, entry.name if entry else "") for one in decisions)
         caused = tuple(self._caused(node))
         return Explanation(
@@ -146,9 +154,9 @@ class _Finder:
 
     def explain_module(self, path: str) -> Explanation:
         inside = [node for name, node in self.inputs.items() if _within(name, path)]
-        by = explain_briefly(self.captured, self.compiled.plan, inside)
+        by = explain_briefly(self.searched, self.compiled.plan, inside)
         parts = [self._part(node, tuple(by[node].items())) for node in dict.fromkeys(inside)]
-        for node in self.captured.calls():
+        for node in self.searched.calls():
             known = record(node)
             if known.phase == "forward" and known.is_tensor and _within(known.module, path):
                 users = [record(user) for user in node.users]

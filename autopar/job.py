@@ -11,8 +11,9 @@ from torch import nn
 
 from autopar.capture.capture import LossFn
 from autopar.choices import ScheduleLike, SequenceParallel, StepOptions
-from autopar.execution import Compiler
 from autopar.ir.plan import Recompute
+from autopar.parallel.execution import Compiler
+from autopar.parallel.replicas import CHECK_EVERY
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Job:
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
-    compile: "inductor" or None, as of `autopar.parallelize`.
+    compile, check_replicas: as of `autopar.parallelize`.
     sequence_parallel, ...: how a step is computed, each as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
@@ -35,6 +36,7 @@ class Job:
     after: Callable[[nn.Module], str | None] | None = None
 
     compile: Compiler | None = None
+    check_replicas: int | None = CHECK_EVERY
     sequence_parallel: SequenceParallel = False
     specialize: bool = False
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import time
 import traceback
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -21,11 +23,26 @@ from autopar.ir.mesh import Mesh
 from autopar.settings import Settings
 
 
+class Stopped(errors.AutoparError):
+    """The user stopped the run by a signal, as Ctrl-C does."""
+
+    def __init__(self, ranks: int, by: signal.Signals) -> None:
+        super().__init__(f"stopped by {by.name}; all {ranks} ranks were ended.")
+        self.by = by
+
+    def end(self) -> None:
+        """End this process by the same signal: shells want to know, and torch's own end takes five seconds."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(self.by, signal.SIG_DFL)
+        os.kill(os.getpid(), self.by)
+
+
 def launch(arguments: Sequence[str], mesh: Mesh) -> str | None:
-    """Run `python -m autopar ARGUMENTS` once for every rank of the mesh, on this machine.
+    """Run `autopar ARGUMENTS` once for every rank of the mesh, on this machine.
 
     When a process fails or dies the others are ended at once. Returns None if all went well, else what went wrong on
-    which rank.
+    which rank. Raises Stopped, with all ranks ended, where the user ends the run.
     """
     with TemporaryDirectory(prefix="autopar-") as folder:
         return _launch(arguments, mesh, Path(folder))
@@ -45,11 +62,14 @@ def _launch(arguments: Sequence[str], mesh: Mesh, folder: Path) -> str | None:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said below
+    for name in [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says is said below
     try:
-        elastic_launch(config, sys.executable)("-m", "autopar", *arguments)
+        elastic_launch(config, sys.executable)("-m", "autopar.launched", str(os.getpid()), *arguments)
     except ChildFailedError as error:
         return _first_failure({**error.failures, **_reported(folder)}, mesh)
+    except SignalException as error:
+        raise Stopped(mesh.size, error.sigval) from None
     return None
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.execution import compiler_of
 from autopar.ir.plan import DTYPES, Policy, Recompute
 from autopar.job import Job
+from autopar.parallel.execution import compiler_of
 from autopar.passes.schedules import SCHEDULES
 from autopar.target import load_job
 
@@ -61,6 +61,9 @@ class Options:
     precision: Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32", help="to compute in")] = None
     reduce_dtype: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp16", help="of sums of gradients")] = None
     bucket_bytes: Annotated[int | None, typer.Option(metavar="BYTES", help="that move together")] = None
+    check_replicas: Annotated[
+        int | None, typer.Option(metavar="N", help="compare what ranks hold alike every N steps; 0 never does")
+    ] = None
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""

@@ -1,7 +1,7 @@
 """`register_rule`: how the ops of a user's own may be split. The one registry of autopar.
 
 Everything else here is passed along. But what an op is, torch keeps for the whole process, and so its rule is kept for
-the whole process too: in `OWN_OPS`, which only `compiler.lower` (for the table of the passes) and `compiled.load` (for
+the whole process too: in `OWN_OPS`, which only `compiler.lower` (for the plan of the passes) and `compiled.load` (for
 the ops that a saved program may name) read.
 """
 
@@ -19,7 +19,7 @@ from autopar.ir.program import Program, record
 from autopar.own_check import Examples, Op, check_rule
 from autopar.own_rule import KINDS, OwnRule, Pattern, evaluate, parse_pattern
 from autopar.own_signature import Signature, find_op, listed
-from autopar.passes.rules import TABLE, Table, call_of
+from autopar.passes.rules import Table, call_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class OwnOps:
     rules: dict[str, Registered] = field(default_factory=dict)
     checked: set[tuple[str, str]] = field(default_factory=set)  # (op, values of arguments) besides the examples
 
-    def table(self) -> Table:
-        """The rules of autopar and these."""
-        return MappingProxyType({**TABLE, **{op: one.rule.row() for op, one in self.rules.items()}})
+    def rows(self) -> Table:
+        """The rules as rows of the table, by op."""
+        return MappingProxyType({op: one.rule.row() for op, one in self.rules.items()})
 
     def names(self) -> frozenset[str]:
         """The ops that a saved program may name."""

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.errors import RankError
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -38,7 +40,10 @@ class Settings:
 
 def _integer(name: str) -> int | None:
     value = os.environ.get(name)
-    return int(value) if value else None
+    try:
+        return int(value) if value else None
+    except ValueError:
+        raise RankError(f"{name}={value}: it must be a number, as torchrun sets it.") from None
 
 
 def _path(name: str) -> Path | None:

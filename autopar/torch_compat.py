@@ -8,7 +8,9 @@
   split (`[3:tp,-]`); DTensor has no public one.
 - `DTensor._local_tensor`, `DTensor._spec` and its constructor: `to_local` and `from_local` go through autograd and cost
   200 us each; a step needs one of each for every parameter. From 2.13 on a subclass of DTensor may have its own
-  `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself.
+  `__torch_dispatch__`; before, DTensor took the ops of its subclasses itself, and a dispatch mode must come first.
+- `_StridedShard._local_shard_size_and_offset`: where torch asks for the one block that a rank holds, of which a fused
+  weight has several.
 - `_foreach_supported_types`, of `torch.optim.optimizer` and `torch.utils._foreach_utils`: the classes of which
   optimizers and gradient clipping take lists by default. DTensor enters itself there; a subclass must as well.
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
@@ -18,8 +20,9 @@
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
   cannot pass.
-- `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, which no
-  step runs.
+- `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
+  way to keep it where a parameter takes another layout.
+- `torch.nn.modules.module._global_forward_hooks` and the like: whether hooks for all modules came or went.
 - `torch.autograd.graph._engine_run_backward`: `torch.autograd.grad` is itself a torch function, so that a mode is off
   while it runs, and what `torch.utils.checkpoint` computes again in the backward pass would not be raised.
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
@@ -53,6 +56,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules import module as _modules
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,6 +74,7 @@ __all__ = [
     "backward",
     "compile_with_inductor",
     "custom_function",
+    "global_module_hooks",
     "gradients",
     "has_cpp_compiler",
     "has_hooks",
@@ -80,6 +85,7 @@ __all__ = [
     "op_names",
     "quiet",
     "spec_of",
+    "swap_in_place",
     "take_in_lists",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -113,7 +119,7 @@ def take_in_lists(kind: type[DTensor]) -> None:
 
 
 def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh without process groups: that of other ranks, or of this one alone."""
+    """A mesh without process groups: that of other ranks."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
@@ -172,6 +178,25 @@ def in_transform() -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """True if the user hooked something to the gradient of a parameter."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def global_module_hooks() -> tuple[dict[int, Any], ...]:
+    """The tables of the hooks that run for every module."""
+    return (
+        _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
+        _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
+    )  # fmt: skip
+
+
+def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """As `torch.utils.swap_tensors`, but `tensor` keeps its gradient hooks: torch leaves them named on the one and
+    called on the other. `other` has none, and is not used again."""
+    kept = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(tensor, other)
+    if kept[0]:
+        tensor._backward_hooks = kept[0]
+    if kept[1]:
+        tensor._post_accumulate_grad_hooks = kept[1]
 
 
 def compile_with_inductor(

@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.api import parallelize
 from autopar.compiler import batch_arguments
+from autopar.containers import take_call_apart
 from autopar.job import Job
 from autopar.runtime.recorder import Recorder
 from autopar.timeline.trace import write_trace
-from autopar.torch_compat import tree_flatten
 
 TRACED = 3  # steps: the last ones, which are warm
 
@@ -35,6 +35,7 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
         loss_fn=job.loss_fn,
         seed=seed,
         compile=job.compile,
+        check_replicas=job.check_replicas,
         **job.step,
     )
     first = dist.get_rank() == 0
@@ -64,7 +65,7 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
                 optimizer.step()
                 optimizer.zero_grad()
             seconds = time.perf_counter() - start
-            count, unit = _amount((args, kwargs))
+            count, unit = _amount([tensor for _, tensor in take_call_apart(args, kwargs).tensors()])
             show(step, loss, seconds, count / seconds, unit)
             if lines is not None:
                 lines.write(json.dumps({"step": step, "loss": loss, "seconds": seconds, unit: count}) + "\n")
@@ -78,9 +79,9 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
         console.print(text, markup=False, highlight=False)
 
 
-def _amount(batch: Any) -> tuple[int, str]:
+def _amount(tensors: list[torch.Tensor]) -> tuple[int, str]:
     """How much is in a batch: tokens if it begins with integers of two dims, else samples."""
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    leaves = [tensor for tensor in tensors if tensor.ndim]
     if not leaves:
         return 1, "samples"
     is_text = leaves[0].ndim == 2 and not leaves[0].is_floating_point()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.borrowed import in_dtype
+from autopar.capture import Captured
 from autopar.capture.capture import LossFn
 from autopar.choices import StepOptions, choices_of
 from autopar.comparison import Report
 from autopar.compiled import Compiled
-from autopar.compiler import batch_arguments, check_model, lower
+from autopar.compiler import batch_arguments, check_model, compile_step
+from autopar.containers import map_tensors
 from autopar.meshes import MeshLike, mesh_of
 from autopar.reference import OptimizerFactory, Plain, Reference, cast, short_of
-from autopar.torch_compat import tree_map
 from autopar.verification_virtual import Virtual
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -48,13 +50,13 @@ def verify(
     check_model(model)
     parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found first
     is_exact = short_of(choices.memory) is None
-    lift, precision = (dtype, None) if is_exact else (None, choices.memory.precision)
     model = copy.deepcopy(model)
     if is_exact:
-        model, batch = model.to(dtype=dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
-    captured = capture(model, loss_fn, args, kwargs, lift=lift, specialize=choices.specialize, precision=precision)
-    compiled = lower(captured, parsed, choices)
+    lift = dtype if is_exact else None
+    with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
+        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, choices, lift=lift)
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
     )
@@ -75,7 +77,7 @@ def verify_compiled(
     precision their own."""
     make = optimizer or descent
     args, kwargs = batch_arguments(batch)
-    plain = Reference(model, loss_fn, make, compiled.plan.memory)
+    plain = Reference(model, loss_fn, make, compiled.plan.memory, captured.partners)
     virtual = Virtual(copy.deepcopy(model), captured, compiled, make)
     table = plain.table
     for step in range(steps):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from autopar.borrowed import in_dtype
 from autopar.choices import choices_of
 from autopar.comparison import Report, Values
 from autopar.compiler import batch_arguments
+from autopar.containers import map_tensors
+from autopar.ir.program import PARTNER
 from autopar.job import Job
 from autopar.meshes import mesh_of
-from autopar.module import ParallelModule
-from autopar.reference import SCALE, Reference, cast, short_of
-from autopar.torch_compat import tree_map
+from autopar.parallel.module import ParallelModule
+from autopar.reference import SCALE, Reference, cast, short_of, values_of
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
@@ -20,7 +25,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     choices, batch, model = choices_of(**job.step), job.batch, job.model
     is_exact = short_of(choices.memory) is None
     if is_exact:
-        model, batch = model.to(dtype=dtype), tree_map(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     plain = Reference(model, job.loss_fn, job.make_optimizer, choices.memory)
     args, kwargs = batch_arguments(batch)
     parallel = ParallelModule(
@@ -34,13 +39,22 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         compile=job.compile,
         lift=dtype if is_exact else None,
     )
+    with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
+        return _compare(parallel, plain, job, args, kwargs, steps, seed, mesh)
+
+
+def _compare(
+    parallel: ParallelModule, plain: Reference, job: Job, args: Any, kwargs: Any, steps: int, seed: int, mesh: str
+) -> Report | None:
     parallel.prepare(*args, **kwargs)
+    plain.borrow(parallel.programs[-1].captured.partners)
     optimizer = job.make_optimizer(parallel.parameters())
     if parallel.loss_scale is not None:
         parallel.loss_scale.scale = SCALE  # as the other side: no step is skipped
     for step in range(steps):
         optimizer.zero_grad()
-        found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs)}
+        found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
+        found.update(values_of(parallel.last_aux if job.loss_fn else None))
         found.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
         optimizer.step()
         state = parallel.full_state_dict()
@@ -51,6 +65,8 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
                     found[kind, name] = state[name]
             for key in [key for key in expected if key[0] == "buffer" and key not in found]:
                 del expected[key]  # not persistent: it is in no state dict
+            for key in [key for key in expected if key[1].startswith(PARTNER)]:
+                del expected[key]  # of a plain module in the loss, which the virtual mesh compares
             plain.compare(expected, found, {})
     if dist.get_rank() != 0:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,22 +11,23 @@ import torch
 from torch import fx, nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+from autopar.borrowed import Borrowed
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.raising import default_dtype
 from autopar.comparison import ZERO, Mismatch, Values, error_of, norm_of
 from autopar.compiled import Compiled
+from autopar.containers import take_call_apart
 from autopar.ir.layout import Layout, combine, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
-from autopar.padding import beginning, padded_part
+from autopar.parallel.padding import beginning, padded_part
+from autopar.parallel.staged import given_of, pipeline_of
 from autopar.reference import SCALE, OptimizerFactory
 from autopar.runtime.executor import Executable, Outputs
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
-from autopar.staged import given_of, pipeline_of
-from autopar.torch_compat import tree_flatten
 
 
 class Virtual:
@@ -38,6 +39,7 @@ class Virtual:
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
@@ -48,7 +50,7 @@ class Virtual:
             outputs = run(whole)
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in (*self.model.named_parameters(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             # the gradient of a parameter is on the ranks of one stage
@@ -97,13 +99,17 @@ class Virtual:
         for name, tensor in self.model.named_buffers():
             new = found.setdefault(("buffer", name), tensor.clone())
             tensor.copy_(new)
+        for name in self.partners:
+            if ("buffer", name) in found:
+                self.partners[name] = found["buffer", name].clone()
 
     def _inputs(
         self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor
     ) -> list[torch.Tensor]:
         tensors = {entry.name: tensor.detach() for entry, tensor in state_of(self.model).entries}
+        tensors.update(self.partners)
         tensors.update(self.captured.constants)
-        leaves, _ = tree_flatten((args, dict(kwargs)))
+        leaves = take_call_apart(args, kwargs).leaves
         return [_input(entry, tensors, leaves, seed) for entry in program.inputs]
 
     def locate(
@@ -165,7 +171,9 @@ def _node_error(parts: list[torch.Tensor], found: Record, mesh: Mesh, value: tor
     return max(error_of(whole, value, floor), replica_error(parts, found.layout, mesh))
 
 
-def _input(entry: Input, tensors: Mapping[str, torch.Tensor], leaves: list[Any], seed: torch.Tensor) -> torch.Tensor:
+def _input(
+    entry: Input, tensors: Mapping[str, torch.Tensor], leaves: Sequence[Any], seed: torch.Tensor
+) -> torch.Tensor:
     if entry.kind == "batch":
         leaf = leaves[int(entry.name)]
         assert isinstance(leaf, torch.Tensor)

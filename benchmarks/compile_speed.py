@@ -94,7 +94,7 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: 
         stages.done(step.__name__)
         verify(program, level)
         if level == Level.SHARDED:
-            check_rules(program)
+            check_rules(program, plan)
         stages.done("  verify")
     pipeline = make_pipeline(program, plan) if plan.is_staged else None
     stages.done("make_pipeline")

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.plan import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
+from autopar.parallel.staged import given_of
 from autopar.runtime.executor import Code, Executable
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
 from autopar.runtime.virtual import VirtualMesh
-from autopar.staged import given_of
 
 WIDTH, ROUNDS = 4, 50
 

@@ -16,11 +16,10 @@ from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
-from autopar.passes.rules import TABLE, Table
 from autopar.passes.unsort import unsort
 from autopar.passes.zero import zero
 
-Pass = Callable[..., Program]  # of (program, plan), and of the table of rules if it reads rules
+Pass = Callable[[Program, Plan], Program]
 
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
@@ -34,24 +33,20 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )
 OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, bucket})
-READS_RULES: frozenset[Pass] = frozenset({unsort, propagate, localize})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 
 
-def run_passes(program: Program, plan: Plan, table: Table = TABLE) -> tuple[tuple[str, Program], ...]:
-    """The program after each pass, by the pass's name, from "capture" on. Each is verified at its level.
-
-    table: the rules of the ops, with those of the user's own ops.
-    """
+def run_passes(program: Program, plan: Plan) -> tuple[tuple[str, Program], ...]:
+    """The program after each pass, by the pass's name, from "capture" on. Each is verified at its level."""
     verify(program, Level.CAPTURED)
     history = [("capture", program)]
     for step, level in PASSES:
         if step in OF_GRAPHS and plan.is_staged:
             continue  # they come after the cut
-        program = step(program, plan, table) if step in READS_RULES else step(program, plan)
+        program = step(program, plan)
         verify(program, level)
         if level == Level.SHARDED:
-            check_rules(program, table)
+            check_rules(program, plan)
         history.append((step.__name__, program))
     return tuple(history)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from autopar.errors import VerificationError
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.localize import cuts_of
-from autopar.passes.rules import TABLE, call_of, replicated, rule_of
-from autopar.passes.rules.rule import Dims, Rule, Table
+from autopar.passes.rules import call_of, replicated, rule_of, table_of
+from autopar.passes.rules.rule import Dims, Rule
 from autopar.passes.search.states import State, choice_at, states_of
 
 
-def check_rules(program: Program, table: Table = TABLE) -> None:
+def check_rules(program: Program, plan: Plan) -> None:
     """Check a SHARDED program: on each axis, every call is whole, split along one name, or linear in partial sums.
 
     Raises VerificationError that names the call, the axis and the layouts.
     """
+    table = table_of(plan)
     for node in program.calls():
         if is_getitem(node):
             continue

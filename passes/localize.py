@@ -13,7 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, record
-from autopar.passes.rules import TABLE, call_of, rule_of
+from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Reading, Rule, Table
 from autopar.passes.search.states import choice_at, states_of
@@ -22,7 +22,7 @@ MADE_BY = "localize"
 Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
 
 
-def localize(program: Program, plan: Plan, table: Table = TABLE) -> Program:
+def localize(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
 
         %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [8, 4, 6])
@@ -30,8 +30,7 @@ def localize(program: Program, plan: Plan, table: Table = TABLE) -> Program:
 
     Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
     """
-    del plan  # the layouts say it all
-    return _Localize(program, table).run()
+    return _Localize(program, table_of(plan)).run()
 
 
 class _Localize:

@@ -48,6 +48,9 @@ class _Reshard:
         self.build = Builder(MADE_BY)
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
+        self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
+        results = zip(program.results, program.outputs, strict=True)
+        self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
 
     def run(self) -> Program:
@@ -88,6 +91,8 @@ class _Reshard:
         if self._is_kept(node, user):
             pieces = {layout: made for layout, made in moved.items() if not _is_gathered(made)}
             moved = self.gathered.setdefault(node, pieces)
+        elif user.op == "output" and node in self.beside:  # whole for the user: the step goes on with the pieces
+            moved = self.leaving.setdefault(node, dict(moved))
         if wanted in moved:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.

@@ -99,10 +99,12 @@ class _Zero:
         return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._notes()))
 
     def _decide(self, node: fx.Node, entry: Input) -> None:
-        if entry.kind != "parameter" or (self.plan.zero < 3 and entry.name in self.plan.frozen):
-            return
+        known = self.plan.stored.get(entry.name)
+        is_frozen = self.plan.zero < 3 and entry.name in self.plan.frozen
         shape, layout = record(node).type.shape, record(node).layout
-        found = stored_layout(shape, layout, self.mesh, self.axis)
+        if entry.kind != "parameter" or known == layout or (known is None and is_frozen):
+            return
+        found = known or stored_layout(shape, layout, self.mesh, self.axis)
         if found is not None:
             self.stored[entry.name] = self.kept[node] = found
         elif shape and self.axis not in layout.axes:

@@ -21,6 +21,7 @@ from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
+from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.mesh_ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -190,7 +191,10 @@ class DistributedDriver:
             raise self._lost(f"'{request.instruction}'", error) from error
 
     def _lost(self, where: str, error: RuntimeError) -> RankError:
-        """What the backend says of a peer that is gone."""
+        """What the backend says of a peer that is gone; raises any other error as what it is."""
+        if not is_loss_of_peer(error):
+            error.add_note(f"in {where}")
+            raise error
         return RankError(
             f"rank {self.rank} ({self._at()}) lost its peers at {where}\n"
             f"  Look for the first error of another rank. The backend says: {str(error).strip()}"

@@ -29,6 +29,7 @@ from autopar.runtime.decompositions import decomposed
 from autopar.runtime.distributed import Group
 from autopar.runtime.executor import Outputs, describe, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
+from autopar.runtime.lost import is_loss_of_peer
 from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
@@ -56,7 +57,7 @@ class InductorProgram:
                 raise
             except RuntimeError as error:
                 line = _failed_line(error)
-                if "_c10d_functional" not in line:
+                if "_c10d_functional" not in line or not is_loss_of_peer(error):
                     error.add_note(f"on rank {self.rank}, in the code that Inductor wrote: {line}")
                     raise
                 raise RankError(

@@ -54,6 +54,80 @@ class Experts(nn.Module):
         y = self._products(rows[token], experts[order], counts) * weights[order, None]
         return torch.zeros_like(rows).index_put([token], y, accumulate=True)
 
+    def _sorted(self, rows: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+        counts = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS)
+        return self._products(rows[order // CHOSEN], experts[order], counts)
+
+    def _summed(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Rows in their own order, weighted and summed by token."""
+        return (y * weights[:, None]).view(-1, CHOSEN, WIDTH).sum(1)
+
+    def _inverted(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The inverse is the order of the order."""
+        order = torch.argsort(experts)
+        return self._summed(self._sorted(rows, experts, order)[torch.argsort(order)], weights)
+
+    def _resorted(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Sorted once more, with a range that is used: the places, sorted; and the inverse, inverted."""
+        _, order = torch.sort(experts, stable=True)
+        places, inverse = order.sort()
+        y = self._sorted(rows, experts, inverse.argsort())[inverse]
+        return self._summed(y * (1 + places + order[inverse] + inverse[order])[:, None] / 50, weights)
+
+    def _ranked(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The smallest n of n are a sort; the inverse by scatter, the counts by adding."""
+        _, order = torch.topk(experts, len(experts), largest=False)
+        counts = torch.zeros(EXPERTS, dtype=torch.long).index_add(0, experts, torch.ones_like(experts))
+        inverse = torch.empty_like(order).scatter_(-1, order, torch.arange(len(order)))
+        return self._summed(self._products(rows[order // CHOSEN], experts[order], counts)[inverse], weights)
+
+    def _gathered(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """By gather and scatter along a repeated index; the counts of what is hit."""
+        order = torch.argsort(experts, stable=True)
+        counts = F.one_hot(experts, EXPERTS).sum(0)
+        wide = order.unsqueeze(1).expand(-1, WIDTH)
+        twice = rows.repeat_interleave(CHOSEN, 0).gather(0, wide)
+        y = self._products(twice, experts[order], counts)
+        return self._summed(torch.zeros_like(y).scatter(0, wide, y), weights)
+
+    def _scattered(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The way back by adding along a repeated index."""
+        order = torch.argsort(experts, stable=True)
+        counts = torch.zeros(EXPERTS, dtype=torch.long).scatter_add(0, experts, torch.ones_like(experts))
+        token = torch.div(order, CHOSEN, rounding_mode="floor")
+        y = self._products(rows[token], experts[order], counts) * weights[order, None]
+        return torch.zeros_like(rows).scatter_add(0, token[:, None].expand(-1, WIDTH), y)
+
+    def _copied(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """By index_select and index_copy, and back to the order and from it once more."""
+        order = torch.argsort(experts, stable=True)
+        y = self._sorted(rows, experts, order)
+        own = torch.zeros_like(y).index_copy(0, order, y)
+        again = own.index_select(0, order) * weights.index_select(0, order)[:, None]
+        return torch.zeros_like(rows).index_add(0, order // CHOSEN, again)
+
+    def _half(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The order shows: only the smallest half is there."""
+        _, order = torch.topk(experts, len(experts) // 2, largest=False)
+        return rows + self.bias.sum() * order.sum() * 1e-3
+
+    def _flipped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The order shows: its inverse is sorted downwards."""
+        order = torch.argsort(experts, stable=True)
+        return self._summed(self._sorted(rows, experts, order)[torch.argsort(order, descending=True)], weights)
+
+    def _weighed(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The order shows: its places are numbers that count."""
+        order = torch.argsort(experts, stable=True)
+        y = self._sorted(rows, experts, order) * (1 + order)[:, None]
+        return self._summed(y[torch.argsort(order)] / (1 + torch.argsort(order))[:, None], weights)
+
+    def _column(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The order shows: a gather along the other dim."""
+        order = torch.argsort(experts, stable=True)
+        y = self._sorted(rows, experts, order)
+        return self._summed(y.gather(1, (order % WIDTH)[:, None].expand(-1, WIDTH)), weights)
+
     def _running(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The order shows: a sum over the sorted rows so far."""
         sorted_experts, order = torch.sort(experts, stable=True)
@@ -109,7 +183,8 @@ class Experts(nn.Module):
 
 
 UNSEEN = ("sort", "argsort", "added")
-SEEN = ("running", "dropped", "first", "compared", "descending")
+PERMUTED = ("inverted", "resorted", "ranked", "gathered", "scattered", "copied")
+SEEN = ("half", "flipped", "weighed", "column", "running", "dropped", "first", "compared", "descending")
 
 
 def experts_case(way: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -261,6 +261,11 @@ def index_samples() -> Samples:
         "aten.scatter_reduce.two": [
             sample(*s, kind, include_self=own) for s in sources for kind in ("sum", "amax") for own in (True, False)
         ],
+        "aten.searchsorted.Tensor": [
+            sample(r(8).sort().values, r(4, 6), right=True), sample(r(8), r(12), sorter=torch.randperm(8)),
+            sample(r(4, 8).sort().values, r(4, 6), out_int32=True), sample(r(4, 6, 8).sort().values, r(4, 6, 12)),
+        ],
+        "aten.bucketize.Tensor": [sample(r(4, 6), r(8).sort().values), sample(r(12), r(4).sort().values, right=True)],
         "aten.index_select.default": [sample(x, 1, n(6, 4)), sample(x, -1, n(12)), sample(r(), 0, n(1))],
         "aten.index_add.default": [sample(*s) for s in unique] + [sample(r(4, 6), 1, n(6, 4), r(4, 4), alpha=2)],
         "aten.index_copy.default": [sample(*s) for s in unique],

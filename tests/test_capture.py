@@ -91,7 +91,8 @@ def test_what_is_taken_is_right(name: str) -> None:
     report = verify(model, "dp=2", loss_fn=loss_fn, batch=torch.randn(4, 4))
     assert report.ok, f"\n{report}"
     if CASES[name].outcome == "works":
-        assert not [note for note in compiled(name).notes if "has no rule" not in note]
+        layouts = ("has no rule", "divides no product")  # what is taken may still be computed whole
+        assert not [note for note in compiled(name).notes if not any(text in note for text in layouts)]
 
 
 def test_a_capture_leaves_the_module_as_it_was() -> None:

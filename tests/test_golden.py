@@ -25,7 +25,7 @@ from autopar.ir.plan import DTYPES, Memory, Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
-from autopar.padding import beginning, pad_to
+from autopar.parallel.padding import beginning, pad_to
 from autopar.passes import PASSES
 from autopar.passes.check_rules import check_rules
 from autopar.runtime.executor import Executable
@@ -80,7 +80,7 @@ def passed(name: str, case: Case) -> Program:
     program = step(parse_program(case.given), case.plan)
     verify(program, level)
     if level == Level.SHARDED:
-        check_rules(program)
+        check_rules(program, case.plan)
     return program
 
 

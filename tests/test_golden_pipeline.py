@@ -22,10 +22,10 @@ from autopar.ir.plan import MICROBATCH, Plan, Staging
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
 from autopar.meshes import mesh_of
+from autopar.parallel.staged import given_of
 from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.virtual import VirtualMesh
-from autopar.staged import given_of
 
 FOLDER = Path(__file__).parent / "golden_pipeline"
 CASES = sorted(path.stem for path in FOLDER.glob("*.txt"))

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiled import collectives_of
+from autopar.containers import take_call_apart
 from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
-from autopar.module import ParallelModule
+from autopar.parallel.module import ParallelModule
 from autopar.runtime.distributed import DistributedDriver, make_groups
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
@@ -321,8 +322,8 @@ def _leave(rank: int) -> float:
     model.prepare(*batch)
     if rank == 1:
         raise SystemExit(3)
-    driver = next(iter(model._running.values()))
-    return float(driver.run(model._inputs(driver, list(batch)))[0])
+    driver = next(iter(model.programs))
+    return float(model._programs.run(driver, take_call_apart(batch, {}))[0])
 
 
 @needs_compiler

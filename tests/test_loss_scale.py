@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from autopar.errors import PlanError
-from autopar.loss_scale import LossScale
+from autopar.parallel.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 

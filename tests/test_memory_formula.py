@@ -12,10 +12,12 @@ from models import mlp
 from torch import nn
 
 import autopar
+from autopar.choices import choices_of
 from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.memory.formula import WHOLE, Sizes, activation_formulas, fit, layer_of, saved_by_module, states_formula
-from autopar.memory.show import sizes_of
+from autopar.memory.show import _builder, sizes_of
+from autopar.meshes import mesh_of
 
 a, b, h, s, P, T = sympy.symbols("a b h s P T", positive=True)
 
@@ -138,3 +140,14 @@ def test_names_of_layers_and_sizes():
     assert sizes_of((ids, ids)) == {"b": 6, "s": 5}
     assert sizes_of({"x": torch.zeros(4, 3)}) == {"b": 4}
     assert sizes_of(torch.tensor(1.0)) == {}
+
+
+def test_formulas_are_of_the_program_that_is_trained() -> None:
+    """Under a precision too: the capture keeps what the model does in another float."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
+    job = autopar.Job(model, total, (torch.randn(4, 8, 16),), precision="bf16")
+    mesh, choices = mesh_of("dp=2"), choices_of(**job.step)
+    built = _builder(job, mesh, choices, {"b": 4, "s": 8})({"b": 4, "s": 8})
+    trained = autopar.compile(model, mesh, loss_fn=total, batch=job.batch, precision="bf16")
+    assert "bf16" in built.text()
+    assert saved_by_module(built) == saved_by_module(trained)

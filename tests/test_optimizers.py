@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.parameter import ParameterTensor, parameter_tensor
-from autopar.torch_compat import SUBCLASSED_DTENSORS
+from autopar.ir.layout import parse_layout
+from autopar.ir.mesh import parse_mesh
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.parameter import ParameterTensor
 
 OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -38,11 +40,12 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("RMSprop", {"momentum": 0.9, "centered": True}),
     ("RMSprop", {"foreach": True}),
     ("ASGD", {}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+    ("Adafactor", {}),
+    ("Rprop", {}),
+    ("Rprop", {"foreach": True}),
+    ("Adamax", {"foreach": True}),
 )
-if SUBCLASSED_DTENSORS:  # DTensor of torch 2.11 knows no fused SGD
-    OPTIMIZERS += (("SGD", {"momentum": 0.9, "fused": True}),)
-# DTensor refuses a square in place of a partial norm: Adafactor runs where parameters are whole.
-WHOLE_ONLY: tuple[tuple[str, dict[str, Any]], ...] = (("Adafactor", {}),)
 
 
 def _model() -> nn.Module:
@@ -60,7 +63,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spawn(work: Any, path: Path) -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "autopar.module"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "autopar.parallel.module"])
     mp.start_processes(work, args=(str(path),), nprocs=2, start_method="forkserver")
 
 
@@ -75,7 +78,7 @@ def _every_optimizer(rank: int, path: str) -> None:
     for mesh in ("tp=2", "dp=2"):
         model = autopar.parallelize(_model(), mesh, loss_fn=_loss)
         start = _model().state_dict()
-        for name, options in OPTIMIZERS if mesh == "tp=2" else OPTIMIZERS + WHOLE_ONLY:
+        for name, options in OPTIMIZERS:
             plain = _model()
             model.load_state_dict(start)
             options = copy.deepcopy(options)
@@ -158,12 +161,13 @@ def test_checkpoints_hold_plain_dtensors_and_training_goes_on(tmp_path: Path) ->
 
 
 def _semantics(rank: int, path: str) -> None:
-    """Whatever is not element by element on alike operands is DTensor's to do."""
+    """Beside DTensors of any other maker."""
     _join(rank, path)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(1.0, 13.0).view(4, 3)
-    split = parameter_tensor(distribute_tensor(whole, mesh, [Shard(0)]))
-    other = parameter_tensor(distribute_tensor(whole, mesh, [Shard(1)]))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    where = Distributor(parse_mesh("tp=2"), mesh, lambda what: None)
+    whole = torch.arange(1.0, 13.0).view(4, 2 + 1)
+    split = where.split(whole, parse_layout("[tp,-]"))
+    other = distribute_tensor(whole, mesh, [Shard(1)])
     partial = DTensor.from_local(whole, mesh, [Partial()])
     number = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
     kept = split.clone()
@@ -180,7 +184,7 @@ def _semantics(rank: int, path: str) -> None:
             "norm": (torch.stack(torch._foreach_norm([split])).sum(), whole.norm()),
             "matmul": (split @ other.T, whole @ whole.T),
             "list": (torch._foreach_add([split], [other])[0], whole + whole),
-            "whole number": (parameter_tensor(distribute_tensor(whole.long(), mesh, [Shard(0)])) * 0.5, whole * 0.5),
+            "whole number": (where.split(whole.long(), parse_layout("[tp,-]")) * 0.5, whole * 0.5),
         }
     for name, (found, expected) in cases.items():
         assert isinstance(found, DTensor), name
@@ -192,10 +196,9 @@ def _semantics(rank: int, path: str) -> None:
         kept.clamp_(min=3)
     assert kept is before
     torch.testing.assert_close(kept.full_tensor(), (whole * 10).clamp(min=3))
-    if SUBCLASSED_DTENSORS:
-        with torch.no_grad():
-            kinds = (split.sqrt(), torch.zeros_like(split), split.detach(), copy.deepcopy(split), nn.Parameter(split))
-        assert [type(kind) for kind in kinds] == [ParameterTensor] * len(kinds)
+    with torch.no_grad():
+        kinds = (split.sqrt(), torch.zeros_like(split), split.detach(), copy.deepcopy(split), nn.Parameter(split))
+    assert [type(kind) for kind in kinds] == [ParameterTensor] * len(kinds)
     weight = nn.Parameter(split)
     (weight * weight).sum().backward()
     torch.testing.assert_close(weight.grad.full_tensor(), 2 * whole)

@@ -1,4 +1,4 @@
-"""Messages between processes: what is kept while it leaves."""
+"""Messages between processes: what is kept while it leaves, and what is said of a peer that is gone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.errors import RankError
+from autopar.ir.mesh import parse_mesh
 from autopar.ir.schedule import Action, Instruction
+from autopar.parallel.agreement import lost_peers
+from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.peers import LEAVING, Peers
 from autopar.runtime.pipeline import Send
 
@@ -41,3 +45,37 @@ def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
         assert sum(work.waited for work in works) == 2 * sent - len(peers.leaving), "the oldest are waited for"
     peers.finish()
     assert not peers.leaving and all(work.waited for work in works)
+
+
+GONE = [
+    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"),
+    RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"),
+    RuntimeError("Connection reset by peer"),
+    dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+    dist.DistStoreError("wait timeout after 300000ms"),
+    dist.DistNetworkError("The client socket has failed to connect"),
+]
+OWN = [
+    RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn"),
+    RuntimeError("shape '[4]' is invalid for input of size 3"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    dist.DistBackendError("ncclInvalidUsage: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+]
+
+
+@pytest.mark.parametrize("error", [*GONE, *OWN], ids=str)
+def test_peers_are_lost_only_where_the_backend_says_so(error: RuntimeError, monkeypatch: pytest.MonkeyPatch):
+    """Red before: every RuntimeError was said to be the loss of a peer."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    driver = DistributedDriver(parse_mesh("dp=1"), {}, rank=0)
+    lost = any(error is each for each in GONE)
+    with pytest.raises(RankError if lost else type(error)) as caught, lost_peers("comparing"):
+        raise error
+    assert ("lost its peers while comparing" in str(caught.value)) == lost
+    with pytest.raises(RankError if lost else type(error)) as inside:
+        try:
+            raise error
+        except RuntimeError as seen:
+            raise driver._lost("%node", seen) from seen
+    assert ("lost its peers at %node" in str(inside.value)) == lost
+    assert lost or (inside.value is error and error.__notes__ == ["in %node"])

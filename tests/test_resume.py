@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
-from autopar.random_state import RandomState
+from autopar.parallel.random_state import RandomState
 
 pytestmark = pytest.mark.gloo
 

@@ -22,13 +22,14 @@ from autopar.passes import run_passes
 from autopar.passes.check_rules import check_rules
 
 Break = Callable[[Program], Program | None]
+PLAN = Plan(parse_mesh("dp=2,tp=2"))
 
 
 @functools.cache
 def history() -> dict[Level, Program]:
     """The program of an MLP on dp=2,tp=2 at each level."""
     model, loss_fn, batch = mlp()
-    programs = run_passes(capture(model, loss_fn, batch, {}).program, Plan(parse_mesh("dp=2,tp=2")))
+    programs = run_passes(capture(model, loss_fn, batch, {}).program, PLAN)
     return {program.level: program for name, program in programs if name != "bucket"}
 
 
@@ -225,10 +226,10 @@ def test_every_move_gives_what_it_says(
 
 def rules_refuse(change: Callable[[Program], None], message: str) -> None:
     program = at(Level.SHARDED)
-    check_rules(program)
+    check_rules(program, PLAN)
     change(program)
     with pytest.raises(VerificationError, match=message):
-        check_rules(program)
+        check_rules(program, PLAN)
 
 
 @pytest.mark.parametrize(("layout", "axis"), [("[dp,-] partial(tp)", "tp"), ("[-,tp] partial(dp)", "dp")])

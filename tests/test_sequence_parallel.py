@@ -153,7 +153,8 @@ def test_a_sequence_that_does_not_divide_is_refused_or_left() -> None:
     tokens = torch.randint(VOCABULARY, (4, 7))
 
     def made(wish: bool | str) -> Compiled:
-        return compile(model, "tp=2", loss_fn=token_loss, batch=(tokens, tokens), sequence_parallel=wish)  # type: ignore[arg-type]
+        batch = tokens, tokens.clone()
+        return compile(model, "tp=2", loss_fn=token_loss, batch=batch, sequence_parallel=wish)  # type: ignore[arg-type]
 
     refused(
         LayoutError,

@@ -13,9 +13,9 @@ from processes import Ranks, ranks_of
 from torch import nn
 
 import autopar
-from autopar import module
 from autopar.errors import BatchError
 from autopar.ir.program import record
+from autopar.parallel import programs
 
 pytestmark = pytest.mark.gloo
 
@@ -77,12 +77,12 @@ def test_the_first_batch_must_divide() -> None:
 
 
 def test_programs_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROGRAMS", 3)
+    monkeypatch.setattr(programs, "PROGRAMS", 3)
     model = autopar.parallelize(nn.Linear(4, 4), "dp=1", loss_fn=square_loss)
     for rows in (1, 2, 3, 1, 4, 5):
         model.forward_backward(torch.randn(rows, 4), torch.randn(rows, 4))
-    assert len(model._running) == len(model._signatures) == 3
-    programs = [running.compiled.program for running in model._running.values()]
-    entries = [dict(zip((e.kind for e in p.inputs), p.placeholders, strict=True)) for p in programs]
+    assert len(model.programs) == len(model._programs.signatures) == 3
+    kept = [running.compiled.program for running in model.programs]
+    entries = [dict(zip((e.kind for e in p.inputs), p.placeholders, strict=True)) for p in kept]
     rows = [record(found["batch"]).type.shape[0] for found in entries]
     assert rows == [1, 4, 5]

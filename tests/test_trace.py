@@ -16,10 +16,10 @@ from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
 from autopar.ir.plan import MICROBATCH
+from autopar.parallel.staged import given_of
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
 from autopar.runtime.virtual import VirtualMesh
-from autopar.staged import given_of
 from autopar.timeline.show import picture_of
 from autopar.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 

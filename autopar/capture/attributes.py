@@ -41,8 +41,13 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self.kept: dict[int, _Kept] = {}
-        self.hooks = [(table, set(table)) for module in model.modules() for table in _hooks_of(module)]
-        for path, module in model.named_modules():
+        self.hooks: list[tuple[dict[Any, Any], set[Any]]] = []
+        self.add(model)
+
+    def add(self, model: nn.Module, prefix: str = "") -> None:
+        """Remember those of another model too."""
+        self.hooks += [(table, set(table)) for module in model.modules() for table in _hooks_of(module)]
+        for path, module in model.named_modules(prefix=prefix):
             values = vars(module)
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
                 values = {name: values[name] for name in _TENSORS}
@@ -116,7 +121,7 @@ def _name(kept: _Kept, key: Any) -> str:
 
 
 def _equal(before: Any, after: Any) -> bool:
-    return type(before) is type(after) and isinstance(before, _PLAIN) and before == after
+    return type(before) is type(after) and issubclass(type(before), _PLAIN) and before == after
 
 
 def _items(holder: Any) -> Iterator[tuple[Any, Any]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,49 +15,34 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
+from autopar.capture.captured import Captured
 from autopar.capture.explain import explain, refusal
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
-from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of
+from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import decompositions, functional, normalise
+from autopar.capture.outside import Outside, outside_fault
+from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
-from autopar.capture.reads import STEADY, Read, Reads, Unknown, needed, not_steady
+from autopar.capture.ran import Ran
+from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
+from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
-from autopar.errors import AutoparError
-from autopar.ir.program import Input, Output, Program
+from autopar.containers import Form, Parts, put_together, take_apart, take_call_apart
+from autopar.errors import AutoparError, BatchError
+from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
-    TreeSpec,
     backward,
     gradients,
     quiet,
-    tree_flatten,
-    tree_unflatten,
 )
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured step.
-
-    `constants` are the tensors that the model made or keeps outside of parameters and buffers. `result_spec` and
-    `result_leaves` rebuild the model's output of a forward-only program (None stands for a tensor result). `reads` are
-    the values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
-    parameters that are not trained, by first name.
-    """
-
-    program: Program
-    constants: Mapping[str, torch.Tensor]
-    result_spec: TreeSpec | None = None
-    result_leaves: tuple[Any, ...] = ()
-    reads: tuple[Read, ...] = ()
-    frozen: frozenset[str] = frozenset()
 
 
 def capture(
@@ -72,7 +56,7 @@ def capture(
     specialize: bool = False,
     precision: str | None = None,
 ) -> Captured:
-    """Trace one step of `model` on a batch (any nesting of tensors; their values are not read).
+    """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
     With `train`, the program returns the loss, the gradient of every parameter that has one, and the new buffers;
     otherwise the model's output, without gradients. `loss_fn(model, *args, **kwargs)` gives the loss; None if the
@@ -89,24 +73,6 @@ def capture(
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 
 
-class _Step(nn.Module):
-    """Spans forward and backward in one call, so that a functional call swaps the state for both."""
-
-    def __init__(self, model: nn.Module, body: Callable[..., Any], replaced: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.body = body
-        self.replaced = replaced
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(self.named_parameters(remove_duplicate=False))
-        result = self.body(*args, **kwargs)
-        for name, tensor in self.named_parameters(remove_duplicate=False):
-            if given.get(name, tensor) is not tensor:
-                self.replaced[name] = tensor
-        return result
-
-
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
@@ -115,46 +81,46 @@ class _Capture:
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
-        self.unknown: Unknown | None = None
-        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.unknown: Unknown | UnknownPartner | None = None
+        self.partners = Partners(model, loss_fn)
+        self.parts = take_call_apart(args, kwargs)
+        self.leaves = self.parts.leaves
+        if train:
+            check_detached(self.parts)
         self.state = state_of(model)
         self.locator = Locator()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = _device(model)
         self.outputs: list[Output] = []
         self.has_random_ops = False
-        self.result: tuple[TreeSpec | None, tuple[Any, ...]] = (None, ())
-        self.calls, self.calling = Calls(), None
+        self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
+        self.calls, self.calling, self.ran = Calls(), None, Ran()
         self.replaced: dict[str, Any] = {}
         self.notes: list[str] = []
+        self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
+        self.outside: Mapping[int, Outside] = {}
+        self.fault: AutoparError | None = None
         self.new_buffers: list[tuple[str, torch.Tensor]] = []
 
     def run(self) -> Captured:
-        entries = self.state.entries
-        batch = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
-        inputs = [entry for entry, _ in entries]
-        inputs += [Input("batch", (str(i),)) for i, _ in batch]
-        inputs += [Input("scale", ("loss_scale",))] * self.is_scaled
-        inputs.append(Input("seed", ("seed",)))
-        fakes = [self._fake(tensor) for _, tensor in entries] + [self._fake(leaf) for _, leaf in batch]
-        with self.fake:
-            fakes += [torch.empty((), device=self.device)] * self.is_scaled
-            fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
         before, drawn = Attributes(self.model), foreign_state()
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
-                traced = self._trace(fakes)
-                while self.reads is not None and self.unknown is not None:
-                    self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
-                    before.restore()
-                    traced = self._trace(fakes)
+                traced, inputs, fakes = self._whole_trace(before)
+                entries = self.state.entries
                 check_collectives(traced, self.locator)
                 notes = self.notes + check_writes(traced, inputs, self.locator)
                 self._check_buffers(fakes)
                 run = lambda calls: self._again(fakes, calls)  # noqa: E731
                 standing = frozenset(name for entry, _ in entries for name in entry.names)
-                notes += Steady(self.model, run, self.calls, before, self.replaced, drawn, standing).check()
+                notes += Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing).check()
+                if self.fault is not None:  # what made that tensor, if the model did, is told first
+                    raise self.fault
+                if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
+                    before.restore()
+                    with self.ran.watch():
+                        self._trace(fakes)
                 traced = functional(traced, fakes)
         except AutoparError:
             raise
@@ -171,16 +137,57 @@ class _Capture:
         frozen = frozenset(
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
-        return Captured(program.with_(notes=tuple(notes)), {**kept, **constants}, *self.result, reads, frozen)
+        partners = tuple(self.partners.known.values())
+        program, kept = program.with_(notes=tuple(notes)), {**kept, **constants}
+        return Captured(program, kept, *self.result, reads, frozen, partners, self.ran)
+
+    def _whole_trace(self, before: Attributes) -> tuple[fx.GraphModule, list[Input], list[torch.Tensor]]:
+        """The trace of the step with its inputs: begun again after each partner and each read that it meets first."""
+        while True:
+            inputs, fakes = self._inputs()
+            traced = self._trace(fakes)
+            if isinstance(self.unknown, UnknownPartner):
+                partner = self.partners.add(self.unknown)
+                before.restore()
+                if partner is not None:
+                    before.add(partner.traced, partner.name)
+                self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
+            elif self.reads is not None and self.unknown is not None:
+                self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
+                before.restore()
+            else:
+                return traced, inputs, fakes
+
+    def _inputs(self) -> tuple[list[Input], list[torch.Tensor]]:
+        """What the step takes, with tensors without data."""
+        batch = list(self.parts.tensors())
+        inputs = [entry for entry, _ in self.state.entries]
+        inputs += [Input("batch", (str(i),)) for i, _ in batch]
+        inputs += [Input("scale", ("loss_scale",))] * self.is_scaled
+        inputs.append(Input("seed", ("seed",)))
+        fakes = [self._fake(tensor) for _, tensor in self.state.entries] + [self._fake(leaf) for _, leaf in batch]
+        with self.fake:
+            fakes += [torch.empty((), device=self.device)] * self.is_scaled
+            fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
+        return inputs, fakes
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All that may run, by path."""
+        yield from self.model.named_modules()
+        for partner in self.partners.known.values():
+            yield from partner.traced.named_modules(prefix=partner.name)
+
+    def _submodule(self, path: str) -> nn.Module:
+        return dict(self._modules())[path]
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _trace(self, fakes: list[torch.Tensor]) -> fx.GraphModule:
-        """The whole step, or all of it before a read whose value is not known yet (`self.unknown`)."""
+        """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
-        with self.locator.follow(self.model):
+        with self.locator.follow(self._modules()):
             return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
 
     def _known_inputs(
@@ -188,7 +195,7 @@ class _Capture:
     ) -> tuple[fx.GraphModule, list[torch.Tensor | None]]:
         """The trace without what the value does not need, and the data that it needs."""
         given: list[tuple[str, str, Any]] = [(entry.kind, entry.name, tensor) for entry, tensor in self.state.entries]
-        given += [("batch", str(i), leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        given += [("batch", str(i), leaf) for i, leaf in self.parts.tensors()]
         given += [("scale", "loss_scale", None)] * self.is_scaled + [("seed", "seed", None)]
         found: list[torch.Tensor | None] = [None] * len(given)
         for position in needed(traced):
@@ -200,17 +207,19 @@ class _Capture:
         return traced, found
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts)
+        mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
+        self.outside = mode.outside
         if self.reads is not None:
             self.reads.start()
         try:
             result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
-        except Unknown as found:
+        except (Unknown, UnknownPartner) as found:
             self.unknown = found
-            return (found.tensor,)
+            return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
             self.calling = mode.calling
             self.notes = list(mode.notes)
+            self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
         return tuple(result)
 
@@ -219,8 +228,10 @@ class _Capture:
         if self.reads is not None:
             self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
-            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts)
-            self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
+            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners)
+            with self.ran.watch():
+                self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
+            self.ran.is_whole = True
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -232,7 +243,8 @@ class _Capture:
                 raise refusal(fault, line)
 
     def _form_of_buffer(self, name: str) -> tuple[Any, ...]:
-        return form_of(self.model.get_buffer(name))
+        path, _, attribute = name.rpartition(".")
+        return form_of(self._submodule(path).get_buffer(attribute))
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
@@ -248,23 +260,25 @@ class _Capture:
             if entry.kind == "parameter" and tensor.requires_grad and self.train:
                 value = given.detach().requires_grad_()
                 trainable.append((entry.name, value))
+            elif entry.kind == "constant" and tensor.requires_grad and self.train:
+                value = given.detach().requires_grad_()
+                self.untrained[id(value)] = entry.name
             for name in entry.names:
-                (constants if entry.kind == "constant" else swapped)[f"model.{name}"] = value
+                path = name if name.startswith(PARTNER) else f"model.{name}"
+                (constants if entry.kind == "constant" else swapped)[path] = value
             position += 1
         leaves = list(self.leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = inputs[position]
-                if leaf.requires_grad and self.train:
-                    leaves[i] = inputs[position].detach()
                 position += 1
         self.scale = inputs[position] if self.is_scaled else None
         if mode.calls is not None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             mode.calls.given([*swapped.values(), *constants.values(), *tensors, *inputs[position:]])
         constants.update(carried)
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        step = _Step(self.model, body(trainable), replaced)
+        args, kwargs = put_together(self.parts.form, leaves)
+        step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
         with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
             return functional_call(step, swapped, args, kwargs, tie_weights=False)
 
@@ -275,9 +289,10 @@ class _Capture:
 
     def _train_body(self, trainable: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            loss = self._result(*args, **kwargs)
-            loss = loss_of(loss) if self.loss_fn is None else loss
+            with self.partners.watch():
+                loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
             check_loss(loss, self.loss_fn, bool(trainable))
+            self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
             buffers = self._buffers()
             self.locator.phase = "backward"
             scaled = loss if self.scale is None else loss * self.scale
@@ -290,24 +305,33 @@ class _Capture:
             self.outputs = [Output("loss", "loss")]
             self.outputs += [Output("gradient", name) for name, _ in trainable]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
-            return [loss.detach(), *grads, *(tensor for _, tensor in buffers), *self._guards()]
+            # A module's own loss comes with logits that few read: who does says so with a loss function.
+            is_left_out = self.loss_fn is None and aux is not None
+            values = [] if is_left_out else [value.detach() for value in self._values(aux)]
+            return [loss.detach(), *grads, *(tensor for _, tensor in buffers), *values, *self._guards()]
 
         return body
 
     def _forward_body(self, _: Trainable) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
-            leaves, spec = tree_flatten(self.model(*args, **kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            # What is neither a tensor nor plain data (a cache object, say) holds fake tensors: it cannot go out.
-            plain = (int, float, str, bool, type(None))
-            self.result = (spec, tuple(leaf if isinstance(leaf, plain) else None for leaf in leaves))
-            self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            with self.partners.watch():
+                result = self._result(*args, **kwargs)
+            self.outputs = []
+            values = self._values(result)
             buffers = self._buffers()
-            self.outputs = [Output("value", str(i)) for i in self._positions]
             self.outputs += [Output("buffer", name) for name, _ in buffers]
-            return [*tensors, *(tensor for _, tensor in buffers), *self._guards()]
+            return [*values, *(tensor for _, tensor in buffers), *self._guards()]
 
         return body
+
+    def _values(self, result: Any) -> list[torch.Tensor]:
+        """The tensors in what was returned, which leave the program; the rest of it is kept."""
+        what = "what loss_fn returned beside the loss" if self.train else "the result"
+        parts = take_apart(result, what, lenient=not self.train)
+        values = list(parts.tensors())
+        self.result = (parts.form, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in parts.leaves))
+        self.outputs += [Output("aux" if self.train else "value", str(i)) for i, _ in values]
+        return [tensor for _, tensor in values]
 
     def _guards(self) -> list[torch.Tensor]:
         """The tensors whose values were taken from the example batch; they leave last."""
@@ -317,8 +341,21 @@ class _Capture:
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        self.new_buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name in known]
+        found = dict(self.model.named_buffers())
+        for partner in self.partners.known.values():
+            found.update(partner.traced.named_buffers(prefix=partner.name))
+        self.new_buffers = [(name, tensor) for name, tensor in found.items() if name in known]
         return self.new_buffers
+
+
+def check_detached(parts: Parts) -> None:
+    """Raise BatchError for a tensor of a batch whose gradient a step would not give."""
+    for i, tensor in parts.tensors():
+        if tensor.requires_grad:
+            raise BatchError(
+                f"{parts.paths[i]} requires a gradient, and a step gives those of the model's parameters alone. Pass "
+                f"x.detach(); where the loss itself needs a gradient by x, write x = x.detach().requires_grad_() in it."
+            )
 
 
 def _device(model: nn.Module) -> torch.device:

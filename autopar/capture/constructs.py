@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.torch_compat import has_hooks
 
@@ -151,6 +152,10 @@ NOTED: Mapping[Any, str] = {
 FAILURES: tuple[tuple[re.Pattern[str], Construct], ...] = tuple(
     (re.compile(pattern), construct)
     for pattern, construct in (
+        (r"BatchArray", Construct(
+            "a numpy array of the batch that is not made a tensor first",
+            "numpy does not run in a step: write x = torch.as_tensor(x) (in place of torch.from_numpy) and go on with "
+            "torch's functions, or make tensors of the batch beforehand.")),
         (r"a leaf Variable that requires grad|a view of a leaf Variable that requires grad", Construct(
             "a parameter that is changed in place",
             "Compute a new tensor (w = self.weight * 2) and use that; a lasting change belongs after optimizer.step(), "
@@ -218,7 +223,9 @@ WRAPPERS: tuple[Wrapper, ...] = (
 PARAMETERS: tuple[Wrapper, ...] = (
     (torch.nn.parameter.is_lazy, Construct(
         "has no shape yet (a lazy module)", "Run the plain module once on a batch before it is compiled.")),
-    (has_hooks, Construct(
+    # A parallel module's own parameters are DTensors, whose hooks it runs.
+    (lambda parameter: has_hooks(parameter) and not isinstance(parameter, DTensor), Construct(
         "has a gradient hook, which a compiled step would not run",
-        "Change .grad between forward_backward and optimizer.step(), or scale the parameter's use in the model.")),
+        "Register it after autopar.parallelize, on the parallel model's parameter; or change .grad between "
+        "forward_backward and optimizer.step(), or scale the parameter's use in the model.")),
 )  # fmt: skip

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -75,10 +75,10 @@ class Locator:
         self._files: dict[str, str] = {}
 
     @contextmanager
-    def follow(self, model: nn.Module) -> Iterator[None]:
-        """Follow the module path of `model` while it runs."""
+    def follow(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Follow which one of the modules runs, by their paths."""
         handles = []
-        for path, module in model.named_modules():
+        for path, module in modules:
 
             def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
                 self.stack.append(path)

@@ -11,7 +11,7 @@ from autopar.capture import functions
 from autopar.errors import CaptureError
 from autopar.torch_compat import custom_function
 
-LossFn = Callable[..., torch.Tensor]
+LossFn = Callable[..., Any]
 
 
 def loss_of(result: Any) -> Any:
@@ -26,6 +26,21 @@ def loss_of(result: Any) -> Any:
         found = [item for item in result if isinstance(item, torch.Tensor) and item.ndim == 0]
         return found[0] if found else result[0]
     return result
+
+
+def split_result(result: Any, loss_fn: LossFn | None) -> tuple[Any, Any]:
+    """The loss, and what was returned beside it: the other item of a tuple, or all others as a tuple; an object or a
+    mapping that has the loss as one of its parts, as it is. None if there is nothing."""
+    if isinstance(result, torch.Tensor):
+        return result, None
+    is_sequence = isinstance(result, (tuple, list)) and not hasattr(result, "loss")
+    if not is_sequence:
+        loss = loss_of(result)
+        return loss, None if loss is result else result
+    loss = loss_of(result) if loss_fn is None else next(iter(result), None)
+    at = next((i for i, item in enumerate(result) if item is loss), 0)
+    others = (*result[:at], *result[at + 1 :])
+    return loss, others[0] if len(others) == 1 else others or None
 
 
 def check_loss(loss: Any, loss_fn: LossFn | None, has_trainable: bool) -> None:

@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from autopar.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
-from autopar.capture.constructs import NOTED, REFUSED, SEEDED
+from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import refusal
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
+from autopar.capture.outside import Outside
+from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
 from autopar.capture.raised_lookups import embedding_bag
@@ -37,6 +40,7 @@ from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear,
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
+from autopar.capture.stand_in import with_tensors
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.torch_compat import GROUPED_MM, in_transform
@@ -52,7 +56,8 @@ class Raise(TorchFunctionMode):
     all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
-    trace, for under mixed precision it may be something else; and so do regions without autocast.
+    trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
+    other models that the loss may call.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Raise(TorchFunctionMode):
         calls: Calls | None = None,
         reads: Reads | None = None,
         keeps_casts: bool = False,
+        partners: Partners | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
@@ -71,10 +77,13 @@ class Raise(TorchFunctionMode):
         self.calls = calls
         self.reads = reads
         self.keeps_casts = keeps_casts
+        self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
+        self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
+        self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
     def __enter__(self) -> Raise:
@@ -88,7 +97,11 @@ class Raise(TorchFunctionMode):
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = with_tensors(func, args, kwargs or {})
+        if func is inlined:
+            return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
+        if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
+            func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
         if self.keeps_casts and func in _TO_WIDE:
             func, args, kwargs = _traced(func, args, kwargs)
         if self.lift is not None:
@@ -99,6 +112,8 @@ class Raise(TorchFunctionMode):
         self.calling = func
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
             return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
+        if self.locator:
+            self._see_outside(func, args)
         if self.locator and func in REFUSED and self.locator.phase == "forward":
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:
@@ -116,6 +131,17 @@ class Raise(TorchFunctionMode):
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]))
         self.calling = None
         return result
+
+    def _see_outside(self, func: Any, args: Any) -> None:
+        for arg in args:
+            if type(arg) not in _REAL:
+                continue
+            if func in _TO_NUMPY:  # torch would give the memory of a stand-in, whatever is there
+                raise refusal(READS[func], user_frame(sys._getframe(2)))
+            if func in _TO_VALUES:
+                self.values.append(arg)
+            if arg.requires_grad and arg.is_leaf and id(arg) not in self.outside:
+                self.outside[id(arg)] = Outside.of(arg, sys._getframe(2))
 
     @property
     def captures(self) -> bool:
@@ -177,6 +203,12 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 # Numbers begin here, so that a seed which the model sets is told from a number of ours.
 _FIRST = 1 << 40
+
+_REAL = (Tensor, torch.nn.Parameter)
+_TO_NUMPY: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
+_TO_VALUES: frozenset[Any] = frozenset(
+    (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
+)
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -21,21 +21,22 @@ class State:
     entries: tuple[tuple[Input, torch.Tensor], ...]
 
 
-def state_of(model: nn.Module) -> State:
-    """Parameters, buffers and plain tensor attributes of `model`, by identity."""
+def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) -> State:
+    """Parameters, buffers and plain tensor attributes of `model`, then those of its partners, by identity."""
     found: dict[int, tuple[str, list[str], torch.Tensor]] = {}
-    for kind, named in (
-        ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
-        ("constant", _tensor_attributes(model)),
-    ):
-        for name, tensor in named:
-            found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
+    for prefix, module in {"": model, **(partners or {})}.items():
+        for kind, named in (
+            ("parameter", module.named_parameters(prefix, remove_duplicate=False)),
+            ("buffer", module.named_buffers(prefix, remove_duplicate=False)),
+            ("constant", _tensor_attributes(module, prefix)),
+        ):
+            for name, tensor in named:
+                found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
     return State(tuple((Input(kind, tuple(names)), tensor) for kind, names, tensor in found.values()))
 
 
-def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
+def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(prefix=prefix):
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield (f"{path}.{name}" if path else name), value

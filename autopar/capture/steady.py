@@ -43,10 +43,10 @@ _DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Two runs of `model`. `run(calls)` runs forward and loss on shapes; `drawn` is the state of the generators of
-    Python and numpy before the first run, whose calls are `first`."""
+    """Two runs of a model, whose modules `find` gives by path. `run(calls)` runs forward and loss on shapes; `drawn` is
+    the state of the generators of Python and numpy before the first run, whose calls are `first`."""
 
-    model: nn.Module
+    find: Callable[[str], nn.Module]
     run: Callable[[Calls], object]
     first: Calls
     attributes: Attributes
@@ -109,7 +109,7 @@ class Steady:
         """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
         owner, _, name = change.name.rpartition(".")
         if change.name in self.standing:
-            return self._again(lambda: id(getattr(self.model.get_submodule(owner), name, None)))
+            return self._again(lambda: id(getattr(self.find(owner), name, None)))
         return self._again(lambda: any(found.name == change.name for found in self.attributes.changes()))
 
     def _carried(self, changes: list[Change], line: Line | None, rest: str) -> CaptureError:

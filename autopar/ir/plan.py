@@ -98,8 +98,9 @@ class Plan:
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
     needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
     microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
-    in which order they run. memory: what a rank keeps. frozen: parameters that
-    are not trained, by first name.
+    in which order they run. memory: what a rank keeps. frozen: parameters that are not trained, by first name. stored:
+    how parameters lie between steps, ZeRO's split included, where that is decided already. rules: the rows of the
+    user's own ops, by op, beside those of `passes/rules`.
     """
 
     mesh: Mesh
@@ -112,6 +113,8 @@ class Plan:
     memory: Memory = field(default_factory=Memory)
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    rules: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    stored: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def ranks_of_pipeline(self) -> int:

@@ -13,6 +13,7 @@ from torch import fx
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 
+PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
 _KEY = "autopar"
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from autopar.containers import take_call_apart
 from autopar.memory.track import Tracker
-from autopar.module import ParallelModule
-from autopar.torch_compat import tree_flatten
+from autopar.parallel.module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *arg
     tracker = Tracker()
     for kind, tensors in (
         ("parameters", list(model.parameters())),
-        ("inputs", [*model.buffers(), *tree_flatten((args, kwargs))[0]]),
-        ("constants", [t for running in model.programs for t in running.constants.values()]),
+        ("inputs", [*model.buffers(), *take_call_apart(args, kwargs).leaves]),
+        ("constants", [t for running in model.programs for t in running.constants.tensors()]),
         ("optimizer states", [t for state in (optimizer.state.values() if optimizer else ()) for t in state.values()]),
     ):
         for tensor in tensors:

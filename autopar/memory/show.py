@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture.capture import capture
 from autopar.choices import Choices
 from autopar.compiled import Compiled
-from autopar.compiler import batch_arguments, lower
+from autopar.compiler import batch_arguments, compile_step
+from autopar.containers import map_tensors, take_call_apart
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
@@ -19,7 +19,6 @@ from autopar.memory.formula import Sizes, activation_formulas, states_formula
 from autopar.memory.report import ranks_text
 from autopar.memory.simulate import GPU_DEVICE, OptimizerMaker
 from autopar.saved import saved_text
-from autopar.torch_compat import tree_map
 
 
 def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
@@ -68,9 +67,8 @@ def formula_texts(
 def sizes_of(batch: Any) -> dict[str, int]:
     """b, the rows of the first tensor, and s, the second dim of the first tensor of integers."""
     found: dict[str, int] = {}
-    args, kwargs = batch_arguments(batch)
-    for leaf in (*args, *kwargs.values()):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+    for _, leaf in take_call_apart(*batch_arguments(batch)).tensors():
+        if leaf.ndim:
             found.setdefault("b", leaf.shape[0])
             if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
                 found.setdefault("s", leaf.shape[1])
@@ -93,15 +91,15 @@ def _rows_and_sequence(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
 
 def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable[[Sizes], Compiled]:
     def build(sizes: Mapping[str, int]) -> Compiled:
-        def resize(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.shape[0] != example["b"]:
+        def resize(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.ndim or leaf.shape[0] != example["b"]:
                 return leaf
             shape = [sizes["b"], *leaf.shape[1:]]
             if "s" in sizes and leaf.ndim > 1 and shape[1] == example["s"]:
                 shape[1] = sizes["s"]
             return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
-        args, kwargs = tree_map(resize, batch_arguments(job.batch))
-        return lower(capture(job.model, job.loss_fn, args, kwargs, specialize=job.specialize), mesh, choices)
+        args, kwargs = map_tensors(resize, batch_arguments(job.batch))
+        return compile_step(job.model, job.loss_fn, args, kwargs, mesh, choices)[1]
 
     return build

@@ -17,7 +17,6 @@ from torch import fx, nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiled import STEP, Compiled
-from autopar.execution import own_memory, shared_outputs
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.pipeline import graph_name
 from autopar.ir.plan import PIPELINE
@@ -27,10 +26,11 @@ from autopar.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.memory.silent import silent_groups
 from autopar.memory.stand_ins import ON_CPU, value_read
 from autopar.memory.track import Block, Tracker
+from autopar.parallel.execution import own_memory, shared_outputs
+from autopar.parallel.staged import given_of
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable, Outputs, Study
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
-from autopar.staged import given_of
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _aten = torch.ops.aten

@@ -45,6 +45,7 @@ HIGH = """
     aten.mean aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.var aten.var_mean aten.std
     aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
     aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward aten.special_log_ndtr
+    aten.searchsorted aten.bucketize
     autopar.embedding_backward aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
     aten.scatter_add aten.scatter_reduce
 """

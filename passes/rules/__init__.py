@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from torch import fx
 
+from autopar.ir.plan import Plan
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
@@ -29,7 +30,8 @@ from autopar.passes.rules.build import replicated
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
 
-__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated", "rule_of"]
+__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated", "rule_of",
+           "table_of"]  # fmt: skip
 
 _KINDS = (
     pointwise,
@@ -49,6 +51,11 @@ _KINDS = (
 
 TABLE: Table = MappingProxyType({op: row for kind in _KINDS for op, row in kind.ROWS.items()})
 assert len(TABLE) == sum(len(kind.ROWS) for kind in _KINDS), "two files have a row of the same op"
+
+
+def table_of(plan: Plan) -> Table:
+    """The rules of a plan: the table's, and those of the user's own ops."""
+    return MappingProxyType({**TABLE, **plan.rules}) if plan.rules else TABLE
 
 
 def rule_of(call: Call, table: Table = TABLE) -> tuple[Rule, Row] | None:

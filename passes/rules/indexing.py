@@ -181,6 +181,20 @@ def _index_select(call: Call) -> Rule:
     return build(call, [dims, index], [result], whole=dims[at], linear=FIRST)
 
 
+def _searchsorted(call: Call) -> Rule:
+    """Each value is looked up in all of its row, or of the only one."""
+    sequence, values = named(call.operands[0].shape), named(call.operands[1].shape, "v")
+    if len(sequence) > 1:
+        values = (*sequence[:-1], *values[-1:])
+    return build(call, [sequence, values, *[sequence] * (len(call.operands) - 2)], [values], whole=sequence[-1])
+
+
+def _bucketize(call: Call) -> Rule:
+    """The first operand is looked up in the second."""
+    values, ends = (named(type_.shape, kind) for type_, kind in zip(call.operands, "vb", strict=True))
+    return build(call, [values, ends], [values], whole=ends[0])
+
+
 def _index_into(linear: Linear) -> Row:
     """index_add and its kin: `source` (if any) has the index's length along the dim."""
 
@@ -217,6 +231,8 @@ ROWS: Mapping[str, Row] = {
     "aten.scatter_add.default": _scatter(FIRST_AND_THIRD),
     "aten.scatter_reduce.two": _scatter(_scatter_reduce),
     "aten.index_select.default": Row(_index_select),
+    "aten.searchsorted.Tensor": Row(_searchsorted),
+    "aten.bucketize.Tensor": Row(_bucketize),
     "aten.index_add.default": _index_into(FIRST_AND_THIRD),
     "aten.index_copy.default": _index_into(NONE),
     "aten.index_fill.int_Scalar": _index_into(NONE),

@@ -71,6 +71,12 @@ def parse_schedule(
     return Schedule(name, orders, _placed(name, orders, microbatches, stages))
 
 
+def check_schedule_name(wanted: object) -> None:
+    """Raise ScheduleError for a name that is neither a schedule's nor a file's."""
+    if isinstance(wanted, (str, Path)) and wanted not in SCHEDULES:
+        _table(wanted)
+
+
 def _table(wanted: str | Path) -> tuple[str, str]:
     """A name for messages, and the text."""
     if isinstance(wanted, str) and ("\n" in wanted or "," in wanted):

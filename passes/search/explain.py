@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from autopar.ir.layout import Layout, fits
-from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.passes.rules import TABLE
-from autopar.passes.rules.rule import Table
-from autopar.passes.search.intents import Intent, intent_of
-from autopar.passes.search.items import Classes, build_classes, source_of
-from autopar.passes.search.search import Options, options_of, problem_of, search_axis
+from autopar.passes.search.axes import AxisSearch, Solution, axis_searches, classes_of
+from autopar.passes.search.items import Classes, source_of
+from autopar.passes.search.search import Options
 from autopar.passes.search.solve import Edge, Problem, solve
-from autopar.passes.search.states import Split, State, Strategy, choice_at, compose, may_split, states_of
+from autopar.passes.search.states import Split, State, Strategy, choice_at, compose, may_split
 
 USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"
 SEARCH = "the search"  # intent or cost: only the prices tell
@@ -62,99 +60,87 @@ class Decision:
     alike: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The search of one axis, before it has chosen."""
-
-    classes: Classes
-    axis: str
-    intent: Intent
-    mesh: Mesh
-    pins: Mapping[str, Mapping[str, State]]
-    names: Mapping[fx.Node, str]
-
-    @property
-    def size(self) -> int:
-        return self.mesh[self.axis]
-
-    def options(self, pins: Mapping[str, Mapping[str, State]]) -> Options:
-        return options_of(self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes))
-
-    def problem(self, options: Options, strict: bool) -> Problem:
-        return problem_of(self.classes, options, self.size, self.intent, dict(self.mesh.axes), strict)
-
-    def layout(self, state: State, ndim: int) -> Layout:
-        return compose({self.axis: state}, ndim, self.mesh)
+Names = Mapping[fx.Node, str]
 
 
-def explain(program: Program, plan: Plan, node: fx.Node, table: Table = TABLE) -> tuple[Decision, ...]:
-    """The decisions on one tensor of a CAPTURED program, axis by axis."""
-    source, result = source_of(node)
-    return tuple(_Question(axis, source, result).answer() for axis in _axes(program, plan, table))
+def explain(program: Program, plan: Plan, node: fx.Node) -> tuple[Decision, ...]:
+    """The decisions on one tensor of the program that `propagate` was given, axis by axis."""
+    (source, result), names = source_of(node), _names(program)
+    decisions = []
+    for search, solution in _searches(program, plan):
+        question = _Question(search, solution, names, source, result)
+        decisions.append(question.idle() if search.is_idle else question.answer())
+    return tuple(decisions)
 
 
-def explain_briefly(
-    program: Program, plan: Plan, nodes: list[fx.Node], table: Table = TABLE
-) -> dict[fx.Node, dict[str, str]]:
+def explain_briefly(program: Program, plan: Plan, nodes: list[fx.Node]) -> dict[fx.Node, dict[str, str]]:
     """What decided each axis of some placeholders, without the prices."""
     found: dict[fx.Node, dict[str, str]] = {node: {} for node in nodes}
-    for axis in _axes(program, plan, table):
-        options = axis.options(axis.pins)
+    for search, solution in _searches(program, plan):
         for node in nodes:
-            question = _Question(axis, node, 0)
-            number = axis.classes.of[node]
-            if question.pinned:
+            options = solution.options[search.classes.of[node]]
+            question = _Question(search, solution, {}, node, 0)
+            if search.is_idle:
+                by = SIZE
+            elif question.pinned:
                 by = USER
-            elif len(options[number]) > 1:
+            elif len(options) > 1:
                 by = SEARCH
             else:
-                by = INTENT if options[number][0][0].results != (None,) else question.unsplit()[0]
-            found[node][axis.axis] = by
+                by = INTENT if options[0][0].results != (None,) else question.unsplit()[0]
+            found[node][search.axis] = by
     return found
 
 
-def _axes(program: Program, plan: Plan, table: Table) -> Iterator[_Axis]:
-    """As `propagate` searches: each axis knows what those before it have chosen."""
-    mesh = plan.layout_mesh
-    pins = {name: states_of(layout, mesh) for name, layout in plan.layouts.items()}
-    classes = build_classes(program, table, pins)
+def _searches(program: Program, plan: Plan) -> Iterator[tuple[AxisSearch, Solution]]:
+    """The searches of `propagate` with what they found, each before its solution is taken."""
+    for search in axis_searches(classes_of(program, plan), plan):
+        solution = search.solve()
+        yield search, solution
+        search.take(solution)
+
+
+def _names(program: Program) -> Names:
     names = {node: f"%{node.name}" for node in program.graph.nodes}
     names.update((node, entry.name) for node, entry in zip(program.placeholders, program.inputs, strict=True))
-    for axis, size in mesh.axes:
-        if size > 1:
-            intent = intent_of(axis, plan.sequence_parallel)
-            yield _Axis(classes, axis, intent, mesh, pins, names)
-            search_axis(classes, axis, size, intent, pins, dict(mesh.axes))
+    return names
 
 
 class _Question:
     """One value on one axis."""
 
-    def __init__(self, axis: _Axis, node: fx.Node, result: int) -> None:
-        self.axis, self.result = axis, result
+    def __init__(self, axis: AxisSearch, solution: Solution, names: Names, node: fx.Node, result: int) -> None:
+        self.axis, self.solution, self.names, self.result = axis, solution, names, result
         self.number = axis.classes.of[node]
         self.item = axis.classes.items[self.number]
         self.shape = self.item.types[result].shape
         self.entry = self.item.role.entry if self.item.role else None
         self.pinned = self.entry is not None and self.entry.name in axis.pins
 
+    def idle(self) -> Decision:
+        """The decision on an axis that cannot divide the batch: there was nothing to choose."""
+        because = f"'{self.axis.axis}' cannot divide this batch: every rank computes all of it"
+        whole = Alternative(self._layout(None), CHOSEN, 0.0, 0.0)
+        return Decision(self.axis.axis, self.axis.size, self._spell(None), SIZE, because, (whole,), self._alike())
+
     def answer(self) -> Decision:
-        axis = self.axis
-        options = axis.options(axis.pins)
-        self.strict = True
-        self.plan = _Plan.solve(axis, options, strict=True)
-        if self.plan is None:
-            self.strict = False
-            self.plan = _Plan.solve(axis, options, strict=False)
-        assert self.plan is not None
-        self.chosen = options[self.number][self.plan.chosen[self.number]][0].results[self.result]
+        axis, solution = self.axis, self.solution
+        plan = _Plan.of(axis, solution.options, solution.chosen, solution.strict)
+        self.plan = plan
+        self.chosen = solution.strategy(self.number).results[self.result]
         # Without the pin of this value: what else the search would have thought of.
         name = self.entry.name if self.entry else None
-        self.options = axis.options({key: pin for key, pin in axis.pins.items() if key != name})
+        pins = {key: pin for key, pin in axis.pins.items() if key != name}
+        self.options = axis.options(pins, solution.whole_weights)
         found = [self._alternative(state) for state in self._states()]
         by, because = self._decider(found)
-        alike = tuple(axis.names[node] for node, number in axis.classes.of.items() if number == self.number)
-        return Decision(axis.axis, axis.size, self._spell(self.chosen), by, because, tuple(found), alike)
+        return Decision(axis.axis, axis.size, self._spell(self.chosen), by, because, tuple(found), self._alike())
+
+    def _alike(self) -> tuple[str, ...]:
+        return tuple(self.names[node] for node, number in self.axis.classes.of.items() if number == self.number)
+
+    def _layout(self, state: State) -> Layout:
+        return compose({self.axis.axis: state}, len(self.shape), self.axis.mesh)
 
     def _states(self) -> list[State]:
         """All states worth a word, the chosen one first."""
@@ -166,7 +152,7 @@ class _Question:
         return list(dict.fromkeys([self.chosen, None, *rest]))
 
     def _alternative(self, state: State) -> Alternative:
-        layout = self.axis.layout(state, len(self.shape))
+        layout = self._layout(state)
         if state == self.chosen:
             return Alternative(layout, CHOSEN, 0.0, 0.0)
         fault = self._misfit(state) or self._outside_rule(state)
@@ -177,8 +163,7 @@ class _Question:
             return Alternative(layout, UNTRIED, why=f"{self._subject()} does not reach this dim")
         forced = list(self.options)
         forced[self.number] = allowed or [(Strategy((), (state,)), 0.0)]
-        assert self.plan is not None
-        found = _Plan.solve(self.axis, forced, self.strict)
+        found = _Plan.solve(self.axis, forced, self.solution.strict)
         if found is not None and allowed:
             return Alternative(layout, POSSIBLE, *found.more_than(self.plan), found.other_moves(self.plan))
         found = found or _Plan.solve(self.axis, forced, strict=True, breach=True)
@@ -287,7 +272,7 @@ class _Plan:
     breaches: dict[Move, float]
 
     @classmethod
-    def solve(cls, axis: _Axis, options: Options, strict: bool, breach: bool = False) -> _Plan | None:
+    def solve(cls, axis: AxisSearch, options: Options, strict: bool, breach: bool = False) -> _Plan | None:
         plain = axis.problem(options, strict=False)
         problem = axis.problem(options, strict=True) if strict else plain
         allowed = [edge.move for edge in problem.edges]
@@ -295,8 +280,19 @@ class _Plan:
             pairs = zip(plain.edges, problem.edges, strict=True)
             problem = replace(problem, edges=[_breached(free, bound) for free, bound in pairs])
         chosen = solve(problem)
-        if chosen is None:
-            return None
+        return None if chosen is None else cls._priced(axis, plain, problem, allowed, chosen)
+
+    @classmethod
+    def of(cls, axis: AxisSearch, options: Options, chosen: list[int], strict: bool) -> _Plan:
+        """The plan that was chosen, with its prices."""
+        plain = axis.problem(options, strict=False)
+        problem = axis.problem(options, strict=True) if strict else plain
+        return cls._priced(axis, plain, problem, [edge.move for edge in problem.edges], chosen)
+
+    @classmethod
+    def _priced(
+        cls, axis: AxisSearch, plain: Problem, problem: Problem, allowed: list[Mapping[Any, float]], chosen: list[int]
+    ) -> _Plan:
         moves: dict[Move, float] = {}
         breaches: dict[Move, float] = {}
         prices: dict[object, float] = {}
@@ -327,7 +323,7 @@ class _Plan:
         return " ".join(parts)
 
 
-def _nested(earlier: Mapping[str, State], state: Split, axis: _Axis) -> bool:
+def _nested(earlier: Mapping[str, State], state: Split, axis: AxisSearch) -> bool:
     """True if a split and those of earlier axes are pieces of each other: else there is no such layout."""
     splits = {**earlier, axis.axis: state}
     same = [(split[1], axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)

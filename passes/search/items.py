@@ -125,7 +125,7 @@ def build_classes(
         place_ = (colours[number[source]], result)
         if out.kind == "gradient":
             classes.gradients.append((*place_, colours[number[by_name[out.name]]]))
-        else:
+        elif out.kind != "aux":  # what leaves beside the loss is gathered at the end, and decides nothing
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
     _find_values(classes, nodes, sources, colours, entries)
@@ -248,7 +248,7 @@ def _is_multiplied(classes: Classes, i: int) -> bool:
             if item.rule.flops:
                 return True
             picks = position == 0 and all(not type_.dtype.is_floating_point for type_ in operand_types(item.node)[1:])
-            follows = (picks and frozenset({0}) in item.rule.linear) or user in classes.of_parameters
+            follows = (picks and frozenset({0}) in item.rule.linear) or user not in classes.of_batch
             if follows and user not in known:
                 known.add(user)
                 pending.append(user)

@@ -9,7 +9,7 @@ from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, used_role
-from autopar.passes.search.solve import Edge, Problem, solve
+from autopar.passes.search.solve import Edge, Problem
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays whole because nothing else is possible
@@ -17,39 +17,6 @@ WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays whole because noth
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
-
-
-def search_axis(
-    classes: Classes,
-    axis: str,
-    size: int,
-    intent: Intent,
-    pins: Mapping[str, Mapping[str, State]],
-    sizes: dict[str, int],
-) -> bool:
-    """Choose a state on `axis` for every value; False if that had to break the intent's prohibitions.
-
-    Where no plan splits every weight that the intent would split, those stay whole that must.
-    """
-    options = options_of(classes, axis, size, intent, pins, sizes)
-    strict = True
-    chosen = solve(problem_of(classes, options, size, intent, sizes, strict=True))
-    if chosen is None:
-        options = with_whole_weights(classes, options, pins)
-        chosen = solve(problem_of(classes, options, size, intent, sizes, strict=True))
-    if chosen is None:
-        strict = False
-        chosen = solve(problem_of(classes, options, size, intent, sizes, strict=False))
-    assert chosen is not None, "every call may run whole, so a plan exists"
-    for item, option, index in zip(classes.items, options, chosen[: len(options)], strict=True):
-        strategy, _ = option[index]
-        for states, state in zip(item.states, strategy.results, strict=True):
-            states[axis] = state
-        for wanted, state in zip(item.wanted, strategy.operands, strict=True):
-            wanted[axis] = state
-        if strategy.choice is not None:
-            item.taken.append((strategy.choice, size))
-    return strict
 
 
 Options = list[list[tuple[Strategy, float]]]

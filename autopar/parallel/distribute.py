@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from autopar.agreement import Agreement
-from autopar.ir.layout import Layout, combine, local_shape, padded_shape, whole
+from autopar.ir.layout import Layout, combine, whole
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
 from autopar.meshes import MeshLike, mesh_of
-from autopar.padding import beginning, pad_to, padded_part, with_padding, without_padding
-from autopar.parameter import parameter_tensor
-from autopar.passes.search.states import states_of
+from autopar.parallel.agreement import Agreement
+from autopar.parallel.padding import beginning, with_padding, without_padding
+from autopar.parallel.parameter import ParameterTensor, parameter_tensor
+from autopar.parallel.place import World
 from autopar.settings import Settings
-from autopar.stage_tensor import Stages, stage_tensor
-from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
+from autopar.torch_compat import local_of, swap_in_place
 
 
 def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, DeviceMesh, torch.device]:
@@ -57,64 +58,25 @@ def _device(device: str | torch.device | None, settings: Settings) -> torch.devi
     return torch.device("cpu")
 
 
-def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    """A layout as DTensor placements, one for each mesh axis."""
-    states = states_of(layout, mesh)
-    found: list[Placement] = []
-    for axis in mesh.names:
-        state = states.get(axis)
-        if not isinstance(state, tuple):
-            found.append(Replicate())
-        else:
-            dim, outer = state
-            found.append(Shard(dim) if outer == 1 else StridedShard(dim, split_factor=outer))
-    return found
-
-
-def is_strided(layout: Layout, mesh: Mesh) -> bool:
-    """True for a layout that no public placement expresses."""
-    return any(isinstance(placed, StridedShard) for placed in placements(layout, mesh))
-
-
 class Distributor:
     """Makes DTensors of whole tensors, and whole tensors of DTensors.
 
     Layouts are over `inner`, the mesh without `pp`. `home` is the coordinate on `pp` where a value lies; None: on each.
     """
 
-    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh) -> None:
-        self.mesh, self.device_mesh = mesh, device_mesh
-        self.inner = Mesh(tuple((name, size) for name, size in mesh.axes if name != PIPELINE))
-        self.coord = mesh.coord(dist.get_rank())
-        self.stages = Stages(device_mesh, self._meshes_of_stages()) if PIPELINE in mesh else None
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None]) -> None:
+        self.mesh, self.device_mesh, self.world = mesh, device_mesh, World.of(mesh, device_mesh, announce)
+        self.inner, self.coord = self.world.inner, self.world.coord
 
-    def split(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> DTensor:
+    def split(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> ParameterTensor:
         """A whole tensor, the same on every rank, in a layout."""
-        if not self.is_home(home):
-            nothing = tensor.new_empty((0,) * tensor.ndim)  # torch takes an empty shape as none, and that of the part
-            return self.wrap(nothing, layout, tensor, home)
-        part = padded_part(tensor, layout, self.mesh, self.coord)
-        part = without_padding(part, tuple(tensor.shape), layout, self.mesh, self.coord)
-        part = (
-            part.clone(memory_format=torch.contiguous_format) if part.numel() != tensor.numel() else part.contiguous()
-        )
-        return self.wrap(part, layout, tensor, home)
-
-    def wrap(self, part: torch.Tensor, layout: Layout, whole_: torch.Tensor, home: int | None = None) -> DTensor:
-        """This rank's part as a DTensor of the shape of `whole_`; elsewhere than at home `part` is not looked at."""
-        shape = torch.Size(whole_.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        if home is None or self.stages is None:
-            where, placed = self.device_mesh, placements(layout, self.mesh)
-        else:
-            where, placed = self.stages.meshes[home], placements(layout, self.inner) or [Replicate()]
-        made = DTensor.from_local(part, where, placed, run_check=False, shape=shape, stride=stride)
-        return made if self.stages is None else stage_tensor(local_of(made), spec_of(made), self.stages)
+        place = self.world.place(layout, home)
+        part = tensor.detach().contiguous() if place.is_whole else place.part(tensor.detach())
+        return parameter_tensor(part, place, tensor.shape)
 
     def parameter(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> nn.Parameter:
         """As `split`, as a parameter that requires a gradient if `tensor` does."""
-        made = self.split(tensor.detach(), layout, home)
-        return nn.Parameter(made if self.stages else parameter_tensor(made), requires_grad=tensor.requires_grad)
+        return nn.Parameter(self.split(tensor, layout, home), requires_grad=tensor.requires_grad)
 
     def given(self, parameter: DTensor, layout: Layout) -> torch.Tensor:
         """What a program takes of a parameter on this rank."""
@@ -141,6 +103,7 @@ class Distributor:
             return part.cpu().clone() if first else None
         part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
+        self.world.talk("full_state_dict")
         dist.gather(part, parts, dst=0)
         return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
 
@@ -148,23 +111,7 @@ class Distributor:
         self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
     ) -> torch.Tensor:
         """The whole tensor, of `shape`, on every rank; those that are not at its home hold no part of it."""
-        if home is None:
-            part = with_padding(part.detach(), tuple(shape), layout, self.mesh).contiguous()
-            parts = [torch.empty_like(part) for _ in range(self.mesh.size)]
-            dist.all_gather(parts, part)
-            return beginning(combine(parts, layout, self.mesh), shape)
-        local = local_shape(padded_shape(tuple(shape), layout, self.inner), layout, self.inner)
-        parts = []
-        for coord in self.inner.coords():
-            if any(place and axis not in layout.axes for axis, place in coord.items()):
-                parts.append(parts[0])  # a replica, which nobody reads
-                continue
-            source = self.mesh.rank({**coord, PIPELINE: home})
-            mine = source == dist.get_rank()
-            sent = pad_to(part.detach(), local).contiguous() if mine else part.new_empty(local)
-            dist.broadcast(sent, src=source)
-            parts.append(sent)
-        return beginning(combine(parts, layout, self.inner), shape).clone()
+        return self.world.place(layout, home).gather(part.detach(), torch.Size(shape), "full_state_dict")
 
     def relayout(
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,
@@ -177,17 +124,4 @@ class Distributor:
             value = self.gather_everywhere(local, has, parameter.shape, home)
         made = self.parameter(value, wanted, new_home)
         made.requires_grad_(parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, made)
-
-    def _meshes_of_stages(self) -> tuple[DeviceMesh, ...]:
-        """The device mesh of each stage; its names are `inner`'s, or `pp` alone where there are no others."""
-        names, mine = self.inner.names, self.coord[PIPELINE]
-        ranks = self.device_mesh.mesh.movedim(self.mesh.names.index(PIPELINE), 0)
-        found = []
-        for home, inside in enumerate(ranks):
-            if home == mine and names:
-                found.append(self.device_mesh[names])
-            else:
-                inside = inside.contiguous() if names else inside.reshape(1)
-                found.append(mesh_elsewhere(self.device_mesh.device_type, inside, names or (PIPELINE,)))
-        return tuple(found)
+        swap_in_place(parameter, made)

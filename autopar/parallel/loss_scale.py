@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.agreement import lost_peers
 from autopar.errors import PlanError
-from autopar.parameter import accumulate
+from autopar.parallel.agreement import lost_peers
+from autopar.parallel.parameter import accumulate
 from autopar.torch_compat import unscale_and_check
 
 _log = logging.getLogger("autopar")

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from autopar.agreement import Agreement
 from autopar.capture import Captured
 from autopar.compiled import STEP, Compiled
 from autopar.errors import CompileError
@@ -17,6 +16,9 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import KINDS
+from autopar.parallel.agreement import Agreement
+from autopar.parallel.partners import Owners
+from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver, Group
 from autopar.runtime.executor import Executable, Outputs
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
@@ -86,7 +88,8 @@ class Running:
     compiled: Compiled
     runner: Runner | PipelineRunner
     slots: tuple[tuple[Input, Layout], ...]
-    constants: Mapping[str, torch.Tensor]
+    constants: Constants
+    owners: Owners
     shared: frozenset[int] | None = None
 
     def record(self, recorder: Recorder | None) -> None:

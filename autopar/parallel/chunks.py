@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autopar.torch_compat import StridedShard, local_of, spec_of
+from autopar.ir.layout import Layout
+from autopar.parallel.placed import PlacedTensor
+from autopar.torch_compat import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,12 @@ class Run:
     size: int
 
 
-def chunks(tensor: DTensor) -> dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]]:
+def chunks(tensor: PlacedTensor) -> dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]]:
     """By offset in the whole: each block, and the piece of this rank's memory that holds it."""
-    found = {}
-    for runs in itertools.product(*(_runs(spec_of(tensor), dim) for dim in range(tensor.ndim))):
+    found: dict[torch.Size, tuple[ChunkStorageMetadata, torch.Tensor]] = {}
+    if not tensor.place.is_here:
+        return found
+    for runs in itertools.product(*(_runs(tensor, dim) for dim in range(tensor.ndim))):
         offsets, sizes = torch.Size(run.whole for run in runs), torch.Size(run.size for run in runs)
         piece = local_of(tensor)
         for dim, run in enumerate(runs):
@@ -38,7 +40,7 @@ def chunks(tensor: DTensor) -> dict[torch.Size, tuple[ChunkStorageMetadata, torc
     return found
 
 
-def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
+def write_items(name: str, tensor: PlacedTensor) -> list[WriteItem]:
     """The blocks as a checkpoint writes them."""
     properties, size = TensorProperties.create_from_tensor(local_of(tensor)), tensor.size()
     return [
@@ -49,17 +51,10 @@ def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
     ]
 
 
-def _runs(spec: Any, dim: int) -> list[Run]:
+def _runs(tensor: PlacedTensor, dim: int) -> list[Run]:
     """The blocks along one dim, from what a tensor of all its positions would leave here."""
-    placed = [_along(placement, dim) for placement in spec.placements]
-    positions = torch.arange(spec.shape[dim], device=spec.mesh.device_type)
-    here = local_of(distribute_tensor(positions, spec.mesh, placed, src_data_rank=None)).tolist()
+    place = tensor.place
+    along = place.world.place(Layout((place.layout.dims[dim],)), place.home)
+    here = along.part(torch.arange(tensor.shape[dim])).tolist()
     starts = [i for i, at in enumerate(here) if i == 0 or at != here[i - 1] + 1]
     return [Run(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]
-
-
-def _along(placement: Any, dim: int) -> Any:
-    if getattr(placement, "dim", None) != dim:
-        return Replicate()
-    strided = isinstance(placement, StridedShard)
-    return StridedShard(0, split_factor=placement.split_factor) if strided else Shard(0)

@@ -1,0 +1,51 @@
+"""What a capture gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.capture.partners import Partner
+from autopar.capture.ran import Ran
+from autopar.capture.reads import Read
+from autopar.containers import Form, put_together
+from autopar.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured step.
+
+    `constants` are the tensors that the model made or keeps outside of parameters and buffers. `result_form` and
+    `result_leaves` rebuild what was returned (None stands for a tensor, which leaves as an output): the model's output
+    in a forward-only program, or what the loss function of a training step returned beside the loss. `reads` are the
+    values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
+    parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
+    with theirs. `ran` are the user's functions that ran.
+    """
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    result_form: Form | None = None
+    result_leaves: tuple[Any, ...] = ()
+    reads: tuple[Read, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    partners: tuple[Partner, ...] = ()
+    ran: Ran = field(default_factory=Ran)
+
+    @property
+    def has_result(self) -> bool:
+        """False if a module returned more than its own loss, which does not leave the program."""
+        return self.result_form is not None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The container that was returned, with the tensors among a program's outputs in their places."""
+        assert self.result_form is not None
+        leaves = list(self.result_leaves)
+        for out, value in zip(self.program.outputs, outputs, strict=True):
+            if out.kind in ("value", "aux"):
+                leaves[int(out.name)] = value
+        return put_together(self.result_form, leaves)

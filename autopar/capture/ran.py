@@ -1,0 +1,150 @@
+"""Which functions of the user's ran: what they read from outside of the step is among the names in their code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+
+from autopar.capture.location import is_typed, is_user_file
+from autopar.capture.stand_in import Scalar
+
+
+@functools.cache
+def _is_user(filename: str) -> bool:
+    return is_user_file(filename) or is_typed(filename)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A place where a function of the user's reads: a global (`holder` is its module's dict) or a cell of a closure."""
+
+    name: str
+    where: str
+    holder: dict[str, Any] | CellType | FunctionType
+    key: str
+
+
+class Ran:
+    """Collects the code of the user's functions that run inside of `watch`."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        self._bound: dict[int, set[tuple[int, ...]]] = {}  # the values of a code's free variables, by their ids
+        self.is_whole = False  # once a run came to its end
+        self.values: list[torch.Tensor] = []  # tensors that were read as Python numbers
+        self._known: dict[int, tuple[FunctionType, bool]] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Collect on this thread, for as long as the context lasts."""
+        before: Any = sys.getprofile()
+        sys.setprofile(self._saw)
+        try:
+            yield
+        finally:
+            sys.setprofile(before if callable(before) else None)
+
+    def _saw(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not _is_user(code.co_filename):
+            return
+        self._codes.setdefault(id(code), (code, frame.f_globals))
+        if code.co_freevars:
+            values = frame.f_locals
+            bound = tuple(id(Scalar.original(values.get(name))) for name in code.co_freevars)
+            self._bound.setdefault(id(code), set()).add(bound)
+
+    def add(self, function: Any) -> None:
+        """A function that runs elsewhere, in a backward pass, and those that it names."""
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or not _is_user(function.__code__.co_filename):
+            return
+        if id(function.__code__) in self._codes:
+            return
+        self._codes[id(function.__code__)] = function.__code__, function.__globals__
+        for code in _with_nested(function.__code__):
+            for name in code.co_names:
+                self.add(function.__globals__.get(name))
+
+    def add_backward(self) -> None:
+        """The backward passes of the user's autograd functions, which only the step itself runs."""
+        for code, values in list(self._codes.values()):
+            for name in code.co_names:
+                found = values.get(name)
+                if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+                    self.add(vars(found).get("backward") and found.backward)
+
+    def names(self) -> set[str]:
+        """Every name and text in the code: among them those of all attributes that it reads."""
+        found: set[str] = {"forward"}
+        for code, _ in self._codes.values():
+            for inner in _with_nested(code):
+                found.update(inner.co_names)
+                found.update(_texts(inner.co_consts))
+        return found
+
+    def has(self, function: FunctionType) -> bool:
+        """True if this function ran, not another one of the same code; as it was when it was first asked."""
+        if id(function) not in self._known:
+            code = id(function.__code__)
+            bound = self._bound.get(code)
+            is_bound = bound is None or tuple(map(_contents, function.__closure__ or ())) in bound
+            self._known[id(function)] = function, code in self._codes and is_bound
+        return self._known[id(function)][1]
+
+    def globals(self) -> Iterator[Root]:
+        """Those that the code names."""
+        for code, values in self._codes.values():
+            where = f"{_place(code)}, a global that {_name(code)} reads"
+            for inner in _with_nested(code):
+                yield from (Root(name, where, values, name) for name in inner.co_names if name in values)
+
+
+def own_roots(function: FunctionType) -> Iterator[Root]:
+    """The cells of a function's closure, and the defaults of its arguments."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield Root(name, f"{_place(code)}, closure of {_name(code)}", cell, "cell_contents")
+    for kind in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, kind):
+            yield Root("defaults", f"{_place(code)}, default arguments of {_name(code)}", function, kind)
+
+
+def _place(code: CodeType) -> str:
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _contents(cell: CellType) -> int:
+    try:
+        return id(cell.cell_contents)
+    except ValueError:  # not bound yet
+        return id(None)
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those defined in it: hooks on gradients run in the step alone."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_nested(constant)
+
+
+def _texts(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _texts(constant)
+
+
+def _name(code: CodeType) -> str:
+    return "a lambda" if code.co_name == "<lambda>" else code.co_name

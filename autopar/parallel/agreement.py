@@ -1,0 +1,209 @@
+"""Do all ranks mean the same? Asked before anything runs, so that a difference is an error and never a hang."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from autopar.capture.location import user_line
+from autopar.errors import RankError
+from autopar.runtime.lost import is_loss_of_peer
+
+T = TypeVar("T")
+WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size would not meet it
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the user called on this rank. progress: how far training is, as a message says it behind the call."""
+
+    name: str
+    progress: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank was asked for when ranks differed: its call, the user's line, and what was compared there."""
+
+    call: Call
+    line: str
+    what: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.call.name}()" + f" at {self.line}" * bool(self.line)
+
+
+class Agreement:
+    """Compares short descriptions between all ranks. Collectives run on `device`.
+
+    Every comparison is one exchange of the same size, and covers the call that the user made: ranks in two different
+    calls find that out, whatever each of them wanted to compare.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = dist.get_world_size()
+        self.call = Call("parallelize")
+
+    def check(self, what: str, lines: Sequence[str], data: torch.Tensor | None = None) -> bool:
+        """Raise RankError on every rank if the ranks' lines differ, saying which rank differs in what. False if digests
+        of `data` do (see `Digests`), on every rank.
+
+        One tiny all-reduce where they agree.
+        """
+        is_equal, is_same_data = self._compare(what, lines, data)
+        if is_equal:
+            return is_same_data
+        everyone: list[list[str]] = self.everyone(what, list(lines))
+        versions: dict[tuple[str, ...], list[int]] = {}
+        for rank, found in enumerate(everyone):
+            versions.setdefault(tuple(found), []).append(rank)
+        common = max(versions, key=lambda version: len(versions[version]))
+        faults = []
+        for version, ranks in versions.items():
+            if version == common:
+                continue
+            pairs = _aligned(version, common)[:3]
+            shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
+            faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
+        raise RankError(f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}.")
+
+    def together(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns; if it fails on any rank, every rank raises: its own error, or RankError with theirs.
+
+        `make` moves no data between ranks.
+        """
+        failure: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:
+            failure = error
+        said = [] if failure is None else [f"{type(failure).__name__}: {failure}"]
+        if not self._equal(what, said):
+            everyone = self.everyone(what, said)
+            failed = [f"  rank {rank}: {found[0]}" for rank, found in enumerate(everyone) if found]
+            if failure is None:
+                raise RankError(f"the {what} failed on some ranks, not on this one:\n" + "\n".join(failed))
+        if failure is not None:
+            raise failure
+        return made
+
+    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> NoReturn:
+        """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
+        of the data. digests: by name."""
+        everyone: list[tuple[str, dict[str, str]]] = self.everyone("batch", (part, dict(digests)))
+        first: dict[str, int] = {}
+        faults = []
+        for rank, (own, found) in enumerate(everyone):
+            other = first.setdefault(own, rank)
+            names = [name for name, digest in found.items() if digest != everyone[other][1].get(name)]
+            if names:
+                faults.append(f"  rank {rank} has other values than rank {other} in {', '.join(names)}")
+        raise RankError(f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\n{advice}")
+
+    def any(self, what: str, mine: bool) -> bool:
+        """Whether something is true of any rank. One tiny all-reduce."""
+        if self.size == 1:
+            return mine
+        found = torch.tensor(int(mine), device=self.device)
+        with lost_peers(f"comparing the {what} of all ranks"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            return bool(found.item())
+
+    def everyone(self, what: str, mine: Any) -> list[Any]:
+        """What each rank says. Raises RankError on every rank if they are in different calls."""
+        said: list[Any] = [None] * self.size
+        with lost_peers(f"comparing the {what} of all ranks"):
+            dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine))
+        _check_calls(said)
+        return [each.value for each in said]
+
+    def _equal(self, what: str, lines: Sequence[str]) -> bool:
+        return self._compare(what, lines, None)[0]
+
+    def _compare(self, what: str, lines: Sequence[str], data: torch.Tensor | None) -> tuple[bool, bool]:
+        """Whether all ranks have the same lines, and whether they have the same digests by place."""
+        if self.size == 1:
+            return True, True
+        text = "\n".join((self.call.name, self.call.progress, what, *lines))
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        head = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        data = head[:0] if data is None else data
+        fits = len(head) + len(data) <= WIDTH
+        sent = torch.cat([head, data]) if fits else head
+        sent = functional.pad(sent, (0, WIDTH - len(sent)))
+        with lost_peers(f"comparing the {what} of all ranks"):
+            dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+            highest, lowest, *rest = sent.tolist()
+            if not fits and highest == -lowest:
+                dist.all_reduce(data, op=dist.ReduceOp.MAX)
+                rest = data.tolist()
+        half = len(data) // 2
+        rest = rest[: len(data)]
+        return highest == -lowest, all(a == -b for a, b in zip(rest[:half], rest[half:], strict=True))
+
+
+@contextmanager
+def lost_peers(doing: str) -> Iterator[None]:
+    """Raise RankError for what the backend says of a peer that is gone. `doing`: what this rank was at."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss_of_peer(error):
+            raise
+        raise RankError(
+            f"rank {dist.get_rank()} lost its peers while {doing}.\n"
+            f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
+        ) from error
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    plural = len(runs) > 1 or runs[0][-1] != runs[0][0]
+    return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def _check_calls(said: Sequence[_Said]) -> None:
+    """Raise RankError if ranks made different calls, or the same one at different points of the training."""
+    if len({(each.call.name, each.what) for each in said}) > 1:
+        alike, advice = _alike(said, lambda each: str(each)), "every rank must make the same calls"
+    elif len({each.call for each in said}) > 1:
+        alike = _alike(said, lambda each: f"{each} {each.call.progress}")
+        advice = "a rank made a call, or a step of an optimizer, that the others did not make"
+    else:
+        return
+    shown = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in alike.items()]
+    raise RankError(f"{', '.join(shown)}: {advice}.")
+
+
+def _alike(said: Sequence[_Said], text: Callable[[_Said], str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(said):
+        found.setdefault(text(each), []).append(rank)
+    return found
+
+
+def _aligned(a: tuple[str, ...], b: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The lines that differ, side by side; 'nothing' beside what only one has."""
+    found: list[tuple[str, str]] = []
+    for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if kind != "equal":
+            found += itertools.zip_longest(a[i:i_end], b[j:j_end], fillvalue="nothing")
+    return found

@@ -1,0 +1,117 @@
+"""What a batch is, told to other ranks: its signature, its size on all ranks, whether they hold the same data."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.compiled import Compiled
+from autopar.containers import Form, Node, Parts
+from autopar.errors import BatchError
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import record
+from autopar.leaves import text_of
+from autopar.parallel.agreement import Agreement
+
+
+def describe(parts: Parts) -> list[str]:
+    """`argument 0 [12, 8] torch.int64` for each leaf of a batch; other values as they print."""
+    shown = (f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else text_of(x) for x in parts.leaves)
+    return [f"{path} {text}" for path, text in zip(parts.paths, shown, strict=True)]
+
+
+def signature_of(parts: Parts) -> Hashable:
+    """What a program is compiled for, of the arguments of a call: where tensors stand, their shapes and dtypes, and the
+    Python values beside them."""
+    shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in parts.leaves)
+    return parts.form, shapes, parts.values()
+
+
+def signature_lines(model: nn.Module, parts: Parts) -> list[str]:
+    """All that decides which program a call runs: what ranks must agree on."""
+    evaluated = [name or "the root" for name, module in model.named_modules() if not module.training]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return [
+        f"arguments {_call_text(parts.form)}",
+        *describe(parts),
+        f"in eval mode: {', '.join(evaluated) or 'nothing'}",
+        f"frozen: {', '.join(frozen) or 'nothing'}",
+    ]
+
+
+def _call_text(form: Form) -> str:
+    """`(*, {'x': *}, mask=*)`: a call with a star for each leaf."""
+    assert isinstance(form, Node)
+    args, kwargs = form.children
+    assert isinstance(args, Node) and isinstance(kwargs, Node) and kwargs.keys is not None
+    named = (f"{name}={value}" for name, value in zip(kwargs.keys.values, kwargs.children, strict=True))
+    return f"({', '.join([*map(str, args.children), *named])})"
+
+
+def in_order(kwargs: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the function's parameters: any order is the same call. Those that it takes as
+    `**kwargs` keep theirs, which it can see."""
+    if len(kwargs) < 2:
+        return dict(kwargs)
+    with suppress(TypeError, ValueError):  # no signature
+        named = [name for name in inspect.signature(function).parameters if name in kwargs]
+        return {name: kwargs[name] for name in dict.fromkeys((*named, *kwargs))}
+    return dict(kwargs)
+
+
+def at_global_size(parts: Parts, ranks: int) -> Any:
+    """The arguments of a call; those of `ranks` local batches together are on the meta device."""
+    first = next((leaf.shape[0] for _, leaf in parts.tensors() if leaf.ndim), None)
+
+    def grow(leaf: torch.Tensor) -> torch.Tensor:
+        if ranks == 1 or leaf.ndim == 0 or leaf.shape[0] != first:
+            return leaf
+        return torch.empty((leaf.shape[0] * ranks, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+    return parts.map(grow)
+
+
+def of_local_batch(layout: Layout) -> Layout:
+    """The layout of a batch tensor within what a rank was given: only micro-batches are cut from it."""
+    return Layout(tuple(tuple(f for f in dim if isinstance(f, int) or f == MICROBATCH) for dim in layout.dims))
+
+
+def check_split(compiled: Compiled, parts: Parts) -> None:
+    """Raise BatchError if the program takes other shapes than those of a local batch."""
+    program = compiled.program
+    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        if entry.kind == "batch":
+            leaf = int(entry.name)
+            given = tuple(parts.leaves[leaf].shape)
+            dims = tuple(tuple(f for f in dim if f != MICROBATCH) for dim in record(node).layout.dims)
+            wanted = local_shape(record(node).type.shape, Layout(dims), program.mesh)
+            if given != wanted:
+                raise BatchError(
+                    f"{parts.paths[leaf]} has shape {list(given)} on each rank, but the program takes {list(wanted)} "
+                    f'of it: it cannot be split over the batch. Use batch="global".'
+                )
+
+
+def tell_apart(agreement: Agreement, parts: Parts, part: Mapping[str, int], is_local: bool, step: int) -> None:
+    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not."""
+    digests = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
+    if not is_local:
+        advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
+    else:
+        whose = f"ranks of one {' and '.join(part)} coordinate" if part else "ranks"
+        advice = f'With batch="local", {whose} pass the same part.'
+    agreement.tell_apart(digests, str(part), f"at step {step}", advice)
+
+
+def _digest(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        return ""
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()

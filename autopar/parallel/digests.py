@@ -1,0 +1,126 @@
+"""A number for the data of a batch, so cheap that every step can compare it between ranks.
+
+Tensors are read as 64-bit words and summed with an odd factor for each place, modulo 2^64: one word that differs makes
+another sum, and so do words in another order. Of a long tensor most steps read a sample, whose places move from step to
+step; every `EVERY` steps all of it is read. What lies on a GPU is read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.containers import Parts
+from autopar.ir.mesh import Mesh
+from autopar.passes.search.intents import INTENTS
+from autopar.torch_compat import FakeTensor
+
+SAMPLE = 1 << 14  # elements of a tensor that each step reads
+EVERY = 100  # calls after which all elements are read
+_CHUNK = 1 << 20  # words at a time
+_FACTOR, _FOLD = 0x1E3779B97F4A7C15, 0x5851F42D4C957F2D  # any large odd numbers
+_MODULUS = 1 << 62  # half of what 64 bits hold, so that the negative number is there too
+_NOTHING = -_MODULUS  # less than any digest and its negative
+
+
+class Digests:
+    """The digests of one rank's batches, each with the place that it is compared in: ranks of one data coordinate hold
+    the same data, or all of them with whole batches."""
+
+    def __init__(self, mesh: Mesh, coord: Mapping[str, int], is_local: bool, device: torch.device) -> None:
+        self.device = device
+        self.part = data_part(coord) if is_local else {}
+        self._place, self._places = 0, 1
+        for axis, place in self.part.items():
+            self._place, self._places = self._place * mesh[axis] + place, self._places * mesh[axis]
+        self._calls = 0
+        self._factors: dict[torch.device, Any] = {}
+
+    def vector(self, parts: Parts | None, in_full: bool) -> torch.Tensor | None:
+        """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.
+        parts: None for a batch that was refused."""
+        if dist.get_world_size() == 1:
+            return None
+        in_full = in_full or self._calls % EVERY == 0
+        values = torch.full((2, self._places), _NOTHING, dtype=torch.int64, device=self.device)
+        if parts is not None:
+            digest = self._digest(parts, in_full).to(self.device)
+            values[0, self._place], values[1, self._place] = digest, -digest
+        self._calls += 1
+        return values.flatten()
+
+    def _digest(self, parts: Parts, in_full: bool) -> torch.Tensor:
+        total, on_device = 0, []
+        for leaf, tensor in parts.tensors():
+            if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+                continue
+            for chunk, words in enumerate(_chunks(tensor.detach(), None if in_full else self._calls)):
+                weight = ((leaf << 32) + chunk) * _FACTOR | 1
+                found = self._sum(words)
+                if isinstance(found, torch.Tensor):
+                    on_device.append(found * _signed(weight))
+                else:
+                    total += int(found) * weight
+        digest = torch.tensor(_signed(total))
+        for each in on_device:
+            digest = digest.to(each.device) + each
+        return digest & (_MODULUS - 1)
+
+    def _sum(self, words: Any) -> Any:
+        """Of a numpy array or of a tensor: numpy calls cost a third, and GPUs have torch."""
+        device = words.device if isinstance(words, torch.Tensor) else torch.device("cpu")
+        known = self._factors.get(device)
+        if known is None or len(known) < len(words):
+            factors = _odd_numbers(max(len(words), SAMPLE))
+            known = factors if device.type == "cpu" else torch.from_numpy(factors).to(device)
+            self._factors[device] = known
+        mixed = words >> 32  # of a float that is a round number only high bits differ: bring them down
+        mixed *= _FOLD
+        mixed += words
+        mixed *= known[: len(words)]
+        return mixed.sum()
+
+
+def data_part(coord: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate on the axes that split the batch."""
+    return {axis: place for axis, place in coord.items() if axis in INTENTS and INTENTS[axis].batch_split}
+
+
+def _odd_numbers(count: int) -> Any:
+    """Without a pattern, so that no regular difference of two batches adds up to nothing (splitmix64)."""
+    found = np.arange(1, count + 1, dtype=np.int64) * np.int64(_FACTOR)
+    for fold in (_FOLD, _FACTOR):
+        found = (found ^ (found >> 30)) * np.int64(fold)
+    return (found ^ (found >> 31)) | 1
+
+
+def _chunks(tensor: torch.Tensor, call: int | None) -> Iterator[Any]:
+    """The words of a tensor, or those of a sample of its elements; on the CPU as numpy arrays."""
+    if call is not None and tensor.numel() > SAMPLE:
+        stride = -(-tensor.numel() // SAMPLE)
+        if tensor.is_contiguous():
+            tensor = tensor.view(-1)[call % stride :: stride]
+        else:
+            places = torch.arange(call % stride, tensor.numel(), stride, device=tensor.device)
+            tensor = tensor.take(places)
+    raw: Any = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    if raw.device.type == "cpu":
+        raw = raw.numpy()
+    whole = len(raw) // 8 * 8
+    words = raw[:whole].view(np.int64 if isinstance(raw, np.ndarray) else torch.int64)
+    for start in range(0, len(words), _CHUNK):
+        yield words[start : start + _CHUNK]
+    if whole < len(raw):
+        rest = [int(byte) for byte in raw[whole:]] if isinstance(raw, np.ndarray) else raw[whole:].to(torch.int64)
+        yield np.array(rest, np.int64) if isinstance(rest, list) else rest
+
+
+def _signed(number: int) -> int:
+    """The 64 bits of a number as torch reads them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,280 @@
+"""The parallel module: what the user trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+from autopar.capture.capture import LossFn
+from autopar.capture.partners import Inlined, inlined
+from autopar.choices import Choices
+from autopar.compiled import Compiled
+from autopar.compiler import check_model
+from autopar.errors import AutoparError, BatchError, CaptureError
+from autopar.ir.plan import CPU, GPU
+from autopar.meshes import MeshLike
+from autopar.parallel.agreement import Agreement
+from autopar.parallel.announce import Announcer
+from autopar.parallel.distribute import Distributor, join
+from autopar.parallel.execution import Running, check_compiler
+from autopar.parallel.gradients import check_plain, finished, guarded
+from autopar.parallel.loss_scale import LossScale, give_gradients
+from autopar.parallel.programs import Programs, StepSettings
+from autopar.parallel.random_state import RandomState
+from autopar.parallel.replicas import CHECK_EVERY, Replicas, every_of
+from autopar.parallel.store import ParameterStore
+from autopar.precision_check import check_device
+from autopar.runtime.recorder import Recorder
+
+_LEFT_OUT = object()  # what a module returned beside its own loss
+# The ways to hook something to a module that runs.
+_HOOKS = (
+    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
+    "register_full_backward_hook", "register_backward_hook",
+)  # fmt: skip
+
+
+class ParallelModule(Inlined):
+    """A module of which every rank of a mesh holds a part. Made by `autopar.parallelize`.
+
+    Parameters are DTensors under their original names; buffers are whole on every rank. Programs are compiled at the
+    first call with a new signature (shapes, dtypes, Python values, training flags), and again where what they read in
+    Python has changed (docs/capture.md).
+
+    Submodules are the user's own. Other attributes of the root (`model.config`) are read from the user's module, but
+    not its methods: they would compute with this rank's parts. `original` is the user's module itself.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, choices: Choices, batch: str,
+        seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
+        check_replicas: int | None = CHECK_EVERY,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if batch not in ("global", "local"):
+            raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
+        self._mesh, device_mesh, self._device = join(mesh, device)
+        staging = replace(choices.staging, machine=CPU if self._device.type == "cpu" else GPU)
+        choices, is_local = replace(choices, staging=staging), batch == "local"
+        self._random = RandomState(seed)
+        self._scale = LossScale() if choices.memory.precision == "fp16" else None
+        self._last_aux: Any = None
+        self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
+        agreement = Agreement(self._device)
+        agreement.together("model", lambda: check_model(model))
+        agreement.together("model", lambda: check_plain(model, ParallelModule))
+        self._announcer = Announcer(agreement)
+        self._store = ParameterStore(
+            model, Distributor(self._mesh, device_mesh, self._announcer.operation), self._device
+        )
+        settings = StepSettings(loss_fn, choices, is_local, self._device, compile, lift)
+        self._replicas = Replicas(self._store, agreement, every_of(check_replicas))
+        self._programs = Programs(
+            settings, self._store, agreement, self._announcer, self._replicas, self._random, self._scale
+        )
+        options = {"seed": seed, "batch": batch, "compile": compile, "check_replicas": check_replicas}
+        agreement.check("options", [*(f"{name}={value}" for name, value in options.items()), str(choices)])
+        agreement.together("compiler", lambda: check_compiler(compile, self._device))
+        agreement.together("precision", lambda: check_device(choices.memory, self._device))
+        self._store.distribute(agreement, seed)
+        self._adopt(model)
+        self._announcer.watch(model.parameters())
+        # torch marks the functions of such hooks, which methods do not let it do
+        self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
+
+    # -- what the user calls ------------------------------------------------------------------------------------
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One forward and backward pass on the global batch; adds to `.grad` and returns the loss.
+
+        The loss is that of the whole batch, the same on every rank. Raises BatchError if the batch does not fit. With
+        precision="fp16" an overflow leaves every `.grad` None (see `loss_scale`), so that an optimizer does nothing.
+        What the loss function returned beside the loss is in `last_aux`.
+        """
+        if inlined(self) is not None:
+            raise CaptureError(
+                f"forward_backward of {type(self.original).__name__} is called in the loss function of another model: "
+                f"call the model itself there, and forward_backward after it."
+            )
+        running, parts = self._programs.prepare("forward_backward", args, kwargs, train=True)
+        outputs = self._programs.run(running, parts)
+        self._random.steps += 1
+        gradients: dict[str, torch.Tensor | None] = {}
+        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+            if out.kind == "loss":
+                loss = value
+            elif out.kind == "gradient":
+                gradients[out.name] = running.owners.taken(out.name, value)
+            elif out.kind == "buffer":
+                running.owners.set_buffer(out.name, value)
+        give_gradients(running.owners.parameters(), gradients, self._scale, self._device)
+        self._announcer.stepped()
+        captured = running.captured
+        self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
+        return finished(loss)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output on the global batch, whole on every rank. A backward pass through it is refused.
+
+        In the loss function of another model it is a part of that one's step (docs/several_models.md).
+        """
+        traced = inlined(self)
+        if traced is not None:
+            return traced(*args, **kwargs)
+        running, parts = self._programs.prepare("forward", args, kwargs, train=False)
+        outputs = self._programs.run(running, parts)
+        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+            if out.kind == "buffer":
+                running.owners.set_buffer(out.name, value)
+        return running.captured.result(guarded(outputs, parts.leaves, running.owners.parameters().values()))
+
+    __call__ = forward  # torch's would run hooks here, which the program does
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compile the training step for a batch (on any device, also meta) without running it.
+
+        Parameters take their final layouts. Every rank must call this with batches of the same shapes.
+        """
+        return self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
+        for running in self._programs.running.values():
+            running.record(recorder)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
+        self._announcer.call("full_state_dict")
+        return self._store.whole_state()
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
+        self._announcer.call("full_gradients")
+        return self._store.whole_gradients()
+
+    def check_replicas(self) -> None:
+        """Raise RankError on every rank if ranks hold other values of what should be the same: parameters that an axis
+        does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
+        self._announcer.call("check_replicas")
+        self._replicas.check(self._random.steps)
+
+    @property
+    def original(self) -> nn.Module:
+        """The user's module, whose parameters are now DTensors."""
+        return self._original[0]
+
+    @property
+    def last_aux(self) -> Any:
+        """What the loss function returned beside the loss in the last `forward_backward`, in its own container.
+
+        Tensors are detached, and as on one device those of the whole batch, on every rank. Of `(loss, x)` this is x,
+        of `(loss, x, y)` a tuple (x, y); an object or a mapping that has the loss in it comes as it is. Without a loss
+        function nothing but the loss leaves a step: then this raises AutoparError.
+        """
+        if self._last_aux is _LEFT_OUT:
+            raise AutoparError(
+                f"{type(self.original).__name__} returns its own loss; what else it returns is left out of the step: "
+                f"its logits, whole on every rank, could cost more than its gradients. Say what you want to read: "
+                f"parallelize(..., loss_fn=...) with a function that returns it beside the loss, such as "
+                f"`out = model(**batch); return out.loss, out.logits.argmax(-1)`."
+            )
+        return self._last_aux
+
+    @property
+    def random_state(self) -> RandomState:
+        """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
+        return self._random
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the loss of precision="fp16", which follows overflows: save it with a checkpoint. Else None."""
+        return self._scale
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """The training program used last."""
+        running = self._programs.last_trained
+        return running.compiled if running else None
+
+    @property
+    def programs(self) -> tuple[Running, ...]:
+        """What is compiled by now, the last used last."""
+        return tuple(self._programs.running.values())
+
+    @property
+    def generated_code(self) -> str | None:
+        """The Python that runs this rank's part of the training program used last, of our executor or of Inductor."""
+        running = self._programs.last_trained
+        return running.runner.source if running else None
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self.original.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or name.startswith("__"):
+                raise
+        value = getattr(original[0], name)
+        if callable(value) and not isinstance(value, nn.Module):
+            raise AttributeError(
+                f"'{name}' is a method of {type(original[0]).__name__}: it would compute with this rank's part of the "
+                f"parameters. Call the parallel model itself, or use model.original.{name} if it reads no parameter."
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_original")
+        own = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
+        if original is not None and not own:
+            if isinstance(value, (nn.Module, torch.Tensor)):
+                raise AutoparError(
+                    f"cannot set '{name}' of a parallel model to a {type(value).__name__}: its modules and tensors are "
+                    f"distributed already. Change the plain module before autopar.parallelize."
+                )
+            setattr(original[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
+            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, "
+            "copy the plain module before autopar.parallelize."
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made = fn(probe)
+            if (made.dtype, made.device) != (probe.dtype, probe.device):
+                raise AutoparError(
+                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into "
+                    f"{made.dtype} on {made.device}. Convert the plain module before autopar.parallelize; "
+                    f"device= says where it goes."
+                )
+        return self
+
+    def extra_repr(self) -> str:
+        return f"mesh={self._mesh}, rank={dist.get_rank()}"
+
+    # -- making it ----------------------------------------------------------------------------------------------
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Hold what the root holds, and take hooks for it: those of modules are part of its programs."""
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = getattr(model, table)
+        for register in _HOOKS:
+            self.__dict__[register] = getattr(model, register)
+        self.training = model.training

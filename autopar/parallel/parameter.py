@@ -1,0 +1,341 @@
+"""Parameters, gradients, optimizer states, and whatever torch computes of them: DTensors with the value of one device.
+
+Each knows its place (place.py). Any function of torch gives on every rank what it gives on one device, or is refused:
+operators.py says how. A step of AdamW is eight small ops a parameter, so that methods which work element by element on
+tensors that lie alike go straight to the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.parallel import operators
+from autopar.parallel.chunks import chunks, write_items
+from autopar.parallel.place import Place, refused_blocks
+from autopar.parallel.placed import PlacedTensor, Step, ViewOf, follow, place_of, refusal, whole_value
+from autopar.torch_compat import (
+    SUBCLASSED_DTENSORS,
+    TorchDispatchMode,
+    has_hooks,
+    local_of,
+    no_torch_function,
+    spec_of,
+    take_in_lists,
+    with_spec,
+)
+
+_NUMBERS = {"alpha", "value"}  # keyword arguments of the methods below that may not be tensors
+_METHODS = """
+    add add_ addcdiv addcdiv_ addcmul addcmul_ div div_ lerp lerp_ mul mul_ neg neg_ sqrt sqrt_ square square_ sub sub_
+    zero_ __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __neg__ __radd__ __rmul__ __sub__ __truediv__
+"""
+
+
+class _Held(PlacedTensor):
+    """What a parameter and a view of one have in common."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return operators.run(func, args, kwargs or {})
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole value, on every rank, in memory of its own; every rank must call this."""
+        return _Full.apply(self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """The whole value if all placements are Replicate; other ones give a plain DTensor. Every rank must call it."""
+        world, replicated = self.place.world, all(placement.is_replicate() for placement in placements or ())
+        mesh = device_mesh or spec_of(self).mesh
+        if options or placements is None or (mesh is not world.device_mesh and not replicated):
+            raise refusal("redistribute")
+        value = self.full_tensor()
+        if replicated:
+            made: DTensor = self.around(value, world.everywhere(value.ndim), value.shape)
+            return made
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part: the very memory."""
+        if not self.place.is_here:
+            return _Nothing.of(local_of(self), self.place)
+        return _Local.apply(self)  # type: ignore[no-untyped-call, no-any-return]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.place.shown
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise refusal("data = ...")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [chunk for chunk, _ in chunks(self).values()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return chunks(self)[index.offset][1]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
+
+    def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
+        stride = part.stride() if place.is_whole and not part.is_contiguous() else None
+        return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape, stride))  # type: ignore[no-any-return]
+
+    def view_by(self, step: Step) -> ViewTensor:
+        base, steps = (self.base, (*self.steps, step)) if isinstance(self, ViewTensor) else (self, (step,))
+        spec = spec_of(base)
+        shown = torch.empty_strided(spec.shape, spec.tensor_meta.stride, dtype=base.dtype, device="meta")
+        shown = follow(shown, steps)
+        nothing, place = local_of(base).new_empty(0, dtype=shown.dtype), base.place.world.everywhere(shown.ndim)
+        made = PlacedTensor.make(ViewTensor, nothing, place, place.spec(nothing, shown.shape, shown.stride()))
+        made.base, made.steps = base, steps
+        return made  # type: ignore[no-any-return]
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: _Held, *args: Any, **kwargs: Any) -> Any:
+        raise refusal(name)
+
+    return method
+
+
+for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "set_", "share_memory_", "storage", "untyped_storage"):
+    setattr(_Held, _name, _refused(_name))
+
+
+class ParameterTensor(_Held):
+    """A parameter, gradient or optimizer state, or what was computed of one."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Hold the memory of another tensor from now on."""
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise AutoparError(
+                f"'data = ...' of a tensor of a parallel model, {self.dtype} {list(self.shape)} on {self.device}, "
+                f"cannot be {value.dtype} {list(value.shape)} on {value.device}: shape, dtype and device stay."
+            )
+        with torch.no_grad():
+            alike = isinstance(value, ParameterTensor) and value.place is self.place
+            held: Any = value if alike else torch.empty_like(self).copy_(value)
+            self._local_tensor = local_of(held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterTensor:
+        local = local_of(self).detach().clone()
+        made = PlacedTensor.make(ParameterTensor, local, self.place, spec_of(self), self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made  # type: ignore[no-any-return]
+
+
+def _turning(name: str) -> Callable[..., Any]:
+    """A method that changes a shape in place: for what every rank holds whole, as a result of `qr` is."""
+    turn = getattr(torch.Tensor, name.removesuffix("_"))
+
+    def method(self: ParameterTensor, *args: Any) -> ParameterTensor:
+        if self.requires_grad or not self.place.is_whole:
+            raise refusal(name)
+        part = turn(local_of(self), *args)
+        torch.utils.swap_tensors(self, self.around(part, self.place.world.everywhere(part.ndim), part.shape))
+        return self
+
+    return method
+
+
+for _name in ("squeeze_", "t_", "transpose_", "unsqueeze_"):
+    setattr(ParameterTensor, _name, _turning(_name))
+
+
+class ViewTensor(_Held, ViewOf):
+    """A view of a split tensor: read anew each time, and written through to it."""
+
+    __slots__ = ()
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        raise refusal("to_local of a view")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = made = self.detach().clone()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+take_in_lists(ParameterTensor)
+take_in_lists(ViewTensor)
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: _Held) -> torch.Tensor:  # type: ignore[override]
+        held: Any = tensor.detach()
+        ctx.like, ctx.place, ctx.shape = held, tensor.place, tensor.shape
+        value = whole_value(held, "full_tensor")
+        own = isinstance(tensor, ViewOf) or tensor.place.is_whole
+        return value.clone() if own else value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.like.around(ctx.place.part(gradient), ctx.place, ctx.shape)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ParameterTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.like, ctx.place, ctx.shape = tensor.detach(), tensor.place, tensor.shape
+        return local_of(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.like.around(gradient.contiguous(), ctx.place, ctx.shape)
+
+
+class _Nothing(torch.Tensor):
+    """The part of a rank on another stage: without elements, and what is copied into it goes nowhere.
+
+    torch's `set_model_state_dict(broadcast_from_rank0=True)` copies a whole value into the part of a rank that is not
+    on a tensor's mesh.
+    """
+
+    place: Place
+
+    @staticmethod
+    def of(part: torch.Tensor, place: Place) -> _Nothing:
+        made = part.detach().as_subclass(_Nothing)
+        made.place = place
+        return made
+
+    def copy_(self, *args: Any, **kwargs: Any) -> _Nothing:  # type: ignore[override]
+        if self.place.is_fused:  # the ranks that hold it refuse as well
+            raise refused_blocks()
+        return self
+
+
+def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
+    """This rank's part of a tensor of `shape`."""
+    return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape))  # type: ignore[no-any-return]
+
+
+def placed_parameter(tensor: DTensor, like: PlacedTensor) -> ParameterTensor | None:
+    """A DTensor of another maker as one of ours, if it lies as `like` does."""
+    if isinstance(tensor, ParameterTensor):
+        return tensor if tensor.place is like.place else None
+    found = place_of(tensor, like.place.world)
+    return parameter_tensor(local_of(tensor), found, tensor.shape) if found is like.place else None
+
+
+def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements.
+
+    Where the user has hooks on the parameter autograd does it: it runs them once, on this backward pass's gradient.
+    """
+    if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
+        assert value is not None
+        torch.autograd.backward([parameter], [value])
+        return
+    part = torch.zeros_like(local_of(parameter)) if value is None else value
+    held: Any = parameter
+    grad: Any = parameter.grad
+    made = PlacedTensor.make(ParameterTensor, part, held.place, spec_of(held))
+    if has_hooks(parameter):
+        if grad is None:  # else autograd would make one, of another class
+            parameter.grad = torch.zeros_like(made)
+        torch.autograd.backward([parameter], [made])
+    elif grad is None:
+        parameter.grad = made
+    elif isinstance(grad, ParameterTensor) and grad.place is held.place:
+        if value is not None:
+            local_of(grad).add_(value)
+    else:  # the user's own: of another placement, or plain
+        parameter.grad = made.add_(grad.detach())
+
+
+# -- the quick way --------------------------------------------------------------------------------------------------
+
+
+def _quick(name: str) -> Callable[..., Any]:
+    """A method of Tensor that runs on the local parts if it may: no autograd, and no other operands than numbers and
+    tensors of ours of the very same placement."""
+    method = getattr(torch.Tensor, name)
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+    def quick(self: ParameterTensor, *args: Any, **kwargs: Any) -> Any:
+        spec = spec_of(self)
+        parts: list[Any] = []
+        for arg in args:
+            if type(arg) is float or type(arg) is int:
+                parts.append(arg)
+            elif type(arg) is ParameterTensor and (
+                spec_of(arg) is spec or (arg.ndim == 0 and arg.place.is_whole and self.ndim)
+            ):
+                parts.append(local_of(arg))
+            else:
+                return method(self, *args, **kwargs)
+        if torch.is_grad_enabled() or not kwargs.keys() <= _NUMBERS:
+            return method(self, *args, **kwargs)
+        if in_place:
+            increment_version(self)
+            method(local_of(self), *parts, **kwargs)
+            return self
+        out = method(local_of(self), *parts, **kwargs)
+        if out.dtype != self.dtype:
+            return method(self, *args, **kwargs)
+        return PlacedTensor.make(ParameterTensor, out, self.place, spec)
+
+    quick.__name__ = name
+    return quick
+
+
+for _name in _METHODS.split():
+    setattr(ParameterTensor, _name, _quick(_name))
+
+
+# -- torch before 2.13 ----------------------------------------------------------------------------------------------
+
+
+class _OnOurs(TorchDispatchMode):
+    """Takes ops on our tensors before torch does, which has its own way with every DTensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, PlacedTensor) for kind in types):
+            return operators.run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    with no_torch_function(), _OnOurs():
+        return func(*args, **(kwargs or {}))
+
+
+if not SUBCLASSED_DTENSORS:
+    _Held.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]

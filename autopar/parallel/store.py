@@ -1,0 +1,153 @@
+"""The parameters and buffers of a parallel module: their layouts and owner stages, and the way in and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.capture import state_of
+from autopar.compiled import Compiled
+from autopar.errors import AutoparError
+from autopar.ir.layout import Layout, whole
+from autopar.ir.program import Input
+from autopar.parallel.agreement import Agreement, lost_peers
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.materialize import assign, materialize
+from autopar.parallel.structure import Structure
+from autopar.torch_compat import local_of
+
+
+class ParameterStore:
+    """What this rank holds of a module. Parameters are whole DTensors until the first compilation decides layouts."""
+
+    def __init__(self, model: nn.Module, distributor: Distributor, device: torch.device) -> None:
+        self.model, self.distributor, self.device = model, distributor, device
+        self.layouts: dict[str, Layout] = {}  # by first name
+        self.searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
+        self.homes: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
+        self.is_placed = False  # by a program
+        self.stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
+
+    # -- making it ----------------------------------------------------------------------------------------------
+
+    def distribute(self, agreement: Agreement, seed: int) -> None:
+        """Parameters become DTensors with rank 0's values, whole; buffers lie whole on every rank.
+
+        Raises RankError on every rank if the ranks were given different models.
+        """
+        model = self.model
+        agreement.check("model", [_describe(entry, tensor) for entry, tensor in self.entries()])
+        agreement.together("model", lambda: materialize(model, self.device, seed))
+        for entry, tensor in self.entries():
+            value = tensor.detach().to(self.device)
+            if dist.get_world_size() > 1:
+                value = value.contiguous()
+                with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
+                    dist.broadcast(value, src=0)
+            made: torch.Tensor = value
+            if entry.kind == "parameter":
+                made = self.distributor.parameter(value, whole(value.ndim))
+                made.requires_grad_(tensor.requires_grad)
+                self.layouts[entry.name], self.homes[entry.name] = whole(value.ndim), None
+            for name in entry.names:
+                assign(model, name, made, entry.kind)
+        self.structure = Structure(model)
+
+    def adopt(self, compiled: Compiled, prefix: str = "") -> None:
+        """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
+        Every rank must call this."""
+        homes, searched = compiled.homes, compiled.searched
+        inner = {name: f"{prefix}{name}" for name in self.layouts}
+        self.relayout(
+            {name: compiled.layouts[known] for name, known in inner.items()},
+            {name: homes[known] for name, known in inner.items()},
+        )
+        self.searched = {name: searched[known] for name, known in inner.items()}
+        self.is_placed = True
+        self.stages = compiled.pipeline.homes if compiled.pipeline is not None else None
+
+    def relayout(self, layouts: Mapping[str, Layout], homes: Mapping[str, int | None]) -> None:
+        """Move parameters to other layouts and stages, in place. Every rank must call this."""
+        parameters = self.parameters()
+        for name, layout in layouts.items():
+            has, wanted = (self.layouts[name], self.homes[name]), (layout, homes.get(name))
+            if wanted != has:
+                self.distributor.relayout(parameters[name], has[0], layout, has[1], wanted[1])
+                self.layouts[name], self.homes[name] = wanted
+
+    # -- what it holds ------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[tuple[Input, torch.Tensor]]:
+        """Parameters and buffers, tied ones once with all their names."""
+        return [(entry, tensor) for entry, tensor in state_of(self.model).entries if entry.kind != "constant"]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By first name."""
+        return dict(self.model.named_parameters())
+
+    def given(self, name: str, layout: Layout) -> torch.Tensor:
+        """What a program takes of a parameter on this rank."""
+        parameter = self.model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        return self.distributor.given(parameter, layout)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        return self.model.get_buffer(name)
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Write a buffer's new value into it."""
+        path, _, attribute = name.rpartition(".")
+        with torch.no_grad():
+            getattr(self.model.get_submodule(path), attribute).copy_(value)
+
+    def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a gradient, from what a program gives for the parameter; None on other stages."""
+        if value is None:
+            return None
+        return self.distributor.taken(value, self.layouts[name], self.model.get_parameter(name).shape)
+
+    # -- out of it and into it ----------------------------------------------------------------------------------
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
+        found = {}
+        for entry, tensor in self.entries():
+            value = self._gather(entry.name, tensor)
+            if value is not None:
+                found.update(dict.fromkeys(entry.names, value))
+        return {name: found[name] for name in self.model.state_dict(keep_vars=True) if name in found}
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
+        found = {}
+        for name, parameter in self.parameters().items():
+            if isinstance(parameter.grad, DTensor):
+                value = self._gather(name, parameter.grad)
+                if value is not None:
+                    found[name] = value
+        return found
+
+    def refuse_assign(self, _module: Any, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Keep the parameters that programs and optimizers hold: a hook of load_state_dict."""
+        if metadata.get("assign_to_params_buffers"):
+            raise AutoparError(
+                "load_state_dict(assign=True) would replace the parameters of a parallel model, which programs and "
+                "optimizers hold. Leave assign out: values are copied into this rank's parts."
+            )
+
+    def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        layout = self.layouts.get(name, whole(tensor.ndim))
+        return self.distributor.gather(part, layout, tensor.shape, self.homes.get(name))
+
+
+def _describe(entry: Input, tensor: torch.Tensor) -> str:
+    """A parameter or buffer as ranks compare it."""
+    names = " = ".join(entry.names)
+    frozen = " frozen" if entry.kind == "parameter" and not tensor.requires_grad else ""
+    return f"{entry.kind} {names} {list(tensor.shape)} {tensor.dtype}{frozen}"

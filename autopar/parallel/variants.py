@@ -1,0 +1,159 @@
+"""The programs of one signature: compiled for what the step read in Python, found again while it is so."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured
+from autopar.capture.guards import Change, Guards
+from autopar.capture.scalars import Place, Scalars, tensor_of
+from autopar.capture.spots import Spot, SpotKey
+from autopar.parallel.numbers import Numbers
+
+_log = logging.getLogger("autopar")
+_FIRST = "Python values as at first"
+_NAMED = 3  # changes that a note names
+Key = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Constants:
+    """The tensors beside parameters, buffers and batch that a program reads: each step from where the user keeps them,
+    so that another one put there is used from then on; those of no such place were made by the trace. Numbers are
+    those of `places`."""
+
+    made: Mapping[str, torch.Tensor]
+    device: torch.device
+    guards: Guards | None = None
+    spots: Mapping[str, SpotKey] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
+    _seen: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _digest: str = ""
+    _moved: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=dict)  # to where they are read
+
+    @staticmethod
+    def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
+        """Those of a captured step."""
+        found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
+        spots = {name: keys[0] for name, keys in found.items() if keys}
+        made = Constants(captured.constants, device, guards, spots, scalars.places(captured.constants))
+        made.tensors()  # moved to the device at once
+        return made
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._now(name)
+        if name in self.places:
+            return tensor.to(self.device)
+        source, version, moved = self._moved.get(name, (None, -1, tensor))
+        if source is not tensor or version != tensor._version:
+            moved = tensor.detach().to(self.device)
+            self._moved[name] = tensor, tensor._version, moved
+        return moved
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [self[name] for name in self.made]
+
+    def digest(self) -> str:
+        """A text for their values, made anew when one was bound to another tensor or written in place."""
+        tensors = [name for name in self.made if name not in self.places]
+        now = {name: (tensor, tensor._version) for name in tensors if (tensor := self._now(name)) is not None}
+        if not _is_same(now, self._seen):
+            text = hashlib.sha256()
+            for name in tensors:
+                tensor = self._now(name)
+                if tensor.device.type != "meta":
+                    flat = tensor.detach().cpu().contiguous().flatten()
+                    text.update(flat.view(torch.uint8).numpy().tobytes())
+            self._seen, self._digest = now, text.hexdigest()[:16]
+        return self._digest
+
+    def lines(self) -> list[str]:
+        """What ranks must agree on."""
+        numbers = [f"{self._spot(p.key)} = {p.number(self._spot(p.key).read())!r}" for p in self.places.values()]
+        is_any = len(self.made) > len(self.places)
+        return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
+
+    def _now(self, name: str) -> torch.Tensor:
+        if name in self.places:
+            place = self.places[name]
+            return tensor_of(place.number(self._spot(place.key).read()))
+        found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
+        return found
+
+    def _spot(self, key: SpotKey) -> Spot:
+        assert self.guards is not None
+        return self.guards.index[key]
+
+
+def _is_same(now: Mapping[str, tuple[torch.Tensor, int]], seen: Mapping[str, tuple[torch.Tensor, int]]) -> bool:
+    """Whether all names have the very tensors that they had, written to as often."""
+    return now.keys() == seen.keys() and all(
+        tensor is seen[name][0] and version == seen[name][1] for name, (tensor, version) in now.items()
+    )
+
+
+@dataclass(slots=True)
+class Variant:
+    """One program of a signature. `line`: how what was read differs from the signature's first program."""
+
+    number: int
+    guards: Guards
+    constants: Constants
+    line: str
+
+
+class Variants:
+    """Which program of a signature fits what stands in Python now."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, list[Variant]] = {}  # the last used first
+        self._next = 0
+        self.numbers = Numbers()
+
+    def knows(self, key: Key) -> bool:
+        """True if there are programs of a signature."""
+        return key in self._known
+
+    def find(self, key: Key) -> tuple[int, list[str]]:
+        """The number of the program to run, a new one where none fits; and what ranks must agree on."""
+        known = self._known.get(key, [])
+        for position, variant in enumerate(known):
+            if variant.guards.holds():
+                known.insert(0, known.pop(position))
+                return variant.number, [variant.line, *variant.constants.lines()]
+        self._next += 1
+        if not known:
+            return self._next, [_FIRST]
+        first = min(known, key=lambda variant: variant.number)
+        changes = known[0].guards.changes()
+        changed = "; ".join(map(str, changes[:_NAMED]))
+        if dist.get_rank() == 0:
+            _log.warning("%s: compiling again", changed)
+        self.numbers.saw(changes)
+        return self._next, [_line(first, first.guards.changes())]
+
+    def add(self, key: Key, number: int, guards: Guards, constants: Constants) -> None:
+        """Remember a program that was compiled."""
+        known = self._known.setdefault(key, [])
+        first = min(known, key=lambda variant: variant.number, default=None)
+        line = _line(first, first.guards.changes()) if first else _FIRST
+        known.insert(0, Variant(number, guards, constants, line))
+
+    def forget(self, key: Key, number: int) -> bool:
+        """Drop a program; True if it was its signature's last."""
+        self._known[key] = [variant for variant in self._known[key] if variant.number != number]
+        if not self._known[key]:
+            del self._known[key]
+        return key not in self._known
+
+
+def _line(first: Variant, changes: Sequence[Change]) -> str:
+    return "; ".join(change.line for change in changes) or first.line

@@ -1,0 +1,1 @@
+"""Random journeys: what users do around the steps of a parallel model, beside the plain module at every action."""

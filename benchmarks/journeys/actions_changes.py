@@ -1,0 +1,132 @@
+"""What changes between steps: modes, attributes, closures, globals, frozen parameters."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from benchmarks.journeys import models
+from benchmarks.journeys.actions import action
+from benchmarks.journeys.models import Scale
+from benchmarks.journeys.side import Side
+
+SEEDS = st.integers(0, 5)
+VALUES = st.sampled_from([0.5, 2.0, -1.0])
+WHICH = st.integers(0, 20)
+
+
+@action("ready", "chain", value=VALUES)
+def set_gain(side: Side, value: float) -> None:
+    """A float of the root, through the model that the user holds."""
+    side.model.gain = value  # type: ignore[assignment]
+
+
+@action("ready", "chain", "training", value=VALUES, partial=True)
+def anneal_gain(side: Side, value: float) -> list[Tensor]:
+    """The same before each of three steps."""
+    losses = []
+    for i in range(3):
+        side.model.gain = value + 0.1 * i  # type: ignore[assignment]
+        losses.append(side.forward_backward(*side.batch(12, i)))
+    return losses
+
+
+@action("ready", value=st.sampled_from([0.0, 0.7]))
+def set_beta(side: Side, value: float) -> None:
+    """A number in the closure of the loss."""
+    side.built.set_beta(value)
+
+
+@action("ready", value=st.sampled_from([0.2, 0.4]), partial=True)
+def anneal_beta(side: Side, value: float) -> list[Tensor]:
+    """The same before each of four steps, as KL annealing does."""
+    losses = []
+    for i in range(4):
+        side.built.set_beta(value * i)
+        losses.append(side.forward_backward(*side.batch(12, i)))
+    return losses
+
+
+@action("ready", value=st.sampled_from([0.5, 2.0]), partial=True)
+def set_temperature(side: Side, value: float) -> Tensor:
+    """A global that the loss reads."""
+    models.set_temperature(value)
+    return side.forward_backward(*side.batch(12, 1))
+
+
+@action("ready", "scale", value=VALUES)
+def set_scale(side: Side, value: float) -> None:
+    """A float of a submodule."""
+    _first(side, Scale).scale = value
+
+
+@action("ready", "scale")
+def flip(side: Side) -> None:
+    """A bool that decides which code runs."""
+    module = _first(side, Scale)
+    module.flipped = not module.flipped
+
+
+@action("ready", "scale", value=VALUES)
+def rebind_table(side: Side, value: float) -> None:
+    """A plain tensor attribute that is replaced."""
+    module = _first(side, Scale)
+    module.table = module.table * value
+
+
+@action("ready", "scale")
+def write_table(side: Side) -> None:
+    """The same in place."""
+    _first(side, Scale).table.mul_(0.5)
+
+
+@action("ready", "dropout", value=st.sampled_from([0.0, 0.5]))
+def set_dropout(side: Side, value: float) -> None:
+    _first(side, nn.Dropout).p = value
+
+
+@action("ready", "batchnorm", value=st.sampled_from([0.5, 0.01]))
+def set_momentum(side: Side, value: float) -> None:
+    _first(side, nn.BatchNorm1d).momentum = value
+
+
+@action("ready", which=WHICH)
+def freeze(side: Side, which: int) -> None:
+    parameters = list(side.model.parameters())
+    if sum(p.requires_grad for p in parameters) > 1:
+        parameters[which % len(parameters)].requires_grad_(False)
+
+
+@action("ready", "frozen")
+def thaw(side: Side) -> None:
+    side.model.requires_grad_(True)
+
+
+@action("ready")
+def eval_mode(side: Side) -> None:
+    side.model.eval()
+
+
+@action("ready", "!training")
+def train_mode(side: Side) -> None:
+    side.model.train()
+
+
+@action("ready", "chain", which=WHICH)
+def eval_of_one(side: Side, which: int) -> None:
+    """As those do that fine-tune with a frozen BatchNorm."""
+    blocks = side.model.blocks
+    blocks[which % len(blocks)].eval()
+
+
+@action("ready", "chain", value=st.sampled_from([0.0, 0.3]))
+def write_weight(side: Side, value: float) -> None:
+    """One weight, set by `nn.init` and by a number."""
+    with torch.no_grad():
+        nn.init.constant_(side.model.head.weight, value + 0.1)
+        nn.init.zeros_(side.model.blocks[0].up.bias) if hasattr(side.model.blocks[0], "up") else None
+
+
+def _first(side: Side, kind: type[nn.Module]) -> nn.Module:
+    return next(module for module in side.model.modules() if isinstance(module, kind))

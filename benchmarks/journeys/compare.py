@@ -1,0 +1,131 @@
+"""Everything that both sides of a journey hold, compared on each rank: with no collective where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.parallel.padding import padded_part, without_padding
+from autopar.torch_compat import local_of
+from benchmarks.journeys.side import Side, parallel
+
+EXACT, ROUNDED, LOOSE = 1e-9, 1e-4, 0.05  # in float64; with norms in float32; in bf16
+ZERO, SMALL = 1e-6, 1e-3  # a state of this norm, or this part of the largest, may be that of a gradient of zero
+
+
+def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
+    """A line for each thing that differs: weights, gradients, buffers, flags, optimizer states."""
+    store, known = parallel(ours)._store, dict(ours.model.named_parameters())
+    largest = max((float(p.grad.norm()) for _, p in theirs.trained()), default=0.0) * (1e-3 if tolerance < LOOSE else 1)
+    for name, parameter in theirs.model.named_parameters():
+        mine = known[name]
+        if mine.requires_grad != parameter.requires_grad:
+            yield f"requires_grad of '{name}': {mine.requires_grad}, plain {parameter.requires_grad}"
+        if (mine.grad is None) != (parameter.grad is None):
+            yield f"gradient '{name}': {'None' if mine.grad is None else 'there'}, plain the other way round"
+        if not store.distributor.is_home(store.homes[name]):
+            continue
+
+        def part(value: Tensor, name: str = name) -> Tensor:
+            return _part(value, store, name)
+
+        yield from _off(f"weight '{name}'", local_of(mine), part(parameter.detach()), tolerance, 0)
+        if mine.grad is not None and parameter.grad is not None:
+            yield from _off(f"gradient '{name}'", local_of(mine.grad), part(parameter.grad), tolerance, largest)
+    buffers = dict(ours.model.named_buffers())
+    for name, buffer in theirs.model.named_buffers():
+        yield from _off(f"buffer '{name}'", buffers[name], buffer, tolerance, 0)
+    modes = {name: module.training for name, module in theirs.model.named_modules()}
+    yield from (
+        f"'{name}'.training: {module.training}"
+        for name, module in ours.model.named_modules()
+        if module.training != modes[name]
+    )
+    yield from unequal("averages", ours, ours.average, theirs.average, tolerance)
+    yield from unequal("seen by hooks", ours, ours.seen, theirs.seen, tolerance)
+    if tolerance < LOOSE:
+        yield from _optimizers(ours, theirs, tolerance)
+
+
+def _part(value: Tensor, store: Any, name: str) -> Tensor:
+    """What this rank should hold of a parameter's whole value."""
+    where, layout, shape = store.distributor, store.layouts[name], tuple(value.shape)
+    return without_padding(padded_part(value, layout, where.mesh, where.coord), shape, layout, where.mesh, where.coord)
+
+
+def _optimizers(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
+    if ours.optimizer is None or theirs.optimizer is None:
+        return
+    counts = [[len(group["params"]) for group in side.optimizer.param_groups] for side in (ours, theirs)]
+    if counts[0] != counts[1]:
+        yield f"optimizer: groups of {counts[0]} parameters, plain {counts[1]}"
+        return
+    floors = _floors(theirs.optimizer)
+    pairs = zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True)
+    for i, (mine, plain) in enumerate(pairs):
+        numbers = {key: value for key, value in plain.items() if key != "params"}
+        yield from unequal(f"group {i}", ours, {key: mine.get(key) for key in numbers}, numbers, tolerance)
+        for j, (p, q) in enumerate(zip(mine["params"], plain["params"], strict=True)):
+            held, wanted = ours.optimizer.state.get(p, {}), theirs.optimizer.state.get(q, {})
+            what = f"state of parameter {j} of group {i}"
+            if set(held) != set(wanted):
+                yield f"{what}: has {sorted(held)}, plain {sorted(wanted)}"
+            for key in (key for key in wanted if key in held):
+                yield from unequal(f"{what}, {key!r}", ours, held[key], wanted[key], tolerance, floors.get(key, ZERO))
+
+
+def _floors(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """By the name of a state, the norm below which it may be rounding alone."""
+    floors: dict[str, float] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                floors[key] = max(floors.get(key, ZERO), SMALL * float(value.double().norm().nan_to_num()))
+    return floors
+
+
+def unequal(what: str, side: Side, mine: Any, plain: Any, tolerance: float, floor: float = 0.0) -> Iterator[str]:
+    """What differs in two nestings of numbers, texts and tensors. DTensors are made whole by all ranks."""
+    if isinstance(mine, Tensor) or isinstance(plain, Tensor):
+        if not (isinstance(mine, Tensor) and isinstance(plain, Tensor)):
+            mine, plain = torch.as_tensor(mine), torch.as_tensor(plain)
+        yield from _off(what, side.whole(mine.detach()), plain.detach(), tolerance, floor)
+    elif isinstance(plain, dict) and isinstance(mine, dict):
+        if set(mine) != set(plain):
+            yield f"{what}: has {sorted(map(str, mine))}, plain {sorted(map(str, plain))}"
+        for key in plain:
+            if key in mine:
+                yield from unequal(f"{what}, {key!r}", side, mine[key], plain[key], tolerance, floor)
+    elif isinstance(plain, (list, tuple)) and isinstance(mine, (list, tuple)):
+        if len(mine) != len(plain):
+            yield f"{what}: {len(mine)} items, plain {len(plain)}"
+        for i, (a, b) in enumerate(zip(mine, plain, strict=False)):
+            yield from unequal(f"{what}, item {i}", side, a, b, tolerance, floor)
+    elif isinstance(plain, float) and isinstance(mine, (int, float)):
+        if abs(mine - plain) > tolerance * max(abs(plain), 1e-12) and not (mine != mine and plain != plain):
+            yield f"{what}: {mine!r}, plain {plain!r}"
+    elif type(mine) is not type(plain) or mine != plain:
+        yield f"{what}: {mine!r}, plain {plain!r}"
+
+
+def _off(what: str, mine: Tensor, plain: Tensor, tolerance: float, floor: float) -> Iterator[str]:
+    """One line if a tensor is another, norm-wise."""
+    if isinstance(mine, DTensor):
+        mine = mine.full_tensor()
+    if mine.shape != plain.shape or mine.dtype != plain.dtype:
+        yield f"{what}: {list(mine.shape)} {mine.dtype}, plain {list(plain.shape)} {plain.dtype}"
+        return
+    if not mine.numel() or torch.equal(mine, plain):
+        return
+    a, b = mine.double(), plain.double()
+    if not torch.equal(a.isnan(), b.isnan()):
+        yield f"{what}: NaN in {int(a.isnan().sum())} places, plain in {int(b.isnan().sum())}"
+        return
+    a, b = a.nan_to_num(), b.nan_to_num()
+    error, norm = float((a - b).norm()), max(float(b.norm()), floor, 1e-12)
+    if error > tolerance * norm:
+        yield f"{what}: off by {error:.2e}, norm {norm:.2e}"

@@ -1,0 +1,136 @@
+"""The state machine: hypothesis draws a setup and actions, and makes a failing journey short."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import HealthCheck, Phase, Verbosity, reject, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from benchmarks.journeys.actions import ACTIONS
+from benchmarks.journeys.meshes import world
+from benchmarks.journeys.pools import Pools
+from benchmarks.journeys.ranks import Report, act, begin
+from benchmarks.journeys.setups import setups
+
+Journey = tuple[tuple[str, dict[str, Any]], ...]
+FAILED = ("WRONG", "BROKEN", "HANG")
+
+
+class JourneyFailed(Exception):
+    """A journey that is wrong, broken or hangs."""
+
+
+@dataclass
+class Row:
+    """What one row does: its journeys, the first and those to which hypothesis shrinks it."""
+
+    pools: Pools
+    shrink_s: float
+    started: int = 0
+    actions: int = 0
+    shortest: Journey = ()
+    failure: Report | None = None
+    first: Journey = ()
+    refusals: Counter[str] = field(default_factory=Counter)
+    known: dict[str, Report] = field(default_factory=dict)  # what came of the beginnings of journeys
+    end: float | None = None
+    without: frozenset[str] = frozenset()  # actions that are not drawn
+
+    def take(self, journey: Journey) -> Report:
+        """The report on the last action of a journey, whose others were taken already."""
+        key = repr(journey)
+        if self.end is not None and time.monotonic() > self.end:
+            if key not in self.known:
+                reject()  # the time for making it shorter is over
+            report = self.known[key]
+        else:
+            size = world(journey[0][1]["mesh"])
+            name, args = journey[-1]
+            if len(journey) == 1:
+                self._folder = tempfile.TemporaryDirectory()
+                report = self.pools.run(size, begin, args, self._folder.name)
+            else:
+                report = self.pools.run(size, act, name, args)
+            self.known[key] = report
+            self.actions += 1
+        if self.failure is None:
+            self.first = journey
+            if report.verdict == "refused":
+                self.refusals[report.text] += 1
+        if report.verdict in FAILED:
+            self._fail(journey, report)
+        return report
+
+    def _fail(self, journey: Journey, report: Report) -> None:
+        if self.end is None:
+            self.end = time.monotonic() + self.shrink_s
+        self.shortest, self.failure = journey, report
+        raise JourneyFailed(report.text)
+
+
+class Machine(RuleBasedStateMachine):
+    """One journey."""
+
+    row: ClassVar[Row]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journey: Journey = ()
+        self.facts: frozenset[str] = frozenset()
+
+    @initialize(setup=setups())
+    def begin(self, setup: dict[str, Any]) -> None:
+        self.row.started += 1
+        if self.row.started == 1:
+            reject()  # hypothesis begins with the simplest of all, which is the same in every row
+        self._take("begin", setup)
+
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        """One action of those that may follow. A rule for each would be drawn too seldom: hypothesis leaves most out.
+
+        A setup or an action that was refused ends the journey.
+        """
+        if "ready" in self.facts:
+            drawn = {name: action for name, action in ACTIONS.items() if name not in self.row.without}
+            name = data.draw(st.sampled_from([name for name in drawn if drawn[name].allowed(self.facts)]))
+            self._take(name, {key: data.draw(values) for key, values in drawn[name].draws.items()})
+
+    def _take(self, name: str, args: dict[str, Any]) -> None:
+        self.journey = (*self.journey, (name, args))
+        self.facts = self.row.take(self.journey).facts
+
+
+def run_row(pools: Pools, of: int, number: int, shrink_s: float = 60, without: Iterable[str] = ()) -> Row:
+    """Draw and take the journey of a row. A failing one is made shorter for some seconds."""
+    row = Row(pools, shrink_s, without=frozenset(without))
+    machine = seed(f"{of} {number}")(type("Journeys", (Machine,), {"row": row}))
+    chosen = settings(
+        max_examples=1, stateful_step_count=8 + number % 13, deadline=None, database=None,
+        verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck), print_blob=False,
+        phases=(Phase.generate, Phase.shrink) if shrink_s else (Phase.generate,),
+    )  # fmt: skip
+    with contextlib.suppress(JourneyFailed):
+        run_state_machine_as_test(machine, settings=chosen)
+    return row
+
+
+def replay(pools: Pools, journey: Journey) -> tuple[int, Report]:
+    """Take the actions of a journey until one fails: how many were taken, and the last report."""
+    row, report = Row(pools, 0), Report("ok")
+    for taken in range(1, len(journey) + 1):
+        try:
+            report = row.take(journey[:taken])
+        except JourneyFailed:
+            assert row.failure is not None
+            return taken, row.failure
+        print(f"  {journey[taken - 1][0]}: {report.verdict} {report.text}")
+    return len(journey), report

@@ -1,0 +1,44 @@
+"""The meshes of journeys, and which options go with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MESHES = (
+    "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "dp=2,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2",
+    "dp=4", "tp=4",
+)  # fmt: skip
+RARE = ("dp=2,tp=3", "dp=3,tp=2", "fsdp=3,tp=2")
+WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches cannot have
+
+
+def world(mesh: str) -> int:
+    """The number of ranks of a mesh."""
+    return math.prod(int(axis.partition("=")[2]) for axis in mesh.split(","))
+
+
+def meshes_for(setup: Mapping[str, Any]) -> list[str]:
+    """All with as many ranks as that of a setup, and for its model."""
+    staged = not WHOLE_BATCH & set(setup["blocks"])
+    whole = setup.get("batch") == "local"
+    return [
+        mesh
+        for mesh in (*MESHES, *RARE)
+        if world(mesh) == world(setup["mesh"]) and (staged or "pp" not in mesh) and (not whole or "dp" in mesh)
+    ]
+
+
+def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those that a mesh has no axis for, and with those that it needs."""
+    kept = dict(options)
+    if "dp" not in mesh or mesh == "dp=1":
+        kept.pop("zero", None)
+    if "pp" not in mesh:
+        kept.pop("schedule", None)
+    else:
+        kept.setdefault("microbatches", 2)
+    if "tp" not in mesh:
+        kept.pop("sequence_parallel", None)
+    return kept

@@ -1,0 +1,242 @@
+"""The models of journeys: chains of small blocks, each with something that breaks, and a loss that reads Python.
+
+Tensor names carry their shape: B rows, T positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TIME, VOCABULARY = 4, 10
+Values = Mapping[str, Any]
+
+temperature = 1.0  # a global that the loss reads, and that loops change
+
+
+class MLP(nn.Module):
+    """A residual MLP. `hidden` may be a size that nothing divides."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.down(torch.tanh(self.up(x_BTD)))
+
+
+class Attention(nn.Module):
+    """Two heads behind a fused qkv weight: split over tp it is `[3:tp,-]`. No bias of keys, whose gradient is zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.norm(x_BTD.flatten(0, 1)).view_as(x_BTD)
+
+
+class Frozen(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + 0.5 * self.linear(x_BTD)
+
+
+class Unused(nn.Module):
+    """Parameters that no step reads, and one number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.never, self.gain = nn.Linear(width, 3), nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.gain * x_BTD
+
+
+class Twice(nn.Module):
+    """One inner module, called twice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.inner(torch.tanh(self.inner(x_BTD)))
+
+
+class Average(nn.Module):
+    """A buffer that each step in training mode writes."""
+
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x_BTD.detach().mean((0, 1)), alpha=0.1)
+        return x_BTD - 0.5 * self.mean
+
+
+class Scale(nn.Module):
+    """Reads a float attribute, a plain tensor attribute and a bool: what loops change."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.flipped, self.table = 1.5, False, torch.linspace(0.5, 1.5, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD = self.scale * x_BTD * self.table.to(x_BTD.dtype)
+        return -y_BTD if self.flipped else y_BTD
+
+
+BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
+    "mlp": lambda width: MLP(width, 2 * width),
+    "odd": lambda width: MLP(width, 2 * width - 1),
+    "norm": nn.LayerNorm,
+    "attention": Attention,
+    "batchnorm": BatchNorm,
+    "dropout": lambda width: nn.Dropout(0.25),
+    "frozen": Frozen,
+    "unused": Unused,
+    "twice": Twice,
+    "average": Average,
+    "scale": Scale,
+}
+
+
+class Chain(nn.Module):
+    """Blocks between an input and a head. On tokens the head is the transposed table: one parameter, two names."""
+
+    def __init__(self, blocks: tuple[str, ...], width: int, tied: bool) -> None:
+        super().__init__()
+        self.gain = 1.0
+        self.first = nn.Embedding(VOCABULARY, width) if tied else nn.Linear(width, width)
+        self.blocks = nn.ModuleList(BLOCKS[name](width) for name in blocks)
+        self.head = nn.Linear(width, VOCABULARY if tied else 3, bias=not tied)
+        if tied:
+            self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BTD = self.first(x)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.gain * self.head(x_BTD)
+
+
+@dataclass
+class Built:
+    """A plain model in float64 with its loss. `set_beta` changes the number in the loss's closure."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    set_beta: Callable[[float], None]
+    critics: list[nn.Module]  # of a GAN one, which the loss calls
+    generators: list[nn.Module]  # what the loss of the critic calls
+    critic_loss: Callable[..., Tensor]
+
+
+def _llama() -> nn.Module:
+    """One of transformers, whose norms compute in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=TIME, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def output_of(module: nn.Module, x: Tensor) -> Tensor:
+    """What a model gives, out of the object that transformers puts it in."""
+    out = module(x)
+    return getattr(out, "logits", out)
+
+
+def unpack(batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """x and y of a batch, in whatever it came."""
+    if len(batch) == 1 and isinstance(batch[0], Mapping):
+        batch = (batch[0]["x"], batch[0]["y"])
+    elif len(batch) == 1:
+        batch = (batch[0].x, batch[0].y)
+    return torch.as_tensor(batch[0]), torch.as_tensor(batch[1])
+
+
+def build(setup: Values) -> Built:
+    """The model of a setup: the same weights at every call."""
+    torch.manual_seed(setup.get("seed", 0))
+    beta, is_tokens, auxiliary = 0.1, setup["head"] != "regress", setup.get("aux", False)
+    if setup["head"] == "gpt":
+        from gpt import GPT, GPTConfig
+
+        model: nn.Module = GPT(GPTConfig(VOCABULARY, TIME, layers=2, heads=2, width=setup["width"]))
+    elif setup["head"] == "llama":
+        model = _llama()
+    else:
+        model = Chain(tuple(setup["blocks"]), setup["width"], is_tokens)
+    with torch.no_grad():  # ones and zeros hide a bias that is added twice
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+
+    def loss_fn(module: nn.Module, *batch: Any) -> Any:
+        x, y = unpack(batch)
+        out = output_of(module, x)
+        error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y)
+        loss = temperature * error + beta * out.pow(2).mean()
+        for critic in critics:
+            loss = loss - 0.1 * critic(out).mean()
+        return (loss, {"error": error.detach(), "out": out.detach()}) if auxiliary else loss
+
+    def set_beta(value: float) -> None:
+        nonlocal beta
+        beta = value
+
+    def critic_loss(critic: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        made = generators[0](x).detach()
+        return (critic(y) - 1).pow(2).mean() + critic(made).pow(2).mean()
+
+    critics: list[nn.Module] = []
+    generators = [model]
+    if setup.get("gan"):
+        critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())
+    model = model if setup["options"].get("precision") else model.double()
+    return Built(model, loss_fn, set_beta, critics, generators, critic_loss)
+
+
+def set_temperature(value: float) -> None:
+    """Change the global that the loss reads."""
+    global temperature
+    temperature = value
+
+
+def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows that no two ranks share, the same for one seed."""
+    random = torch.Generator().manual_seed(1000 * rows + seed)
+    if setup["head"] != "regress":
+        x, y = (torch.randint(VOCABULARY, (rows, TIME), generator=random) for _ in range(2))
+        y[::3, 0] = -100  # ignored, unevenly
+        return x, y
+    dtype = torch.float32 if setup["options"].get("precision") else torch.float64
+    x = torch.randn(rows, TIME, setup["width"], generator=random, dtype=dtype)
+    return x, torch.randn(rows, TIME, 3, generator=random, dtype=dtype) + 1

@@ -1,0 +1,103 @@
+"""Fixes taken out, one by one, in the ranks: each must make journeys red, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from autopar.containers import Leaf, _Walk
+from autopar.ir.layout import Layout
+from autopar.parallel.place import Place
+from autopar.torch_compat import local_of
+from benchmarks.journeys.actions_steps import BatchEncoding, Rows
+from benchmarks.journeys.ranks import Report
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """item: of issue 11. patches: what takes the place of a dotted name."""
+
+    item: int
+    what: str
+    patches: Mapping[str, Any]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, whatever it is asked."""
+
+
+def _true(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+_gather, _first = Place.gather, _Walk._first
+
+
+def _gather_in_the_order_of_the_mesh(self: Place, part: Any, shape: Any, what: str) -> Any:
+    """As torch reads placements: of `[tp:dp]` it makes `[dp:tp]`."""
+    order = self.mesh.names
+    dims = tuple(
+        tuple(sorted(dim, key=order.index)) if all(isinstance(factor, str) for factor in dim) else dim
+        for dim in self.layout.dims
+    )
+    return _gather(dataclasses.replace(self, layout=Layout(dims)), part, shape, what)
+
+
+def _of_this_rank(call: Any, items: Any, part: Any, all_: Any, dtype: Any) -> list[Any]:
+    """A reduction of what this rank holds."""
+    return [part(local_of(item)).to(dtype) for item in items]
+
+
+def _own_draws(call: Any) -> Any:
+    """Random numbers of each rank's own generator, for the part that it holds."""
+    if not call.op.is_random:
+        return NotImplemented
+    args, kwargs = call.map(lambda tensor: local_of(tensor))
+    out = call.func(*args, **kwargs)
+    return call.args[0] if call.op.writes else call.first.around(out, call.first.place, call.first.shape)
+
+
+def _objects_are_leaves(self: _Walk, value: Any, path: str) -> Any:
+    """What torch's pytree does not know stays as it is, a constant of the program."""
+    if isinstance(value, (BatchEncoding, Rows, types.SimpleNamespace)):
+        self.leaves.append(value)
+        self.paths.append(path)
+        return Leaf(False)
+    return _first(self, value, path)
+
+
+SABOTAGES: Mapping[str, Sabotage] = {
+    "placements": Sabotage(
+        1, "axes in the order of the mesh", {"autopar.parallel.place.Place.gather": _gather_in_the_order_of_the_mesh}
+    ),
+    "sums": Sabotage(2, "reductions of this rank's part", {"autopar.parallel.reductions._over_ranks": _of_this_rank}),
+    "generators": Sabotage(3, "each rank draws for its part", {"autopar.parallel.draws.draw": _own_draws}),
+    "containers": Sabotage(
+        4,
+        "objects are no containers, and their tensors may be constants",
+        {"autopar.containers._Walk._first": _objects_are_leaves, "autopar.capture.steady.first_difference": _nothing},
+    ),
+    "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),
+    "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),
+    "hooks": Sabotage(6, "gradient hooks are dropped", {"autopar.parallel.parameter.has_hooks": lambda tensor: False}),
+    "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
+    "calls": Sabotage(
+        8,
+        "calls do not announce themselves",
+        {"autopar.parallel.announce.Announcer.call": _true, "autopar.parallel.announce.Announcer.operation": _nothing},
+    ),
+}
+
+
+def sabotage(rank: int, name: str) -> Report:
+    """Take a fix out of this process, for good."""
+    with contextlib.ExitStack() as stack:
+        for target, replacement in SABOTAGES[name].patches.items():
+            stack.enter_context(mock.patch(target, replacement))
+        stack.pop_all()
+    return Report("ok")

@@ -1,0 +1,54 @@
+"""How journeys begin: a model, a mesh, options and an optimizer that go together on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, options_on
+from benchmarks.journeys.models import BLOCKS
+from benchmarks.journeys.side import OPTIMIZERS
+
+COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> dict[str, Any]:
+    """A literal that `Side` reads."""
+    kind = draw(st.integers(0, 19))
+    mesh = draw(st.sampled_from(COMMON if kind < 12 else MESHES if kind < 19 else RARE))
+    head = draw(st.sampled_from([*["regress"] * 6, *["tokens"] * 4, *["gpt"] * 4, "llama"]))
+    options: dict[str, Any] = {}
+    if "dp" in mesh and mesh != "dp=1":
+        zero = draw(st.integers(0, 3))
+        options |= {"zero": zero} if zero or "fsdp" in mesh else {}
+    if "pp" in mesh:
+        options |= {"microbatches": draw(st.sampled_from([2, 3])), "schedule": draw(st.sampled_from(SCHEDULES))}
+    elif draw(st.integers(0, 5)) == 5:
+        options["microbatches"] = 2
+    if draw(st.integers(0, 4)) == 4:
+        options["recompute"] = draw(st.sampled_from(["full", "selective"]))
+    if "tp" in mesh and head == "gpt" and draw(st.booleans()):
+        options["sequence_parallel"] = True
+    allowed = [name for name in BLOCKS if "microbatches" not in options or name not in WHOLE_BATCH]
+    made: dict[str, Any] = {
+        "mesh": mesh,
+        "options": options_on(mesh, options),
+        "head": head,
+        "width": draw(st.sampled_from([6, 8, 12] if "tp" in mesh else [6, 8, 10])),
+        "blocks": [] if head in ("gpt", "llama") else draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=3)),
+        "aux": draw(st.integers(0, 5)) == 5,
+        "gan": head == "regress" and draw(st.integers(0, 7)) == 7,
+        "optimizer": draw(st.sampled_from([None, *(name for name in OPTIMIZERS if name not in ("LBFGS", "Rprop"))])),
+        "warm": draw(st.integers(0, 2)) > 0,  # a step before anything else
+        "rows": draw(st.sampled_from([1, 2, 5, 6, 7, 11])),
+    }
+    if draw(st.integers(0, 11)) == 11 and head != "llama":
+        made["options"]["precision"] = "bf16"
+        made["optimizer"] = draw(st.sampled_from([None, "SGD"]))
+        made["gan"] = False
+    if mesh == "dp=2" and "microbatches" not in options and draw(st.integers(0, 3)) == 3:
+        made["batch"] = "local"
+    return made

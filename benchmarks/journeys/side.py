@@ -1,0 +1,169 @@
+"""One side of a journey: a model with its loss, its optimizer and what a loop holds. Both sides run one code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.capture.raising import Raise
+from autopar.parallel.module import ParallelModule
+from benchmarks.journeys.meshes import meshes_for, options_on
+from benchmarks.journeys.models import Built, batch_of, build
+
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01},
+    "Adagrad": {"lr": 0.02, "initial_accumulator_value": 0.1},
+    "RMSprop": {"lr": 0.005, "momentum": 0.5, "centered": True, "eps": 1e-4},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adadelta": {"lr": 0.5},
+    "Adamax": {"lr": 0.01},
+    "ASGD": {"lr": 0.02},
+    "Rprop": {"lr": 0.005},
+    "LBFGS": {"lr": 0.1, "max_iter": 2},
+}
+
+
+@dataclass
+class Side:
+    """`is_parallel`: the model is autopar's. `folder` is one for all ranks, in which each file has one writer."""
+
+    setup: Mapping[str, Any]
+    is_parallel: bool
+    folder: Path
+    built: Built = field(init=False)
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    average: dict[str, Tensor] | None = None
+    handles: dict[str, Any] = field(default_factory=dict)
+    seen: list[float] = field(default_factory=list)  # by hooks
+    steps: int = 0
+    aux: Any = None
+    make: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # how the optimizer was made
+    critic: Any = None  # the other model of a GAN, with its optimizer
+    critic_optimizer: Any = None
+    paths: int = 0
+
+    def __post_init__(self) -> None:
+        self.renew(self.setup["mesh"])
+
+    def renew(self, mesh: str) -> None:
+        """A model as it was at the start, on a mesh."""
+        self.setup = {**self.setup, "mesh": mesh, "options": options_on(mesh, self.setup["options"])}
+        self.built = build(self.setup)
+        self.model = self.built.model
+        if self.is_parallel:
+            self.model = autopar.parallelize(
+                self.model, mesh, loss_fn=self.built.loss_fn, batch=self.setup.get("batch", "global"),
+                **self.setup["options"],
+            )  # fmt: skip
+        self.handles.clear()
+        self.average = self.scheduler = None
+        if self.built.critics:
+            self._add_critic()
+
+    def _add_critic(self) -> None:
+        """The other network of a GAN: each one's loss calls the other."""
+        self.critic = self.built.critics[0]
+        if self.is_parallel:
+            self.critic = autopar.parallelize(self.critic, self.setup["mesh"], loss_fn=self.built.critic_loss)
+        self.built.critics[0], self.built.generators[0] = self.critic, self.model
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+
+    def other_mesh(self, number: int) -> str:
+        """One of the meshes with as many ranks on which this model can be."""
+        return meshes_for(self.setup)[number % len(meshes_for(self.setup))]
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+        """x and y; of a local batch this rank's part."""
+        return self.own(batch_of(self.setup, rows, seed))
+
+    def own(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.is_parallel or self.setup.get("batch", "global") == "global":
+            return batch
+        where = self.model._store.distributor  # type: ignore[union-attr]
+        parts, mine = 1, 0
+        for axis, size in where.mesh.axes:
+            if axis in ("dp", "fsdp"):
+                parts, mine = parts * size, mine * size + where.coord[axis]
+        return tuple(leaf.chunk(parts)[mine] for leaf in batch)
+
+    def forward_backward(self, *batch: Any) -> Tensor:
+        """The loss; gradients are added up. The plain module draws its masks as autopar does."""
+        if self.is_parallel:
+            loss = self.model.forward_backward(*batch)
+            self.aux = self.model.last_aux if self.setup.get("aux") else None
+        else:
+            with self.drawing():
+                loss = self.built.loss_fn(self.model, *batch)
+                if self.setup.get("aux"):
+                    loss, self.aux = loss
+                loss.backward()
+        self.steps += 1
+        return loss.detach()
+
+    def drawing(self) -> contextlib.AbstractContextManager[Any]:
+        """The numbers of this step, for a model that draws some."""
+        if not any(isinstance(module, nn.Dropout) and module.training for module in self.model.modules()):
+            return contextlib.nullcontext()
+        return Raise(None, torch.tensor([0, self.steps]), None)
+
+    def start(self, name: str, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer of all parameters."""
+        kind, options = getattr(torch.optim, name), {**OPTIMIZERS[name], **options}
+        return self.use(lambda model: kind(model.parameters(), **options))
+
+    def use(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """Make an optimizer, as it can be made again of a model that replaces this one."""
+        self.make, self.scheduler, self.optimizer = make, None, make(self.model)
+        self.handles.pop("step", None)
+        return self.optimizer
+
+    # -- what it holds ------------------------------------------------------------------------------------------
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that have a gradient."""
+        return ((name, p) for name, p in self.model.named_parameters() if p.grad is not None)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole value of what a user holds, by the public way."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def path(self, name: str) -> Path:
+        """Where a file of all ranks goes; the plain module has one on each rank."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return self.folder / (f"parallel-{name}" if self.is_parallel else f"plain-{rank}-{name}")
+
+    def path_of_rank(self, name: str) -> Path:
+        """Where a file of this rank alone goes."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return self.folder / f"{'parallel' if self.is_parallel else 'plain'}-{rank}-{name}"
+
+    def new_path(self, name: str) -> Path:
+        """As `path`, one that was not used before; `last_path` is that again."""
+        self.paths += 1
+        self.last_path = self.path(f"{self.paths}-{name}")
+        return self.last_path
+
+    @property
+    def is_writer(self) -> bool:
+        return not self.is_parallel or dist.get_rank() == 0
+
+
+def parallel(side: Side) -> ParallelModule:
+    assert isinstance(side.model, ParallelModule)
+    return side.model

@@ -1,0 +1,113 @@
+"""The searches of a program, one mesh axis after the other: `propagate` takes what they find, `explain` asks why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import DATA_AXES, Plan
+from autopar.ir.program import Program
+from autopar.passes.rules import table_of
+from autopar.passes.search.intents import Intent, intent_of
+from autopar.passes.search.items import Classes, Item, build_classes
+from autopar.passes.search.search import Options, options_of, problem_of, with_whole_weights
+from autopar.passes.search.solve import Problem, solve
+from autopar.passes.search.states import State, Strategy, states_of
+
+Pins = Mapping[str, Mapping[str, State]]  # the user's layouts of parameters, as states by axis
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What the search of one axis found: of each class its options, with their costs, and the index of the chosen one.
+
+    strict: no prohibition of the intent was broken. whole_weights: no plan splits every weight, so that some stay
+    whole.
+    """
+
+    options: Options
+    chosen: list[int]
+    strict: bool = True
+    whole_weights: bool = False
+
+    def strategy(self, number: int) -> Strategy:
+        """The chosen strategy of a class."""
+        return self.options[number][self.chosen[number]][0]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSearch:
+    """The search of one axis. The states of `classes` hold what the axes before it have chosen.
+
+    is_idle: the axis should split the batch and cannot divide it, so that every value is replicated on it.
+    """
+
+    classes: Classes
+    axis: str
+    intent: Intent
+    mesh: Mesh
+    pins: Pins
+    is_idle: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.mesh[self.axis]
+
+    def options(self, pins: Pins, whole_weights: bool = False) -> Options:
+        """The strategies of each class, if the user's layouts were `pins`."""
+        options = options_of(self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes))
+        return with_whole_weights(self.classes, options, pins) if whole_weights else options
+
+    def problem(self, options: Options, strict: bool) -> Problem:
+        """The programme to solve; strict: with the prohibitions of the intent."""
+        return problem_of(self.classes, options, self.size, self.intent, dict(self.mesh.axes), strict)
+
+    def solve(self) -> Solution:
+        """Find the cheapest plan.
+
+        Where no plan splits every weight that the intent would split, those stay whole that must; where there is none
+        within the intent, its prohibitions are broken.
+        """
+        if self.is_idle:
+            return Solution([[(_whole(item), 0.0)] for item in self.classes.items], [0] * len(self.classes.items))
+        for whole_weights, strict in ((False, True), (True, True), (True, False)):
+            options = self.options(self.pins, whole_weights)
+            chosen = solve(self.problem(options, strict))
+            if chosen is not None:
+                return Solution(options, chosen, strict, whole_weights)
+        raise AssertionError("every call may run whole, so a plan exists")
+
+    def take(self, solution: Solution) -> None:
+        """Give every value its state on this axis, for the axes that follow."""
+        for number, item in enumerate(self.classes.items):
+            strategy = solution.strategy(number)
+            for states, state in zip(item.states, strategy.results, strict=True):
+                states[self.axis] = state
+            for wanted, state in zip(item.wanted, strategy.operands, strict=True):
+                wanted[self.axis] = state
+            if strategy.choice is not None:
+                item.taken.append((strategy.choice, self.size))
+
+
+def classes_of(program: Program, plan: Plan) -> Classes:
+    """The classes of a CAPTURED program, by the rules and under the layouts of a plan."""
+    return build_classes(program, table_of(plan), _pins(plan), plan.memory.sums_dtype)
+
+
+def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
+    """The searches of the axes. Each must `take` its solution before the next one is asked for."""
+    mesh = plan.layout_mesh
+    for axis, size in mesh.axes:
+        if size > 1:
+            intent = intent_of(axis, plan.sequence_parallel)
+            is_idle = plan.batch_whole and axis in DATA_AXES  # micro-batches divide it all the same
+            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle)
+
+
+def _whole(item: Item) -> Strategy:
+    return Strategy((None,) * len(item.sources), (None,) * len(item.types))
+
+
+def _pins(plan: Plan) -> Pins:
+    return {name: states_of(layout, plan.layout_mesh) for name, layout in plan.layouts.items()}

@@ -1,0 +1,105 @@
+"""What a person should know of the plan of an axis: weights and products that it leaves whole, ops without a rule."""
+
+from __future__ import annotations
+
+from autopar.errors import LayoutError, divisors, one_of
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import PARTNER, record
+from autopar.passes.search.axes import AxisSearch, Solution
+from autopar.passes.search.items import Classes, Item, operations
+
+SHOWN = 3  # products in a note
+
+
+def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
+    """List what an axis leaves undivided. Raises LayoutError if it should split the weights and splits none."""
+    if search.is_idle:
+        return [f"axis '{search.axis}' (size {search.size}) cannot divide this batch: every rank computes all of it"]
+    notes = []
+    if not solution.strict:
+        notes.append(
+            f"axis '{search.axis}': no plan keeps all weights in place; some are gathered (see the collectives)"
+        )
+    if search.intent.weights_split:
+        notes += _whole_weights(search.classes, search.axis, search.size)
+    if search.axis != MICROBATCH:  # what micro-batches share is computed once
+        notes += _whole_products(search, solution)
+    return notes
+
+
+def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
+    """The weights that an axis could not split; an error if it split none."""
+    weights = [item for item in classes.items if item.role and item.role.multiplied]
+    entries = [(item, item.role.entry) for item in weights if item.role]
+    parameters = [item for item, entry in entries if entry.kind == "parameter" and not entry.name.startswith(PARTNER)]
+    left = [item for item in parameters if item.states[0].get(axis) is None]
+    if parameters and len(left) == len(parameters):
+        lines = [_sizes_line(item, size) for item in parameters[:8]]
+        raise LayoutError(f"axis '{axis}' (size {size}) can split no weight of the model:\n" + "\n".join(lines))
+    return [
+        f"'{item.role.entry.name}' {list(item.types[0].shape)} stays whole on '{axis}'" for item in left if item.role
+    ]
+
+
+def _sizes_line(item: Item, size: int) -> str:
+    assert item.role is not None
+    dims = [
+        f"dim {dim} (size {n}) is not divisible by {size}: {one_of(divisors(n))} would do"
+        if n % size
+        else f"dim {dim} (size {n}) cannot be split by the ops that use it"
+        for dim, n in enumerate(item.types[0].shape)
+    ]
+    return f"  '{item.role.entry.name}' {list(item.types[0].shape)}: " + "; ".join(dims)
+
+
+def _whole_products(search: AxisSearch, solution: Solution) -> list[str]:
+    """The products that every rank of the axis computes, with their share of the work: the largest first."""
+    classes, total = search.classes, operations(search.classes.items)
+    work = {
+        number: item.rule.flops * item.count / total
+        for number, item in enumerate(classes.items)
+        if item.rule and item.rule.flops and solution.strategy(number).choice is None
+    }
+    axis = f"axis '{search.axis}' (size {search.size})"
+    each = f"is done by each of its {search.size} ranks"
+    if not total:
+        states = [state.get(search.axis) for item in classes.items for state in item.states]
+        return [] if any(isinstance(state, tuple) for state in states) else [f"{axis} divides nothing: all work {each}"]
+    if not work:
+        return []
+    largest = sorted(work, key=lambda number: (-work[number], number))
+    named = [_product(classes.items[number], work[number]) for number in largest[:SHOWN]]
+    more = f" and {len(work) - SHOWN} more" if len(work) > SHOWN else ""
+    count = sum(classes.items[number].count for number in work)
+    products = sum(item.count for item in classes.items if item.rule and item.rule.flops)
+    what = "divides no product" if count == products else f"leaves {count} of {products} products whole"
+    return [f"{axis} {what}: {_share(sum(work.values()))} of the work {each}: {', '.join(named)}{more}"]
+
+
+def _product(item: Item, share: float) -> str:
+    """`%contract_3 at model.py:12 in head (17 %)`."""
+    known = record(item.node)
+    place = f" at {known.source}" if known.source else ""
+    module = f" in {known.module}" if known.module else ""
+    phase = " backward" if known.phase == "backward" else ""
+    times = f", {item.count} times" if item.count > 1 else ""
+    return f"%{item.node.name}{place}{module}{phase} ({_share(share)}{times})"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def rule_notes(classes: Classes) -> list[str]:
+    """List the ops that have no rule."""
+    notes = []
+    for item in classes.items:
+        if not item.has_row:
+            where = record(item.node).source
+            bytes_ = sum(type_.bytes_ for type_ in item.types) * item.count
+            hint = "" if str(item.node.target).startswith("aten.") else "; autopar.register_rule can give it one"
+            notes.append(
+                f"op '{item.node.target}' has no rule: computed whole on every rank "
+                f"({item.count} times, {bytes_ / 1e6:.3g} MB of results; first at {where}){hint}"
+            )
+    return notes

@@ -1,0 +1,305 @@
+"""Numbers that change at every step, beside the plain module: inputs of one program, or compiled for each value."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import Ranks, ranks_of
+from side_by_side import assert_close
+from torch import Tensor, nn
+
+import autopar
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass
+class Config:
+    beta: float = 0.5
+    inner: dict[str, Any] = field(default_factory=lambda: {"betas": [0.5, 1.0], "pair": (0.5, 1.0)})
+
+
+class Slotted:
+    __slots__ = ("beta",)
+
+    def __init__(self) -> None:
+        self.beta = 0.5
+
+
+BETA: Any = 0.5
+STEP = 1
+TABLE: dict[str, Any] = {"beta": 0.5}
+CONFIG, SLOTTED = Config(), Slotted()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.beta: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)) * self.beta)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor * 2, None
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Any]
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def by_global(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) * BETA
+
+
+def by_item(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + TABLE["beta"] * model(x).abs().mean()
+
+
+def by_config(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x) * (1 - CONFIG.beta) + y * CONFIG.beta
+    return F.mse_loss(out * CONFIG.inner["betas"][0], y * SLOTTED.beta)
+
+
+def by_default(model: nn.Module, x: Tensor, y: Tensor, beta: float = 0.5, *, gamma: float = 0.5) -> Tensor:
+    return F.mse_loss(model(x) * beta, y) * gamma
+
+
+def by_function(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return Twice.apply(F.mse_loss(model(x), y), BETA)  # type: ignore[no-any-return]
+
+
+def by_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) * (0.9**STEP) + model(x).sum() * STEP / 100
+
+
+def put_global(value: float, _: nn.Module) -> None:
+    globals()["BETA"] = value
+
+
+def put_item(value: float, _: nn.Module) -> None:
+    globals()["TABLE"] = {"beta": value}  # another dict each time
+
+
+def put_config(value: float, _: nn.Module) -> None:
+    CONFIG.beta, CONFIG.inner["betas"][0], SLOTTED.beta = value, value / 2, value * 2
+
+
+def put_default(value: float, _: nn.Module) -> None:
+    by_default.__defaults__, by_default.__kwdefaults__["gamma"] = (value,), value * 3
+
+
+def put_attribute(value: float, model: nn.Module) -> None:
+    model.beta = value
+
+
+def put_step(value: float, _: nn.Module) -> None:
+    globals()["STEP"] = round(value * 10)
+
+
+class Annealed:
+    """A loss whose number stands in the cell of a closure."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor, Any], Tensor]) -> None:
+        beta: Any = 0.5
+
+        def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return use(model(x), y, beta)
+
+        def put(value: float, _: nn.Module) -> None:
+            nonlocal beta
+            beta = value
+
+        self.loss_fn, self.put = loss_fn, put
+
+
+def anneal(
+    loss_fn: Any, put: Callable[[float, nn.Module], None], dtype: torch.dtype = torch.float64, mesh: str = "dp=1",
+    steps: int = 6, **options: Any,
+) -> autopar.ParallelModule:  # fmt: skip
+    """Steps on both models with another number at each; loss and gradients stay the same, with their dtypes."""
+    torch.manual_seed(0)
+    plain = Model().to(dtype)
+    model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=loss_fn, device="cpu", **options)
+    x, y = torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for step in range(steps):
+        for target in (plain, model):
+            target.zero_grad()
+            put(0.5 + step / 10, target)
+        loss = loss_fn(plain, x, y)
+        loss.backward()
+        got = model.forward_backward(x, y)
+        torch.testing.assert_close(got, loss.detach(), rtol=tolerance, atol=tolerance)
+        found = model.full_gradients()
+        if dist.get_rank() == 0:
+            assert_close(found, {n: p.grad for n, p in plain.named_parameters()}, f"step {step}", tolerance)
+    return model
+
+
+PLACES: dict[str, tuple[Any, Any]] = {
+    "global": (by_global, put_global),
+    "item of a dict that is replaced": (by_item, put_item),
+    "config, list in a dict, slot": (by_config, put_config),
+    "default arguments": (by_default, put_default),
+    "attribute of the model": (mse, put_attribute),
+    "in an autograd function": (by_function, put_global),
+    "int": (by_step, put_step),
+}
+
+ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "loss * beta": lambda out, y, beta: F.mse_loss(out, y) * beta,
+    "beta / 2 + loss": lambda out, y, beta: -beta / 2 + F.mse_loss(out, y) ** 2,
+    "numbers": lambda out, y, beta: F.mse_loss(out, y * (beta * 2 + 1 - beta**2)) * abs(0.5 - beta),
+    "power": lambda out, y, beta: (out.abs() ** beta).mean() + (beta**out).mean(),
+    "lerp": lambda out, y, beta: torch.lerp(out, y, beta).square().mean(),
+    "where": lambda out, y, beta: torch.where(out > beta - 0.5, out, beta).mean(),
+    "clamp": lambda out, y, beta: out.clamp(min=-beta).square().mean(),
+    "where of losses": lambda out, y, beta: torch.where(y > 0, out.sum(), beta).mean(),
+    "masked_fill": lambda out, y, beta: out.masked_fill(y > 0, beta).square().mean(),
+    "compare": lambda out, y, beta: (out * (y > beta)).square().mean() + (out.square() * (beta <= y)).mean(),
+    "in place": lambda out, y, beta: (out * 1.0).mul_(beta).sub_(beta).square().mean(),
+    "integers": lambda out, y, beta: (out * (torch.arange(8) * beta)).square().mean(),
+    "quotients": lambda out, y, beta: (out / beta + beta / (out.square() + 1)).square().mean(),
+    "isinstance": lambda out, y, beta: out.square().mean() * (beta if isinstance(beta, float) else 7.0),
+}
+
+FALLBACKS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "if": lambda out, y, beta: F.mse_loss(out, y) * (beta if beta > 0.65 else 2.0),
+    "math": lambda out, y, beta: F.mse_loss(out, y) * math.exp(beta),
+    "size": lambda out, y, beta: out[:, : int(beta * 8)].square().mean(),
+    "full": lambda out, y, beta: F.mse_loss(out, torch.full(y.shape, beta, dtype=y.dtype)),
+    "tensor": lambda out, y, beta: F.mse_loss(out, y) * torch.tensor(beta, dtype=y.dtype),
+    "tensor of a list": lambda out, y, beta: (out * torch.tensor([beta] * 8, dtype=y.dtype)).square().mean(),
+    "option": lambda out, y, beta: F.smooth_l1_loss(out, y, beta=beta),
+    "smoothing": lambda out, y, beta: F.cross_entropy(out, y.argmax(1), label_smoothing=beta / 4),
+    "alpha": lambda out, y, beta: torch.add(out, y, alpha=beta).square().mean(),
+    "dropout": lambda out, y, beta: F.dropout(out, beta, training=False).square().mean(),
+    "text": lambda out, y, beta: out.square().mean() * float(f"{beta}"),
+    "divided by a number": lambda out, y, beta: out.square().mean() * (1 / beta),
+    "error that the user catches": lambda out, y, beta: out.square().mean() * caught(beta),
+}
+
+
+def caught(beta: Any) -> float:
+    try:
+        return float(beta)
+    except Exception:
+        return 1.0
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_numbers_that_change_at_every_step_are_inputs_of_one_program(name: str) -> None:
+    loss_fn, put = PLACES[name]
+    assert len(anneal(loss_fn, put, steps=10).programs) <= 3
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_is_that_of_python_numbers(name: str, dtype: torch.dtype) -> None:
+    annealed = Annealed(ARITHMETIC[name])
+    assert len(anneal(annealed.loss_fn, annealed.put, dtype, steps=5).programs) == 3
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_other_uses_are_compiled_for_each_value(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    annealed = Annealed(FALLBACKS[name])
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert len(anneal(annealed.loss_fn, annealed.put, steps=5).programs) == 5
+    notes = [r.getMessage() for r in caplog.records if "changed twice" in r.getMessage()]
+    assert len(notes) == 1 and "cannot be an input" in notes[0], notes
+
+
+def test_the_note(caplog: pytest.LogCaptureFixture) -> None:
+    annealed = Annealed(ARITHMETIC["loss * beta"])
+    with caplog.at_level(logging.WARNING, "autopar"):
+        anneal(annealed.loss_fn, annealed.put)
+    line = annealed.loss_fn.__code__.co_firstlineno
+    where = f"'beta' (test_scalars.py:{line}, closure of loss_fn)"
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("'beta'")] == [
+        f"{where} was 0.5 and is 0.6: compiling again",
+        f"{where} was 0.6 and is 0.7: compiling again",
+        f"{where} changed twice: it is an input of the program from now on",
+    ]
+
+
+def on_ranks(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    del rank
+    annealed = Annealed(ARITHMETIC["numbers"])
+    assert len(anneal(annealed.loss_fn, annealed.put, mesh=mesh, steps=5, **options).programs) == 3
+
+
+def on_one_rank(rank: int) -> None:
+    annealed = Annealed(ARITHMETIC["loss * beta"])
+    model = anneal(annealed.loss_fn, annealed.put, mesh="dp=2")
+    annealed.put(2.0 + rank, model)
+    model.forward_backward(torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {"zero": 3}), ("pp=2", {"microbatches": 2})])
+def test_numbers_on_ranks(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    two.run(on_ranks, mesh, options)
+
+
+@pytest.mark.gloo
+def test_another_number_on_one_rank_is_a_rank_error(two: Ranks) -> None:
+    for outcome in two.attempt(on_one_rank):
+        assert outcome.error is not None
+        assert outcome.error.startswith("RankError: ranks disagree on the batch and modes")
+        assert "closure of loss_fn) = 3.0' where the others have" in outcome.error
+
+
+def test_forward_and_signatures_share_what_is_known() -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=mse, device="cpu")
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for step, size in enumerate((4, 4, 4, 4, 2, 2, 2)):
+        plain.beta = model.beta = step / 4
+        with torch.no_grad():
+            torch.testing.assert_close(model(x[:size]), plain(x[:size]), rtol=1e-10, atol=1e-12)
+    assert len(model.programs) == 4  # of which the last is for the other size
+    plain.beta = model.beta = 2  # of another type
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+    assert model.beta == 2 and len(model.programs) == 5
+
+
+def test_numbers_stay_what_they_are_for_the_user() -> None:
+    annealed = Annealed(FALLBACKS["if"])
+    cell = annealed.loss_fn.__closure__
+    anneal(annealed.loss_fn, annealed.put)
+    assert cell is not None and any(type(c.cell_contents) is float for c in cell)

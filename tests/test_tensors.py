@@ -1,0 +1,464 @@
+"""What users hold of a parallel model gives one device's numbers in any function of torch, or says that it cannot.
+
+The op database of torch is in test_tensors_opinfo.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from processes import Ranks, ranks_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import AutoparError, RankError
+from autopar.ir.layout import parse_layout
+from autopar.ir.mesh import parse_mesh
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.parameter import ParameterTensor
+from autopar.torch_compat import SUBCLASSED_DTENSORS, local_of
+
+pytestmark = pytest.mark.gloo
+LAYOUTS = (
+    ("[-]", (12,)),
+    ("[tp:dp]", (12,)),
+    ("[dp:tp]", (12,)),
+    ("[dp]", (7,)),  # uneven: 4 and 3
+    ("[3:tp,-]", (12, 3)),
+    ("[3:tp:dp,-]", (12, 3)),
+    ("[dp,tp]", (4, 6)),
+    ("[-,tp]", (3, 4)),
+    ("[dp,-]", (5, 3)),
+)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+def distributor(mesh: str = "dp=2,tp=2") -> Distributor:
+    parsed = parse_mesh(mesh)
+    return Distributor(parsed, init_device_mesh("cpu", parsed.shape, mesh_dim_names=parsed.names), lambda what: None)
+
+
+def held(where: Distributor) -> list[tuple[str, nn.Parameter, Tensor]]:
+    """A parameter of each layout, and the plain one with the same value."""
+    found = []
+    for at, (text, shape) in enumerate(LAYOUTS):
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
+        found.append((text, where.parameter(value.clone().requires_grad_(), parse_layout(text)), value))
+    return found
+
+
+# -- reductions and what is computed of them ------------------------------------------------------------------------
+
+
+def _numbers(rank: int) -> None:
+    for text, p, w in held(distributor()):
+        with torch.no_grad():
+            pairs = {
+                "sum": (p.pow(2).sum().item(), w.pow(2).sum().item()),
+                "max": (float(p.abs().max()), float(w.abs().max())),
+                "min": (p.min().item(), w.min().item()),
+                "mean": (p.mean().item(), w.mean().item()),
+                "std": (p.std().item(), w.std().item()),
+                "norm": (p.norm().item(), w.norm().item()),
+                "norm 1": (p.norm(1).item(), w.norm(1).item()),
+                "norm 0": (torch.linalg.vector_norm(p, 0).item(), torch.linalg.vector_norm(w, 0).item()),
+                "prod": (p.prod().item(), w.prod().item()),
+                "any": (bool((p > 1).any()), bool((w > 1).any())),
+                "all": (bool((p > -9).all()), True),
+                "count": (p.count_nonzero().item(), w.count_nonzero().item()),
+                "argmax": (int(p.argmax()), int(w.argmax())),
+                "median": (p.median().item(), w.median().item()),
+                "compared": (bool(p.norm() > w.norm() / 2), True),
+                "text": (float(f"{p.grad_fn or p.norm():.3f}"), float(f"{w.norm():.3f}")),
+                "dot": (torch.dot(p.flatten(), p.flatten()).item(), torch.dot(w.flatten(), w.flatten()).item()),
+            }
+        for what, (got, wanted) in pairs.items():
+            assert got == pytest.approx(wanted, rel=1e-12), (text, what, got, wanted)
+        assert p.tolist() == w.tolist() and torch.equal(p.full_tensor(), w), text
+        assert torch.equal((p > 0).full_tensor(), w > 0)
+        other = p.detach().clone()
+        assert torch.equal(other, p.detach()), text
+        other.view(-1)[-1] += 1
+        assert not torch.equal(other, p.detach()), (text, "a rank whose part is the same says so, too")
+        nan = p.detach().clone()
+        nan.view(-1)[-1] = float("nan")
+        assert nan.max().isnan() and nan.sum().isnan() and not bool(nan.isfinite().all()), text
+
+
+def test_reductions_are_over_all_ranks(four: Ranks) -> None:
+    four.run(_numbers)
+
+
+def _loop(module: nn.Module, start: dict[str, Tensor]) -> None:
+    """A hand-written clip, decay, noise, moving average and comparison, as in many a training script."""
+    parameters = list(module.parameters())
+    total = sum(p.grad.pow(2).sum().item() for p in parameters) ** 0.5
+    norm = torch.sqrt(sum((p.grad.detach() ** 2).sum() for p in parameters))
+    assert float(norm) == pytest.approx(total, rel=1e-12)
+    with torch.no_grad():
+        for p in parameters:
+            if total > 0.1:
+                p.grad.mul_(0.1 / (total + 1e-6))
+            p.grad.clamp_(-p.abs().max(), p.abs().max())
+            scale = 1.0 if p.norm() == 0 else (p.norm() / p.grad.norm().clamp(min=1e-3)).clamp(max=2)  # as LARS
+            p.sub_(p.grad * scale, alpha=0.1)
+            p.mul_(1 - 0.01).add_(torch.randn_like(p), alpha=1e-3)
+            p.data = torch.where(p.data.abs() < 1e-3, torch.zeros_like(p), p.data)
+        for name, p in module.named_parameters():
+            start[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+
+
+def _by_hand(rank: int, mesh: str, zero: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 5)).double()
+
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 5).double()
+    loss = lambda model, x, y: nn.functional.mse_loss(model(x), y)  # noqa: E731
+    plain, model = build(), autopar.parallelize(build(), mesh, loss_fn=loss, zero=zero)
+    model.prepare(x, y)
+    averages = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in (model, plain)]
+    for step in range(3):
+        loss(plain, x, y).backward()
+        model.forward_backward(x, y)
+        for m, average in zip((model, plain), averages, strict=True):
+            torch.manual_seed(step)
+            _loop(m, average)
+            m.zero_grad()
+    whole = model.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(averages[0][name].full_tensor(), averages[1][name], rtol=1e-10, atol=1e-12)
+        assert rank or torch.allclose(whole[name], value, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,tp=2", 3), ("dp=2,pp=2", 1), ("dp=4", 0)])
+def test_a_hand_written_loop(four: Ranks, mesh: str, zero: int) -> None:
+    four.run(_by_hand, mesh, zero)
+
+
+# -- views, writes, random numbers ----------------------------------------------------------------------------------
+
+
+def _writes(rank: int) -> None:
+    for text, p, w in held(distributor()):
+        with torch.no_grad():
+            for t in (p, w):
+                t[0] = 1
+                t.data[-1].fill_(3)
+                t.view(-1)[2:4] *= 5
+                t.flatten()[0]  # no write
+                t.unsqueeze(0).chunk(1)[0].add_(1)
+                t[torch.tensor([1, 2])] = 7
+                t.masked_fill_(t > 6, 6.5)
+                if t.ndim == 2:
+                    t.t()[1].zero_()
+                    t.fill_diagonal_(4)
+                    t.triu_()
+                    nn.init.orthogonal_(t, generator=torch.Generator().manual_seed(3))
+        assert torch.equal(p.full_tensor(), w), (text, p.full_tensor(), w)
+        row = p.detach()[0]
+        with torch.no_grad():
+            p.add_(1)
+        assert torch.equal(row.full_tensor(), (w + 1)[0]), "a view shows what is written later"
+        copied = copy.deepcopy(p)
+        p.data = p.data * 2
+        assert torch.equal(p.full_tensor(), 2 * (w + 1)) and torch.equal(copied.full_tensor(), w + 1)
+        loss = (p[0] * p.t() if p.ndim == 1 else p @ p.t()).sum()
+        v = (2 * (w + 1)).requires_grad_()
+        (v[0] * v.t() if v.ndim == 1 else v @ v.t()).sum().backward()
+        loss.backward()
+        torch.testing.assert_close(p.grad.full_tensor(), v.grad)
+
+
+def test_writes_through_views_land(four: Ranks) -> None:
+    four.run(_writes)
+
+
+FILLS = (
+    lambda t: nn.init.normal_(t),
+    lambda t: nn.init.trunc_normal_(t),
+    lambda t: t.add_(torch.randn_like(t)),
+    lambda t: t.uniform_(-1, 1),
+    lambda t: t.copy_(nn.functional.dropout(t, 0.5)),
+    lambda t: t.bernoulli_(0.5).exponential_(),
+    lambda t: t.copy_(torch.bernoulli(t.sigmoid())),
+    lambda t: t[0].normal_(),
+    lambda t: t.normal_(generator=torch.Generator().manual_seed(5)),
+    lambda t: t.mul_(torch.rand_like(t, dtype=torch.float32)),
+)
+
+
+def _random(rank: int, home: int | None) -> None:
+    where = distributor("pp=2,tp=2" if home is not None else "dp=2,tp=2")
+    layouts = (("[tp,-]", (4, 3)), ("[]", ()), ("[-]", (5,))) if home is not None else LAYOUTS
+    for text, shape in layouts:
+        value = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+        for at, fill in enumerate(FILLS):
+            if not shape and at in (7,):
+                continue
+            p, w = where.parameter(value.clone(), parse_layout(text), home), value.clone()
+            for seed in (0, rank):  # alike on all ranks, or not
+                torch.manual_seed(0)
+                fill(w)
+                after = torch.get_rng_state()
+                torch.manual_seed(seed)
+                mine = torch.get_rng_state()
+                with torch.no_grad():
+                    fill(p)
+                assert torch.equal(p.full_tensor(), w), (text, at)
+                assert torch.equal(torch.get_rng_state(), after if seed == 0 else mine), (text, at)
+
+
+@pytest.mark.parametrize("home", [None, 1])
+def test_random_functions_draw_what_one_device_draws(four: Ranks, home: int | None) -> None:
+    four.run(_random, home)
+
+
+def _refused(rank: int) -> None:
+    for text, p, w in held(distributor())[1:]:
+        whole = p.detach()
+        for name, call in {
+            "data = ": lambda: setattr(p, "data", w[:1]),  # noqa: B023
+            "numpy": whole.numpy,
+            "data_ptr": whole.data_ptr,
+            "resize_": lambda: whole.resize_(2),  # noqa: B023
+            "set_": lambda: whole.set_(w),  # noqa: B023
+            "share_memory_": whole.share_memory_,
+            "allreduce_": lambda: dist.all_reduce(whole),  # noqa: B023
+        }.items():
+            if name == "allreduce_" and not SUBCLASSED_DTENSORS:
+                continue  # torch itself has to refuse it there
+            with pytest.raises(AutoparError, match=name):
+                call()
+        mine = torch.full_like(w, rank)
+        with torch.no_grad(), pytest.raises(RankError, match="rank 1, 2, 3 has other values than rank 0"):
+            p.mul_(mine)
+        assert torch.equal(p.full_tensor(), w), text
+
+
+def test_what_cannot_be_right_is_refused(four: Ranks) -> None:
+    four.run(_refused)
+
+
+def _lists(rank: int) -> None:
+    """What optimizers and clipping do on a GPU: lists, of tensors that lie alike or not."""
+    where = distributor()
+    ours, plain = zip(*[(p.detach(), w.clone()) for _, p, w in held(where)], strict=True)
+    other = [where.split(w * 2, parse_layout(str([*["-"] * w.ndim]).replace("'", "").replace(" ", ""))) for w in plain]
+    twice = [w * 2 for w in plain]
+    for a, b in ((list(ours), list(plain)),):
+        mixed, same = (other, twice)
+        torch._foreach_add_(a, mixed, alpha=0.5)
+        torch._foreach_add_(b, same, alpha=0.5)
+        torch._foreach_mul_(a, torch.tensor(0.5))
+        torch._foreach_mul_(b, torch.tensor(0.5))
+        torch._foreach_lerp_(mixed, a, 0.3)
+        torch._foreach_lerp_(same, b, 0.3)
+        for order in (2, 1, float("inf"), 3):
+            for x, y in zip(torch._foreach_norm(a, order), torch._foreach_norm(b, order), strict=True):
+                torch.testing.assert_close(x.full_tensor(), y)
+        for op in (torch._foreach_sqrt, torch._foreach_abs, torch._foreach_neg, torch._foreach_max):
+            for x, y in zip(op(a), op(b), strict=True):
+                torch.testing.assert_close(x.full_tensor(), y, equal_nan=True)
+        for x, y in zip([*a, *mixed], [*b, *same], strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+        assert all(type(x) is ParameterTensor for x in [*a, *mixed])
+    found, factor = torch.zeros(1), torch.tensor(0.5)
+    bad = [where.split(torch.tensor([0.0] * 11 + [float("inf")]), parse_layout("[tp:dp]"))]
+    torch._amp_foreach_non_finite_check_and_unscale_(bad, found, factor)
+    assert found.item() == 1
+
+
+def test_lists_of_tensors_that_lie_anyhow(four: Ranks) -> None:
+    four.run(_lists)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """A fused qkv, which tp splits as [3:tp,-], and vectors that tp and dp both split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.up, self.out = nn.Linear(12, 36), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (6, 2)) for t in (q, k, v))
+        x = x + ((q * k).sum(-1, keepdim=True) * v).flatten(-2)
+        return self.out(torch.relu(self.up(x)))
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(12, 12, generator=random, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+def _made(mesh: str, name: str, zero: int, early: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer; `early`: whose states exist before the parameters have their layouts."""
+    model = autopar.parallelize(Fused(), mesh, loss_fn=_loss, zero=zero)
+    optimizer = OPTIMIZERS[name](model.parameters()) if early else None
+    model.prepare(*_batch())
+    return model, optimizer or OPTIMIZERS[name](model.parameters())
+
+
+def _plain(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    plain = Fused()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    _steps(plain, optimizer, steps)
+    return plain, optimizer
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        if isinstance(model, Fused):
+            _loss(model, *_batch()).backward()
+        else:
+            model.forward_backward(*_batch())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _same(model: Any, plain: nn.Module, what: str) -> None:
+    for name, p in model.named_parameters():
+        wanted = plain.get_parameter(name).detach()
+        torch.testing.assert_close(p.full_tensor().detach(), wanted, rtol=1e-10, atol=1e-12, msg=f"{what} {name}")
+
+
+def _same_states(model: Any, optimizer: Any, plain: nn.Module, theirs: Any) -> None:
+    for name, p in model.named_parameters():
+        for key, value in theirs.state[plain.get_parameter(name)].items():
+            got = optimizer.state[p][key]
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-12, msg=f"{name} {key}")
+
+
+def _save(rank: int, mesh: str, name: str, zero: int, early: bool, folder: str) -> list[str]:
+    model, optimizer = _made(mesh, name, zero, early)
+    _steps(model, optimizer, 2)
+    plain, theirs = _plain(name, 2)
+    _same(model, plain, "trained")
+    _same_states(model, optimizer, plain, theirs)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), model.get_parameter(key).full_tensor())
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    return [str(p.placements) for p in model.parameters()]
+
+
+def _load(rank: int, mesh: str, name: str, zero: int, folder: str) -> None:
+    model, optimizer = _made(mesh, name, zero)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    plain, theirs = _plain(name, 2)
+    _same(model, plain, "loaded")
+    _same_states(model, optimizer, plain, theirs)
+    _steps(model, optimizer, 1)
+    _steps(plain, theirs, 1)
+    _same(model, plain, "went on")
+    assert all(local_of(p).numel() <= p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "early", "to"),
+    [
+        ("AdamW", 1, False, ("tp=4", 0)),
+        ("Adagrad", 3, True, ("dp=2,pp=2", 1)),
+        ("SGD", 2, True, ("dp=4", 3)),
+    ],
+)
+def test_states_go_from_mesh_to_mesh(
+    four: Ranks, tmp_path: Path, name: str, zero: int, early: bool, to: tuple[str, int]
+) -> None:
+    placements = four.run(_save, "dp=2,tp=2", name, zero, early, str(tmp_path))[0]
+    assert any("_StridedShard" in text for text in placements), placements
+    four.run(_load, to[0], name, to[1], str(tmp_path))
+    four.run(_load, "dp=2,tp=2", name, zero, str(tmp_path))
+    plain = Fused()
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    for key, value in _plain(name, 2)[0].state_dict().items():
+        torch.testing.assert_close(state["model"][key], value, rtol=1e-10, atol=1e-12)
+
+
+def _whole(rank: int) -> None:
+    """torch's functions for whole state dicts: out of ours into a plain module, and back, also from rank 0 alone."""
+    model, optimizer = _made("dp=2,tp=2", "AdamW", 1)
+    _steps(model, optimizer, 2)
+    plain, theirs = _plain("AdamW", 2)
+    options = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=options)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
+    twin, other = _plain("AdamW", 0)
+    set_model_state_dict(twin, weights, options=options)
+    set_optimizer_state_dict(twin, other, copy.deepcopy(states), options=options)  # which it keeps
+    _steps(twin, other, 1)
+    _steps(plain, theirs, 1)
+    _same_plain(twin, plain)
+    for extra in ({}, {"broadcast_from_rank0": True}, {"cpu_offload": True}):
+        again, fresh = _made("dp=4" if "broadcast_from_rank0" in extra else "dp=2,tp=2", "AdamW", 3)
+        options = StateDictOptions(full_state_dict=True, **extra)
+        given = (weights, states) if rank == 0 or "broadcast_from_rank0" not in extra else ({}, {})
+        set_model_state_dict(again, copy.deepcopy(given[0]), options=options)
+        set_optimizer_state_dict(again, fresh, copy.deepcopy(given[1]), options=options)
+        _steps(again, fresh, 1)
+        _same(again, plain, str(extra))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(AutoparError, match="a fused weight, of which a rank holds several blocks"):
+        set_model_state_dict(model, weights if rank == 0 else {}, options=options)
+
+
+def _same_plain(a: nn.Module, b: nn.Module) -> None:
+    for name, value in a.state_dict().items():
+        torch.testing.assert_close(value, b.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def test_whole_state_dicts_of_torch(four: Ranks) -> None:
+    four.run(_whole)
+
+
+def test_unequal_axes(tmp_path: Path) -> None:
+    with ranks_of(6) as six:
+        placements = six.run(_save, "dp=2,tp=3", "Adagrad", 1, True, str(tmp_path))[0]
+        assert any("sf=3" in text for text in placements), placements
+        six.run(_load, "dp=3,tp=2", "Adagrad", 3, str(tmp_path))
