@@ -12,11 +12,10 @@ from autopar.capture import Captured, capture
 from autopar.choices import Choices
 from autopar.compiler import lower
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.rules import TABLE
-from autopar.passes.search.intents import INTENTS
-from autopar.passes.search.items import Classes, build_classes
-from autopar.passes.search.search import search_axis
+from autopar.passes.search.axes import axis_searches, classes_of
+from autopar.passes.search.items import Classes
 
 MESH = parse_mesh("dp=2,tp=2")
 ROWS, TIME, VOCABULARY = 512, 8, 64  # rows for the widest mesh
@@ -34,10 +33,11 @@ def captured(layers: int) -> Captured:
 
 def searched(program: Program) -> tuple[Classes, float]:
     """The classes of a program, and the CPU seconds of the search over them."""
-    classes = build_classes(program, TABLE, {})
+    plan = Plan(MESH)
+    classes = classes_of(program, plan)
     start = time.process_time()
-    for axis, size in MESH.axes:
-        search_axis(classes, axis, size, INTENTS[axis], {}, dict(MESH.axes))
+    for search in axis_searches(classes, plan):
+        search.take(search.solve())
     return classes, time.process_time() - start
 
 
