@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,10 +111,6 @@ class Parts:
     def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The leaves that are tensors, with their places."""
         return ((i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
-
-    def values(self) -> tuple[Hashable, ...]:
-        """What is compared of the leaves that are Python values; None in the place of a tensor."""
-        return tuple(None if isinstance(leaf, torch.Tensor) else key_of(leaf) for leaf in self.leaves)
 
     def map(self, function: Callable[[torch.Tensor], Any]) -> Any:
         """The value with `function` of each tensor, or array as a tensor, in its place."""

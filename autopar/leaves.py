@@ -80,6 +80,8 @@ def key_of(value: Any) -> Hashable | None:
         return None  # of a class of the user's, with more in it
     if isinstance(value, np.generic):
         return kind, str(value.dtype), value.tobytes() if value == value else "nan"
+    if isinstance(value, (int, float)) and not issubclass(kind, (int, float)):
+        return Same(value)  # stands for a number while a step is captured
     if isinstance(value, float):
         return kind, value.hex()
     if isinstance(value, complex):

@@ -303,3 +303,76 @@ def test_numbers_stay_what_they_are_for_the_user() -> None:
     cell = annealed.loss_fn.__closure__
     anneal(annealed.loss_fn, annealed.put)
     assert cell is not None and any(type(c.cell_contents) is float for c in cell)
+
+
+# -- numbers among the arguments of a call ---------------------------------------------------------------------------
+
+
+def given(model: nn.Module, x: Tensor, y: Tensor, weight: Any) -> Tensor:
+    beta = weight["beta"] if isinstance(weight, dict) else weight
+    return F.mse_loss(model(x), y) * (1 - beta) + beta * model(x).abs().mean()
+
+
+def given_size(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Tensor:
+    return F.mse_loss(model(x)[:, :size], y[:, :size])
+
+
+PASSED: dict[str, Callable[[Any, Any, Tensor, Tensor, float], Tensor]] = {
+    "positional": lambda call, model, x, y, beta: call(*model, x, y, beta),
+    "keyword": lambda call, model, x, y, beta: call(*model, weight=beta, x=x, y=y),
+    "in a dict": lambda call, model, x, y, beta: call(*model, x, y, {"beta": beta, "unused": round(beta * 10)}),
+}
+
+
+def anneal_argument(pass_: Any, loss_fn: Any, numbers: list[Any], mesh: str = "dp=1") -> autopar.ParallelModule:
+    """Steps on both models with another number among the arguments; loss and gradients stay the same."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=loss_fn, device="cpu")
+    for step, number in enumerate(numbers):
+        x, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+        plain.zero_grad(), model.zero_grad()
+        loss = pass_(loss_fn, [plain], x, y, number)
+        loss.backward()
+        got = pass_(model.forward_backward, [], x, y, number)
+        torch.testing.assert_close(got.detach(), loss.detach(), rtol=1e-10, atol=1e-12)
+        found = model.full_gradients()
+        if dist.get_rank() == 0:
+            assert_close(found, {n: p.grad for n, p in plain.named_parameters()}, f"step {step}", 1e-10)
+    return model
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_numbers_that_are_passed_become_inputs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert len(anneal_argument(PASSED[name], given, [0.1, 0.2, 0.3, 0.4, 0.1, 0.7]).programs) == 3
+    notes = [r.getMessage() for r in caplog.records if "changed twice" in r.getMessage()]
+    where = {"positional": "argument 2", "keyword": "argument weight", "in a dict": "argument 2['beta']"}[name]
+    assert f"'{where}' changed twice: it is an input of the program from now on" in notes
+
+
+def test_two_values_that_take_turns_have_a_program_each() -> None:
+    assert len(anneal_argument(PASSED["positional"], given, [0.1, 0.2, 0.1, 0.2, 0.1]).programs) == 2
+
+
+def test_a_size_that_is_passed_is_compiled_for_each_value(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert len(anneal_argument(PASSED["positional"], given_size, [3, 4, 5, 6, 3, 5]).programs) == 4
+    notes = [r.getMessage() for r in caplog.records if "changed twice" in r.getMessage()]
+    assert len(notes) == 1 and "'argument 2' changed twice, but cannot be an input" in notes[0], notes
+
+
+def argument_on_ranks(rank: int, differs: bool) -> int:
+    model = anneal_argument(PASSED["keyword"], given, [0.1, 0.2, 0.3, 0.4], mesh="dp=2")
+    x, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    model.forward_backward(weight=0.5 + rank * differs, x=x, y=y)
+    return len(model.programs)
+
+
+@pytest.mark.gloo
+def test_another_number_passed_on_one_rank_is_a_rank_error(two: Ranks) -> None:
+    assert two.run(argument_on_ranks, False) == [3, 3]
+    for outcome in two.attempt(argument_on_ranks, True):
+        assert outcome.error is not None
+        assert outcome.error.startswith("RankError: ranks disagree on the batch and modes")
+        assert "argument weight 1.5" in outcome.error, outcome.error

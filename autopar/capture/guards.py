@@ -19,6 +19,7 @@ from autopar.capture.spots import (
     LONG,
     NAMESPACES,
     PLAIN,
+    Numbers,
     Spot,
     SpotKey,
     Walk,
@@ -54,11 +55,16 @@ class Guards:
 
     What torch and Python's library own is not looked into. Values are compared by identity first: a container whose
     insides are all the same is the same, and a tensor of the same form is read anew by the program. So are numbers
-    that are inputs of it (`places`), of which only the type counts.
+    that are inputs of it (`places`), of which only the type counts. `given`: the numbers among the arguments of the
+    call at hand, which the caller keeps up to date.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any, ran: Ran, scalars: Scalars | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, ran: Ran, scalars: Scalars | None = None,
+        given: Numbers | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.ran = model, loss_fn, ran
+        self.given: Numbers = {} if given is None else given
         self.places: frozenset[Place] = frozenset()
         for table in global_module_hooks() + tuple(t for m in model.modules() for t in hook_tables(m)):
             for hook in table.values():
@@ -75,7 +81,7 @@ class Guards:
 
     def holds(self) -> bool:
         """True if nothing has changed."""
-        return self._is_untouched() or not self.changes()
+        return self._is_given() and (self._is_untouched() or not self.changes())
 
     def changes(self) -> list[Change]:
         """What has changed. Where nothing has, equal values in other objects are those to look at from now on."""
@@ -89,8 +95,13 @@ class Guards:
             self._anchor(walk)
         return found
 
+    def _is_given(self) -> bool:
+        """The arguments have the same numbers: looked at first, as they may well be others at each call."""
+        return all(_equal(self._fixed(key, self.given[at]), was) for key, at, was in self._numbers)
+
     def _walk(self) -> Walk:
         walk = Walk(self.ran)
+        walk.given(self.given)
         walk.model(self.model)
         walk.function(self.loss_fn)
         for root in self.ran.globals():
@@ -112,6 +123,11 @@ class Guards:
         self.index = _by_name(self.spots)
         inputs = {place.key for place in self.places}
         self._inputs = [(key, spot, self._fixed(key, spot.value)) for key, spot in self.index.items() if key in inputs]
+        self._numbers = [
+            (key, spot.key, self._fixed(key, spot.value))
+            for key, spot in self.index.items()
+            if spot.holder is self.given
+        ]
         self._sizes = [(holder, len(holder)) for holder in walk.sized]
         self._empty = walk.empty
         self._contents = walk.contents

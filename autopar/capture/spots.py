@@ -32,6 +32,7 @@ _WRAPPERS = (property, classmethod, staticmethod, functools.cached_property, fun
              FunctionType, type(functools.cache(len)))  # fmt: skip
 
 
+Numbers = dict[tuple[int, str], float]  # among the arguments of a call: by the place among its leaves, and its name
 SpotKey = tuple[str, str, int]  # the name and where it is read; which one, of functions that share their code
 
 
@@ -75,6 +76,10 @@ class Walk:
         self.is_whole = bool(self.names & _WHOLE)
         for name, value in zip(("dtype of torch", "autocast"), torch_state(), strict=True):
             self.spots.append(Spot(name, "torch's own state", {name: value}, name, value))
+
+    def given(self, numbers: Numbers) -> None:
+        """The numbers among the arguments of a call."""
+        self.spots += [Spot(key[1], "", numbers, key, number) for key, number in numbers.items()]
 
     def model(self, model: nn.Module) -> None:
         """The modules that are trained: their tensors are the step's inputs, their modes part of its signature."""

@@ -22,6 +22,11 @@ Tensor = torch.Tensor
 DTYPES = {float: torch.float64, int: torch.int64}
 
 
+def is_number(value: Any) -> bool:
+    """True for a Python number that could be an input of a program."""
+    return type(value) in DTYPES
+
+
 @dataclass(slots=True)
 class Misuse:
     """How numbers were used that arithmetic alone may use; what stands for them does so while `is_open`."""

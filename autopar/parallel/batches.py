@@ -6,32 +6,60 @@ import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.capture.spots import Numbers
+from autopar.capture.stand_in import is_number
 from autopar.compiled import Compiled
 from autopar.containers import Form, Node, Parts
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import record
-from autopar.leaves import text_of
+from autopar.leaves import key_of, text_of
 from autopar.parallel.agreement import Agreement
 
 
 def describe(parts: Parts) -> list[str]:
-    """`argument 0 [12, 8] torch.int64` for each leaf of a batch; other values as they print."""
-    shown = (f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else text_of(x) for x in parts.leaves)
-    return [f"{path} {text}" for path, text in zip(parts.paths, shown, strict=True)]
+    """`argument 0 [12, 8] torch.int64` for each leaf of a batch, `argument 1 float`; other values as they print."""
+    return [f"{path} {_shown(leaf)}" for path, leaf in zip(parts.paths, parts.leaves, strict=True)]
+
+
+def _shown(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{list(leaf.shape)} {leaf.dtype}"
+    return type(leaf).__name__ if is_number(leaf) else text_of(leaf)
+
+
+def numbers_of(parts: Parts) -> Numbers:
+    """The Python numbers among the arguments of a call, by leaf. They are guarded like any number that a step reads in
+    Python, and so become inputs of its program where they change from call to call."""
+    leaves = enumerate(zip(parts.paths, parts.leaves, strict=True))
+    return {(i, path): leaf for i, (path, leaf) in leaves if is_number(leaf)}
+
+
+def with_numbers(parts: Parts, numbers: Mapping[tuple[int, str], Any]) -> Parts:
+    """The same arguments with these values, or stand-ins, for their numbers."""
+    leaves = list(parts.leaves)
+    for (i, _), number in numbers.items():
+        leaves[i] = number
+    return replace(parts, leaves=tuple(leaves))
 
 
 def signature_of(parts: Parts) -> Hashable:
-    """What a program is compiled for, of the arguments of a call: where tensors stand, their shapes and dtypes, and the
-    Python values beside them."""
-    shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in parts.leaves)
-    return parts.form, shapes, parts.values()
+    """What a program is compiled for, of the arguments of a call: where tensors stand, their shapes and dtypes, the
+    classes of numbers (`numbers_of`) and the other Python values beside them."""
+    return parts.form, tuple(map(_kind, parts.leaves))
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return type(leaf) if is_number(leaf) else key_of(leaf)
 
 
 def signature_lines(model: nn.Module, parts: Parts) -> list[str]:

@@ -17,6 +17,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.raising import default_dtype
 from autopar.capture.scalars import Scalars
+from autopar.capture.spots import Numbers
 from autopar.choices import Choices, SequenceParallel
 from autopar.compiled import Compiled
 from autopar.compiler import capture_step, lower
@@ -32,10 +33,12 @@ from autopar.parallel.batches import (
     check_split,
     describe,
     in_order,
+    numbers_of,
     of_local_batch,
     signature_lines,
     signature_of,
     tell_apart,
+    with_numbers,
 )
 from autopar.parallel.digests import Digests
 from autopar.parallel.execution import Running, make_runner
@@ -82,6 +85,7 @@ class Programs:
         self.signatures: dict[Any, list[str]] = {}
         self.variants = Variants()
         self._groups: dict[str, Group] = {}
+        self._given: Numbers = {}  # the numbers among the arguments of the call at hand
         self._digests = Digests(store.distributor.mesh, store.distributor.coord, settings.is_local, settings.device)
 
     @property
@@ -123,7 +127,10 @@ class Programs:
         if key not in self.signatures:
             partners = describe_partners(self.partners.get(own, ()))
             self.signatures[key] = signature_lines(self.store.model, parts) + partners
-        states = [f"random_state {self.random.state_dict()}"] + [str(self.scale)] * (self.scale is not None)
+        self._given.clear()
+        self._given.update(numbers_of(parts))
+        states = [f"{path} {number!r}" for (_, path), number in self._given.items()]
+        states += [f"random_state {self.random.state_dict()}"] + [str(self.scale)] * (self.scale is not None)
         fault = self.store.structure.fault()
         number, values = (0, [fault]) if fault else self.variants.find(key)
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
@@ -182,14 +189,14 @@ class Programs:
 
         def make(scalars: Scalars) -> tuple[Captured, Compiled, Guards, Constants]:
             ranks = batch_ranks(where.mesh) if settings.is_local else 1
-            global_args, global_kwargs = at_global_size(parts, ranks)
             choices = settings.choices
             with scalars:
+                global_args, global_kwargs = at_global_size(with_numbers(parts, self._given), ranks)
                 captured = capture_step(
                     self.store.model, settings.loss_fn, global_args, global_kwargs, choices,
                     train=train, lift=settings.lift,
                 )  # fmt: skip
-            guards = Guards(self.store.model, settings.loss_fn if train else None, captured.ran, scalars)
+            guards = Guards(self.store.model, settings.loss_fn if train else None, captured.ran, scalars, self._given)
             scalars.check(captured.constants, guards.places, captured.result_leaves)
             check_partners(captured, self.store.model, where.mesh, choices)
             owners = Owners.of(self.store, captured.partners)
