@@ -59,7 +59,8 @@ def signature_of(parts: Parts) -> Hashable:
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
-    return type(leaf) if is_number(leaf) else key_of(leaf)
+    kind: Hashable = type(leaf) if is_number(leaf) else key_of(leaf)
+    return kind
 
 
 def signature_lines(model: nn.Module, parts: Parts) -> list[str]:
