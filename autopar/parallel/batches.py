@@ -59,8 +59,7 @@ def signature_of(parts: Parts) -> Hashable:
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
-    kind: Hashable = type(leaf) if is_number(leaf) else key_of(leaf)
-    return kind
+    return type(leaf).__name__ if is_number(leaf) else key_of(leaf)
 
 
 def signature_lines(model: nn.Module, parts: Parts) -> list[str]:
