@@ -1,6 +1,6 @@
 """python -m autopar"""
 
-from autopar.cli import main
+from autopar.cli.commands import main
 
 if __name__ == "__main__":
     main()

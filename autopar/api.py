@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
-from autopar.choices import StepOptions, choices_of
+from autopar.compiler.meshes import MeshLike
+from autopar.compiler.options import StepOptions, choices_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
-from autopar.meshes import MeshLike
 from autopar.parallel.execution import Compiler
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.replicas import CHECK_EVERY
@@ -66,12 +66,12 @@ def parallelize(
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
 
-    And of the step, in the order of `autopar.choices.StepOptions`:
+    And of the step, in the order of `autopar.compiler.options.StepOptions`:
 
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
     sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
       in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
-      longer all compute outweighs the starts of more collectives (`autopar/estimate.py`); a note says so.
+      longer all compute outweighs the starts of more collectives (`passes/search/step_cost.py`); a note says so.
     specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of the first batch of
       each signature, and each step is checked to have the same; BatchError if not. Needs batch="global".
     microbatches: the parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those

@@ -27,7 +27,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.torch_compat import tree_map
-from autopar.verification import verify
+from autopar.verification.verify import verify
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.inspection import bytes_of
 from autopar.ir.layout import local_part
 from autopar.ir.program import Program, record
+from autopar.report.inspection import bytes_of
 from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import lifetimes
 from autopar.runtime.virtual import VirtualMesh

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan, Staging
 from autopar.ir.program import Program
-from autopar.meshes import mesh_of
 from autopar.passes import make_pipeline, run_passes
-from autopar.verification import Plain
-from autopar.verification_virtual import Virtual
+from autopar.verification.verify import Plain
+from autopar.verification.virtual import Virtual
 
 ROWS, TIME, VOCABULARY = 56, 4, 12  # divided by 1, 2, 4, 7 and 8
 SEED = torch.tensor([3, 5])

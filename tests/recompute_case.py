@@ -16,14 +16,14 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import Captured, capture
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import choices_of
 from autopar.ir.plan import Memory
 from autopar.ir.program import Program, record
-from autopar.meshes import mesh_of
 from autopar.passes.recompute import recompute
-from autopar.verification import verify_compiled
+from autopar.verification.verify import verify_compiled
 
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 TIME, VOCABULARY = 8, 40

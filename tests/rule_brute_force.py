@@ -1,4 +1,4 @@
-"""Rows of the table by brute force (autopar/rule_check.py), on samples of arguments."""
+"""Rows of the table by brute force (autopar/custom_ops/brute_force.py), on samples of arguments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 import autopar.runtime.kernels  # noqa: F401  (registers the kernels of the semantic ops)
-from autopar.errors import WrongRule
-from autopar.passes.rules import TABLE
-from autopar.passes.rules.rule import Call, Row
-from autopar.rule_check import (
+from autopar.custom_ops.brute_force import (
     Split,
     Tensors,
     check_linear,
@@ -23,7 +20,10 @@ from autopar.rule_check import (
     tensors_in,
     with_tensors,
 )
-from autopar.rule_check import make_call as call_with
+from autopar.custom_ops.brute_force import make_call as call_with
+from autopar.errors import WrongRule
+from autopar.passes.rules import TABLE
+from autopar.passes.rules.rule import Call, Row
 
 __all__ = [
     "Checked",

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from test_text import MLP, same
 
-from autopar import artifact as artifact_module
-from autopar.artifact import INDEX, Artifact, load_programs, save_programs
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.text import parse_program
-from autopar.readable import parse_ranges, rank_ranges
+from autopar.report.artifact import artifact as artifact_module
+from autopar.report.artifact.artifact import INDEX, Artifact, load_programs, save_programs
+from autopar.report.artifact.readable import parse_ranges, rank_ranges
 
 JSON, PYTHON = "program_0_step.json", "program_0_step.py"
 

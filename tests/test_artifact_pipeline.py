@@ -14,16 +14,16 @@ from models import gpt
 from test_artifact import reseal
 
 import autopar
-from autopar.artifact_pipeline import parse_instruction, print_instruction
 from autopar.capture import capture
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import choices_of
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.text import print_program
-from autopar.verification import cast, descent
-from autopar.verification_virtual import Virtual
+from autopar.report.artifact.pipeline import parse_instruction, print_instruction
+from autopar.verification.verify import cast, descent
+from autopar.verification.virtual import Virtual
 
 PIPELINE = "pipeline.json"
 

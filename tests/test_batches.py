@@ -13,7 +13,7 @@ from processes import Ranks, ranks_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.containers import take_call_apart
+from autopar.capture.containers import take_call_apart
 from autopar.errors import BatchError, RankError
 from autopar.ir.mesh import Mesh
 from autopar.parallel import digests

@@ -18,9 +18,9 @@ import torch
 from capture_case import Case, Net, squares
 from torch import Tensor, nn
 
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
 from autopar.errors import CaptureError
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 CASES: Mapping[str, Case] = {
     name: case for module in (capture_reads, capture_state) for name, case in vars(module).items()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar import cli
+from autopar.cli import commands as cli
 from autopar.torch_compat import has_cpp_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ def raises():
 
 def slow_to_end():
     # the rank that raises ends after those that lose it
-    from autopar.training import dist
+    from autopar.cli.training import dist
     destroy = dist.destroy_process_group
     def slowly():
         destroy()

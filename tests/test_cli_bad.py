@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar import cli
+from autopar.cli import commands as cli
 
 JOB = """
 import torch, autopar

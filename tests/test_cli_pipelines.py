@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import autopar
-from autopar import cli
-from autopar.choices import choices_of
+from autopar.cli import commands as cli
+from autopar.cli.options import Options
+from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
-from autopar.inspection import collectives_text
-from autopar.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
 from autopar.ir.plan import Memory
-from autopar.options import Options
+from autopar.report.inspection import collectives_text
+from autopar.report.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
 
 JOBS = """
 import torch

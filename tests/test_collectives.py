@@ -25,12 +25,12 @@ from models_special import ZOO
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiled import Collective, Compiled
-from autopar.compiler import batch_arguments, compile, lower
+from autopar.compiler.compile import batch_arguments, compile, lower
+from autopar.compiler.compiled import Collective, Compiled
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 FLOAT = 4
 ROWS, TIME, WIDTH, VOCABULARY, HIDDEN = 12, 8, 32, 40, 128

@@ -9,8 +9,8 @@ import torch
 from models import Llama, token_loss
 
 from autopar.capture import Captured, capture
-from autopar.choices import Choices
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.options import Choices
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

@@ -18,10 +18,10 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
-from autopar.containers import put_together, take_apart, take_call_apart
+from autopar.capture.containers import put_together, take_apart, take_call_apart
+from autopar.capture.leaves import key_of
+from autopar.cli.job import Job
 from autopar.errors import BatchError, CaptureError
-from autopar.job import Job
-from autopar.leaves import key_of
 from autopar.torch_compat import tree_flatten
 
 

@@ -11,8 +11,8 @@ from pipeline_case import compiled_as, subject
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
-from autopar.meshes import mesh_of
 from autopar.passes import run_passes
 from autopar.passes.pipeline.cut import Limits, _Line, forward_nodes
 from autopar.passes.pipeline.when import When, times_of

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.compiled import Compiled
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
+from autopar.compiler.compiled import Compiled
 from autopar.ir.layout import local_shape
 from autopar.ir.ops import op
 from autopar.ir.program import record
-from autopar.memory.silent import silent_groups
 from autopar.passes.rules.creation import ROWS
+from autopar.report.memory.silent import silent_groups
 from autopar.runtime.callables import creates
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable

@@ -15,11 +15,11 @@ from models_special import ZOO
 from refusals import line_of, refused
 from torch import Tensor, nn
 
-from autopar.compiled import Compiled
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
+from autopar.compiler.compiled import Compiled
 from autopar.errors import BatchError, LayoutError, MeshError
 from autopar.ir.mesh import parse_mesh
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 
 def compiled(

@@ -13,9 +13,9 @@ import torch
 from refusals import line_of, refused
 from torch import Tensor, nn
 
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
 from autopar.errors import AutoparError, CaptureError
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 FILE = Path(__file__)
 

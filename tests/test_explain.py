@@ -13,10 +13,9 @@ from torch import nn
 from train_gpt import loss_fn
 
 import autopar
-from autopar import cli
-from autopar.compiled import Compiled
+from autopar.cli import commands as cli
+from autopar.compiler.compiled import Compiled
 from autopar.errors import ValueNameError
-from autopar.explanation import GRADIENT, SUM
 from autopar.passes.search.explain import (
     CHOSEN,
     COST,
@@ -32,6 +31,7 @@ from autopar.passes.search.explain import (
     Alternative,
     Decision,
 )
+from autopar.report.explanation import GRADIENT, SUM
 
 UP = "blocks.0.mlp.up.weight"
 

@@ -17,17 +17,17 @@ from train_gpt import loss_fn
 
 import autopar
 from autopar.capture import capture
-from autopar.choices import Choices
-from autopar.compiled import Compiled
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import Choices
+from autopar.custom_ops.registry import OWN_OPS
 from autopar.errors import ValueNameError
-from autopar.explanation import _Finder
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
-from autopar.own_ops import OWN_OPS
 from autopar.passes.search.explain import CHOSEN, SIZE, Decision, _Question
 from autopar.passes.search.states import states_of
+from autopar.report.explanation import _Finder
 
 SAMPLES = 6
 

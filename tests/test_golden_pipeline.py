@@ -16,12 +16,12 @@ from test_golden import draw, on_one_device
 from torch import Tensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
 from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.plan import MICROBATCH, Plan, Staging
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
-from autopar.meshes import mesh_of
 from autopar.parallel.staged import given_of
 from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.pipeline import compile_rank

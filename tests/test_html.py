@@ -20,10 +20,10 @@ from models import Llama, gpt, token_loss
 from torch import nn
 
 import autopar
-from autopar import cli
-from autopar.compiled import Compiled
-from autopar.page import page_text
-from autopar.page.page import page_data
+from autopar.cli import commands as cli
+from autopar.compiler.compiled import Compiled
+from autopar.report.page import page_text
+from autopar.report.page.page import page_data
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGE = Path(autopar.__file__).parent / "page"

@@ -10,9 +10,9 @@ from models import gpt
 from test_html import browser, embedded, shown  # noqa: F401  one is a fixture
 
 import autopar
-from autopar.compiled import Compiled
-from autopar.inspection_pipeline import memory_of_rank
-from autopar.page import page_text
+from autopar.compiler.compiled import Compiled
+from autopar.report.inspection_pipeline import memory_of_rank
+from autopar.report.page import page_text
 
 
 @pytest.fixture(scope="module")

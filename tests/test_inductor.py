@@ -15,8 +15,8 @@ from processes import Ranks, ranks_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiled import collectives_of
-from autopar.containers import take_call_apart
+from autopar.capture.containers import take_call_apart
+from autopar.compiler.compiled import collectives_of
 from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
@@ -25,7 +25,7 @@ from autopar.runtime.distributed import DistributedDriver, make_groups
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.torch_compat import has_cpp_compiler
-from autopar.verification import Plain
+from autopar.verification.verify import Plain
 
 TOLERANCE = 1e-5  # of float32
 PARTS = ("loss", "gradient", "weight")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from autopar.launch import report
+from autopar.cli.launch import report
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def test_half_a_file_is_what_torchrun_chokes_on(error_file: Path):
 
 # -- stopped --------------------------------------------------------------------------------------------------------
 
-RANK = "import os, time; from autopar.launched import end_with; end_with(os.getppid()); print(os.getpid(), flush=True)"
+RANK = (
+    "import os, time; from autopar.cli.launched import end_with; end_with(os.getppid()); print(os.getpid(), flush=True)"
+)
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
-from autopar.compiled import Compiled
-from autopar.verification import verify
+from autopar.compiler.compiled import Compiled
+from autopar.verification.verify import verify
 
 MESHES = ["tp=2", "tp=4", "dp=3,tp=2"]
 ROWS, TIME, WIDTH, HIDDEN, CLASSES = 6, 4, 16, 32, 480

@@ -12,11 +12,11 @@ from processes import Ranks, ranks_of
 from torch import nn
 
 import autopar
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.errors import PlanError, RankError
-from autopar.memory.formula import WHOLE, saved_by_module
-from autopar.memory.report import CATEGORIES, GRADIENTS, INPUTS, PARAMETERS, STATES, MemoryReport
-from autopar.memory.track import Tracker
+from autopar.report.memory.formula import WHOLE, saved_by_module
+from autopar.report.memory.report import CATEGORIES, GRADIENTS, INPUTS, PARAMETERS, STATES, MemoryReport
+from autopar.report.memory.track import Tracker
 from benchmarks.memory import MAX_LIMIT, Combination, Row, compare, row_of
 
 

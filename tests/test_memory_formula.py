@@ -12,12 +12,20 @@ from models import mlp
 from torch import nn
 
 import autopar
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
-from autopar.memory.formula import WHOLE, Sizes, activation_formulas, fit, layer_of, saved_by_module, states_formula
-from autopar.memory.show import _builder, sizes_of
-from autopar.meshes import mesh_of
+from autopar.report.memory.formula import (
+    WHOLE,
+    Sizes,
+    activation_formulas,
+    fit,
+    layer_of,
+    saved_by_module,
+    states_formula,
+)
+from autopar.report.memory.show import _builder, sizes_of
 
 a, b, h, s, P, T = sympy.symbols("a b h s P T", positive=True)
 

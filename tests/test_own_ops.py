@@ -10,8 +10,8 @@ import torch
 from own_ops import RIGHT
 from refusals import refused
 
+from autopar.custom_ops.registry import OwnOps, register_rule
 from autopar.errors import RuleError, WrongRule
-from autopar.own_ops import OwnOps, register_rule
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -9,8 +9,8 @@ import torch
 from own_ops import biased_, define
 from torch import Tensor
 
+from autopar.custom_ops.registry import OwnOps, register_rule
 from autopar.errors import RuleError
-from autopar.own_ops import OwnOps, register_rule
 
 
 def rule(name: str, pattern: Any, **options: Any) -> object:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.custom_ops.registry import OWN_OPS, OwnOps, register_rule
 from autopar.errors import ArtifactError, RuleError, WrongRule
 from autopar.ir.program import record
-from autopar.own_ops import OWN_OPS, OwnOps, register_rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -13,11 +13,11 @@ from models_special import ZOO
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiler import batch_arguments, lower
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.meshes import mesh_of
 from autopar.errors import BatchError, LayoutError
-from autopar.meshes import mesh_of
 from autopar.torch_compat import tree_map
-from autopar.verification import Report, cast, verify, verify_compiled
+from autopar.verification.verify import Report, cast, verify, verify_compiled
 
 MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "dp=3,tp=2", "tp=4")
 # What cannot be split is refused, and says so; all other pairs of model and mesh are right.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.capture import capture
-from autopar.choices import Choices
+from autopar.compiler.options import Choices
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.parallel.partners import check_partners

@@ -9,7 +9,7 @@ from models_special import ZOO
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.verification import verify
+from autopar.verification.verify import verify
 from benchmarks.coverage import plain
 
 MODELS = {**ZOO, **plain.MODELS}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.choices import Choices, choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
-from autopar.meshes import mesh_of
-from autopar.verification import verify_compiled
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import Choices, choices_of
+from autopar.verification.verify import verify_compiled
 
 DEPTH = 4
 

@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import choices_of
+from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.names import find_target
@@ -26,10 +27,9 @@ from autopar.ir.program import is_getitem, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes.precision.kinds import Kind, kind_of
 from autopar.passes.rules import TABLE
-from autopar.precision_check import check_device
 from autopar.runtime.callables import function_of
-from autopar.verification import Report
-from autopar.verification_virtual import Virtual
+from autopar.verification.verify import Report
+from autopar.verification.virtual import Virtual
 
 BF16, F32 = torch.bfloat16, torch.float32
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def test_a_wrong_program_is_seen() -> None:
     good = lower(captured, parse_mesh("dp=2"), choices)
     sums = [node for node in good.program.graph.nodes if "all_reduce" in str(node.target)]
     sums[-1].replace_all_uses_with(sums[-1].args[0])  # of the gradients
-    report = autopar.verification.verify_compiled(model, captured, good, loss_fn=loss_fn, batch=batch, steps=1)
+    report = autopar.verification.verify.verify_compiled(model, captured, good, loss_fn=loss_fn, batch=batch, steps=1)
     assert not report.ok
 
 

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from verified import verified
 
 from autopar.capture import capture
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
 from autopar.errors import CaptureError
 from autopar.passes.rules import TABLE
 from autopar.passes.search.items import build_classes
-from autopar.verification import Report, verify
+from autopar.verification.verify import Report, verify
 
 MESHES = ["dp=2", "dp=3,tp=2", "tp=4"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from autopar.errors import LayoutError
 from autopar.ir.layout import Factor, Layout, fits
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 MESHES = ["dp=2", "dp=3", "tp=2", "tp=3", "tp=4", "dp=2,tp=2", "dp=3,tp=2", "tp=2,dp=2", "dp=2,tp=4"]
 FIRST, _, LAST = os.environ.get("AUTOPAR_SEEDS", "0-44").partition("-")

@@ -12,8 +12,6 @@ from live import estimated_peak, measured_peak
 from recompute_case import MODELS, captured, check, compiled, duplicates, localized, with_policy
 from torch import fx
 
-from autopar.inspection import memory_of
-from autopar.inspection_pipeline import saved_bytes
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Memory
@@ -22,12 +20,14 @@ from autopar.ir.text import print_program
 from autopar.passes.pipeline.again import originals
 from autopar.passes.pipeline.node_costs import node_times
 from autopar.passes.recompute import recompute
+from autopar.report.inspection import memory_of
+from autopar.report.inspection_pipeline import saved_bytes
+from autopar.report.saved import saved_values
 from autopar.runtime import executor
 from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import Lifetimes, lifetimes
 from autopar.runtime.virtual import VirtualMesh
-from autopar.saved import saved_values
-from autopar.verification_virtual import _scatter
+from autopar.verification.virtual import _scatter
 
 MIXED = {"blocks.0": "full", "*": 0.9}
 PARITY: list[tuple[str, str, Any, dict[str, Any]]] = [

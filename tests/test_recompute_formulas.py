@@ -11,15 +11,15 @@ from test_sequence_parallel import Layer
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
-from autopar.inspection import memory_of
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import choices_of
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Memory
 from autopar.ir.program import Program, record
 from autopar.passes.recompute import recompute
-from autopar.saved import recomputed_values
+from autopar.report.inspection import memory_of
+from autopar.report.saved import recomputed_values
 
 Sizes = tuple[int, int, int, int]  # batch, sequence, width, heads
 SIZES: list[Sizes] = [(2, 16, 64, 4), (4, 32, 128, 8)]

@@ -18,7 +18,7 @@ from models import labels, square_loss, token_loss, tokens, uneven
 from torch import Tensor, fx, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.errors import VerificationError
 from autopar.ir.layout import PARTIAL_KINDS
 from autopar.ir.mesh import parse_mesh
@@ -34,7 +34,7 @@ from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call, Rule, Table
-from autopar.verification import Report, verify_compiled
+from autopar.verification.verify import Report, verify_compiled
 
 ROWS, MESH = 6, "dp=2,tp=2"
 REDUCTIONS = ("all_reduce", "all_reduce_start")

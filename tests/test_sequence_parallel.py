@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from verified import verified
 
 from autopar.capture import Captured, capture
-from autopar.choices import Choices
-from autopar.compiled import Compiled
-from autopar.compiler import compile, lower
+from autopar.compiler.compile import compile, lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import Choices
 from autopar.errors import LayoutError
-from autopar.estimate import StepCost, step_cost
-from autopar.inspection import memory_of
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
-from autopar.verification import verify
+from autopar.passes.search.step_cost import StepCost, step_cost
+from autopar.report.inspection import memory_of
+from autopar.verification.verify import verify
 
 ROWS, TIME, WIDTH, VOCABULARY = 12, 8, 64, 40
 

@@ -14,13 +14,13 @@ from pipelines import flow_of
 from rich.console import Console
 from test_html import browser  # noqa: F401  a fixture
 
-import autopar.timeline
+import autopar.report.timeline
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Costs, Timeline
 from autopar.passes.schedules import parse_schedule, simulate, with_transfers
-from autopar.timeline import picture, timeline_page, timeline_svg, timeline_text
-from autopar.timeline.picture import Picture, bubble_of, ticks, time_text
+from autopar.report.timeline import picture, timeline_page, timeline_svg, timeline_text
+from autopar.report.timeline.picture import Picture, bubble_of, ticks, time_text
 
 LETTERS = """\
 schedule 'gpipe': 2 ranks, 2 stages, 2 micro-batches
@@ -40,7 +40,7 @@ rank 1 .....F0--F1---B0-------B1-------.........  idle 33.3%
        |0 us                  |5 ms
 
         F forward    B backward    . idle"""
-FOLDER = Path(autopar.timeline.__file__).parent
+FOLDER = Path(autopar.report.timeline.__file__).parent
 
 
 def pipeline(name: str, ranks: int, microbatches: int) -> tuple[Pipeline, Timeline]:

@@ -12,16 +12,16 @@ import torch
 from models import mlp
 
 import autopar
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
 from autopar.ir.plan import MICROBATCH
 from autopar.parallel.staged import given_of
+from autopar.report.timeline.show import picture_of
+from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
 from autopar.runtime.virtual import VirtualMesh
-from autopar.timeline.show import picture_of
-from autopar.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 
 
 @pytest.fixture(scope="module")

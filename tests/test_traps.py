@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from verified import verified
 
 from autopar.api import parallelize
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.errors import CaptureError
-from autopar.verification import Report, verify
+from autopar.verification.verify import Report, verify
 
 MESHES = ["dp=2", "tp=2", "dp=3,tp=2", "dp=2,tp=4"]
 WITH_DP = ["dp=2", "dp=4", "dp=3,tp=2"]

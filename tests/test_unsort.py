@@ -8,14 +8,14 @@ from experts import PERMUTED, SEEN, UNSEEN, experts_case
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.compiled import Compiled
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.meshes import mesh_of
 from autopar.passes.sorted_rows import SORTS
 from autopar.passes.unsort import unsort
-from autopar.verification import verify
+from autopar.verification.verify import verify
 
 TOPK = "aten.topk.default"  # of the router
 

@@ -10,7 +10,7 @@ from models import mlp, square_loss
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 
 WEIGHTS = {"buffer": "[tp,-]", "constant": "[tp,-]", "where": "[tp,-]", "drawn": "[tp,-]", "batch": "[-,-]"}
 
@@ -74,7 +74,7 @@ def test_nothing_is_said_where_all_is_divided() -> None:
 
 
 def test_the_notes_are_what_inspect_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    from autopar.cli import _show_notes
+    from autopar.cli.commands import _show_notes
 
     found = compiled(Masked("batch"), "tp=2", torch.randn(6, 6), torch.randn(6, 4))
     _show_notes(found)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar import verify
 from autopar.capture.raised_windows import as_strided
-from autopar.compiler import compile
+from autopar.compiler.compile import compile
 
 
 def dense(draw: random.Random, memory: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import autopar
 from autopar.capture import Captured, capture
-from autopar.choices import choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import lower
+from autopar.compiler.compile import lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
 from autopar.ir.mesh import parse_mesh
@@ -25,7 +25,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import part_shape, record
 from autopar.passes.zero import stored_layout
 from autopar.runtime import mesh_ops, virtual
-from autopar.verification import verify_compiled
+from autopar.verification.verify import verify_compiled
 
 VOCABULARY, WIDTH = 11, 10
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.capture import LossFn
-from autopar.choices import StepOptions, choices_of
-from autopar.compiled import Compiled
-from autopar.compiler import batch_arguments, lower
-from autopar.meshes import mesh_of
-from autopar.reference import OptimizerFactory
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import StepOptions, choices_of
 from autopar.torch_compat import tree_map
-from autopar.verification import Report, cast, verify_compiled
+from autopar.verification.reference import OptimizerFactory
+from autopar.verification.verify import Report, cast, verify_compiled
 
 
 def verified(

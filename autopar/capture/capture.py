@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
 from autopar.capture.captured import Captured
+from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
 from autopar.capture.explain import explain, refusal
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
@@ -31,7 +32,6 @@ from autopar.capture.state import attributes, buffer_fault, form_of, state_of
 from autopar.capture.steady import Steady
 from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
-from autopar.containers import Form, Parts, put_together, take_apart, take_call_apart
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import (

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from autopar.capture.containers import Form, put_together
 from autopar.capture.partners import Partner
 from autopar.capture.ran import Ran
 from autopar.capture.reads import Read
-from autopar.containers import Form, put_together
 from autopar.ir.program import Program
 
 

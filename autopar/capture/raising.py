@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.arrays import FROM_ARRAY, BatchArray
+from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import refusal

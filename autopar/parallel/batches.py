@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.containers import Form, Node, Parts
+from autopar.capture.leaves import key_of, text_of
 from autopar.capture.spots import Numbers
 from autopar.capture.stand_in import is_number
-from autopar.compiled import Compiled
-from autopar.containers import Form, Node, Parts
+from autopar.compiler.compiled import Compiled
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import record
-from autopar.leaves import key_of, text_of
 from autopar.parallel.agreement import Agreement
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.containers import Parts
+from autopar.capture.containers import Parts
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.intents import INTENTS
 from autopar.torch_compat import FakeTensor

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.compiled import STEP, Compiled
+from autopar.compiler.compiled import STEP, Compiled
 from autopar.errors import CompileError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import PIPELINE

@@ -13,12 +13,13 @@ from torch import nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
-from autopar.choices import Choices
-from autopar.compiled import Compiled
-from autopar.compiler import check_model
+from autopar.compiler.compile import check_model
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import MeshLike
+from autopar.compiler.options import Choices
+from autopar.compiler.precision_check import check_device
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.plan import CPU, GPU
-from autopar.meshes import MeshLike
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor, join
@@ -29,7 +30,6 @@ from autopar.parallel.programs import Programs, StepSettings
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import CHECK_EVERY, Replicas, every_of
 from autopar.parallel.store import ParameterStore
-from autopar.precision_check import check_device
 from autopar.runtime.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss

@@ -14,8 +14,8 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.partners import Inlined, Partner
-from autopar.choices import Choices, Shard
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import Choices, Shard
 from autopar.errors import CaptureError, MeshError, PlanError
 from autopar.ir.layout import Layout, whole
 from autopar.ir.mesh import Mesh

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.capture import LossFn, check_detached, fake_like
+from autopar.capture.containers import Parts, take_call_apart
 from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.raising import default_dtype
 from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
-from autopar.choices import Choices, SequenceParallel
-from autopar.compiled import Compiled
-from autopar.compiler import capture_step, lower
-from autopar.constraints import batch_ranks
-from autopar.containers import Parts, take_call_apart
+from autopar.compiler.compile import capture_step, lower
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.constraints import batch_ranks
+from autopar.compiler.options import Choices, SequenceParallel
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record

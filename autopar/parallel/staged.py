@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.ir.layout import Layout
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import MICROBATCH, PIPELINE

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import state_of
-from autopar.compiled import Compiled
+from autopar.compiler.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, whole
 from autopar.ir.program import Input

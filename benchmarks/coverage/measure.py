@@ -67,10 +67,10 @@ def model_of(name: str) -> tuple[Any, Any, Any]:
 
 def _fill(row: Row) -> None:
     from autopar.capture import capture
-    from autopar.compiler import batch_arguments, lower
+    from autopar.compiler.compile import batch_arguments, lower
     from autopar.ir.mesh import parse_mesh
     from autopar.torch_compat import tree_map
-    from autopar.verification import cast, verify_compiled
+    from autopar.verification.verify import cast, verify_compiled
     from benchmarks.coverage.architectures import SPECIALIZED
 
     model, loss_fn, batch = model_of(row.name)
@@ -97,7 +97,7 @@ def _fill(row: Row) -> None:
 
 
 def _shares(row: Row, compiled: object) -> None:
-    from autopar.compiled import Compiled
+    from autopar.compiler.compiled import Compiled
     from autopar.ir.program import record
 
     assert isinstance(compiled, Compiled)
@@ -117,7 +117,7 @@ def _shares(row: Row, compiled: object) -> None:
 
 def _flops_split(compiled: object, axis: str) -> float:
     """Per cent of the matrix operations that an axis divides."""
-    from autopar.compiled import Compiled
+    from autopar.compiler.compiled import Compiled
     from autopar.ir.program import record
     from autopar.passes.rules import call_of, rule_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from autopar.containers import Leaf, _Walk
+from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.place import Place
 from autopar.torch_compat import local_of
@@ -80,7 +80,10 @@ SABOTAGES: Mapping[str, Sabotage] = {
     "containers": Sabotage(
         4,
         "objects are no containers, and their tensors may be constants",
-        {"autopar.containers._Walk._first": _objects_are_leaves, "autopar.capture.steady.first_difference": _nothing},
+        {
+            "autopar.capture.containers._Walk._first": _objects_are_leaves,
+            "autopar.capture.steady.first_difference": _nothing,
+        },
     ),
     "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),
     "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),

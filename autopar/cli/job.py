@@ -1,0 +1,69 @@
+"""What a command line TARGET returns: all that a training run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autopar.capture.capture import LossFn
+from autopar.compiler.options import ScheduleLike, SequenceParallel, StepOptions
+from autopar.ir.plan import Recompute
+from autopar.parallel.execution import Compiler
+from autopar.parallel.replicas import CHECK_EVERY
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train.
+
+    batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
+    optimizer: makes one from the parameters; AdamW by default.
+    data: the batch of a step (global); by default the example at every step.
+    compile, check_replicas: as of `autopar.parallelize`.
+    sequence_parallel, ...: how a step is computed, each as of `autopar.parallelize`.
+    after: called with the trained module on every rank; rank 0 shows the text that it returns.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn | None = None
+    batch: Any = ()
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    data: Callable[[int], Any] | None = None
+    after: Callable[[nn.Module], str | None] | None = None
+
+    compile: Compiler | None = None
+    check_replicas: int | None = CHECK_EVERY
+    sequence_parallel: SequenceParallel = False
+    specialize: bool = False
+
+    microbatches: int | None = None
+    schedule: ScheduleLike = "1f1b"
+    stages: Sequence[str] | None = None
+    chunks: int | None = None
+    stage_memory: int | None = None
+
+    zero: int | None = None
+    reshard_after_forward: bool = True
+    recompute: Recompute = "none"
+    precision: str | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    bucket_bytes: int | None = None
+
+    @property
+    def step(self) -> StepOptions:
+        """What the job decides beside the mesh, as keyword arguments of `autopar.parallelize` and others."""
+        names = StepOptions.__annotations__.keys() & {each.name for each in fields(self)}
+        return cast(StepOptions, {name: getattr(self, name) for name in sorted(names)})
+
+    def batch_of(self, step: int) -> Any:
+        """The batch of a step."""
+        return self.batch if self.data is None else self.data(step)
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over some parameters."""
+        chosen = [parameter for parameter in parameters if parameter.requires_grad]
+        return torch.optim.AdamW(chosen, lr=3e-4) if self.optimizer is None else self.optimizer(chosen)

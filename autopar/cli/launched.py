@@ -1,0 +1,41 @@
+"""A rank that `autopar run` started, as `python -m autopar.cli.launched PID ARGUMENTS`: it ends with its launcher.
+
+The launcher ends its ranks; one that is killed cannot. So each rank looks whether its parent is still the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+PERIOD_S = 0.5
+
+
+def end_with(launcher: int) -> None:
+    """End this process, whatever it waits for, soon after the process `launcher` that started it is gone."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(PERIOD_S)
+        os.write(2, b"autopar: the launcher is gone; this rank ends.\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="autopar-launcher", daemon=True).start()
+
+
+def main() -> None:
+    """Run the command line as a rank."""
+    launcher = int(sys.argv.pop(1))
+    end_with(launcher)
+    # Python would raise KeyboardInterrupt when a collective returns, which may be never.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from autopar.cli.commands import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Checks of a command line before anything is compiled or started: files, numbers, options without effect."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopar.cli.job import Job
+from autopar.cli.options import Options
+from autopar.errors import TargetError
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import DATA_AXES, PIPELINE
+from autopar.settings import Settings
+
+SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
+
+
+def check_run(options: Options, steps: int, log: Path | None = None, trace: Path | None = None) -> None:
+    """Check what `run` and `verify` are asked for. Raises TargetError."""
+    if steps < 1:
+        raise TargetError(f"--steps {steps}: write a number of 1 or more.")
+    check_options(options)
+    if log is not None:
+        _check_file("--log", log)
+    if trace is not None:
+        _check_folder("--trace", trace)
+
+
+def check_options(options: Options) -> None:
+    """Check what every command is asked for, and the folder of AUTOPAR_DUMP. Raises TargetError."""
+    if not SEEDS[0] <= options.seed <= SEEDS[1]:
+        raise TargetError(f"--seed {options.seed}: write a number from -2**63 to 2**64 - 1.")
+    directory = Settings.read().dump
+    if directory is not None:
+        _check_folder("AUTOPAR_DUMP", directory)
+
+
+def _check_file(name: str, path: Path) -> None:
+    """Make the folder of a file that will be written, if it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise TargetError(f"{name} {path}: cannot write it: {error.strerror}.") from None
+
+
+def _check_folder(name: str, path: Path) -> None:
+    """Make a folder that files will be written to, if it is missing."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise TargetError(f"{name} {path}: cannot write there: {error.strerror}.") from None
+
+
+def idle_options(options: Options, job: Job, mesh: Mesh) -> Iterator[str]:
+    """Say which options of the command line change nothing on a mesh. job: with what they say of it."""
+    axes = dict(mesh.axes)
+    has_stages = axes.get(PIPELINE, 1) > 1 or (job.microbatches or 1) > 1
+    has_data = any(axes.get(axis, 1) > 1 for axis in DATA_AXES)
+    stages = f"mesh '{mesh}' has no axis 'pp' of more than one rank, and there are no micro-batches"
+    data = f"mesh '{mesh}' has no axis 'dp' or 'fsdp' of more than one rank"
+    idle = {
+        "--schedule": (options.schedule, not has_stages, stages),
+        "--chunks": (options.chunks, not has_stages, stages),
+        "--stages": (options.stages, not has_stages, stages),
+        "--stage-memory": (options.stage_memory, not has_stages, stages),
+        "--zero": (options.zero, not has_data, data),
+        "--bucket-bytes": (options.bucket_bytes, not has_data, data),
+        "--no-reshard-after-forward": (
+            options.no_reshard_after_forward, job.zero != 3 and (job.zero is not None or "fsdp" not in axes),
+            "parameters are gathered for the forward pass only with --zero 3 or an axis 'fsdp'",
+        ),
+    }  # fmt: skip
+    for flag, (value, is_idle, why) in idle.items():
+        if value and is_idle:
+            yield f"{flag} has no effect: {why}."

@@ -1,0 +1,110 @@
+"""The training loop of `autopar run`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autopar.api import parallelize
+from autopar.capture.containers import take_call_apart
+from autopar.cli.job import Job
+from autopar.compiler.compile import batch_arguments
+from autopar.report.timeline.trace import write_trace
+from autopar.runtime.recorder import Recorder
+
+TRACED = 3  # steps: the last ones, which are warm
+
+
+def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: Path | None = None) -> None:
+    """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
+
+    trace: a folder for what every rank does in the last steps (`timeline/trace.py`).
+    """
+    model = parallelize(
+        job.model,
+        mesh,
+        loss_fn=job.loss_fn,
+        seed=seed,
+        compile=job.compile,
+        check_replicas=job.check_replicas,
+        **job.step,
+    )
+    first = dist.get_rank() == 0
+    console = Console(quiet=not first)
+    args, kwargs = batch_arguments(job.batch_of(0))
+    start = time.monotonic()
+    compiled = model.prepare(*args, **kwargs)
+    console.print(
+        f"mesh {compiled.mesh}: compiled {len(compiled.program.graph.nodes)} nodes with "
+        f"{len(compiled.collectives)} collectives in {time.monotonic() - start:.1f} s"
+    )
+    optimizer = job.make_optimizer(model.parameters())
+    recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
+    lines = log.open("w") if log is not None and first else None
+    with _bar(console, steps, str(compiled.mesh)) as show:
+        for step in range(steps):
+            start = time.perf_counter()
+            args, kwargs = batch_arguments(job.batch_of(step))
+            traced = trace is not None and step >= steps - TRACED
+            if traced:
+                recorder.step = step
+                model.prepare(*args, **kwargs)
+                model.record(recorder)
+            with recorder.timed(f"step {step}") if traced else nullcontext():
+                loss = model.forward_backward(*args, **kwargs).item()
+            with recorder.timed("optimizer") if traced else nullcontext():
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds = time.perf_counter() - start
+            count, unit = _amount([tensor for _, tensor in take_call_apart(args, kwargs).tensors()])
+            show(step, loss, seconds, count / seconds, unit)
+            if lines is not None:
+                lines.write(json.dumps({"step": step, "loss": loss, "seconds": seconds, unit: count}) + "\n")
+    if lines is not None:
+        lines.close()
+    if trace is not None:
+        console.print(f"trace: {write_trace(trace, compiled, recorder)}", markup=False, highlight=False)
+    text = job.after(model) if job.after is not None else None
+    if text:
+        console.rule("after training")
+        console.print(text, markup=False, highlight=False)
+
+
+def _amount(tensors: list[torch.Tensor]) -> tuple[int, str]:
+    """How much is in a batch: tokens if it begins with integers of two dims, else samples."""
+    leaves = [tensor for tensor in tensors if tensor.ndim]
+    if not leaves:
+        return 1, "samples"
+    is_text = leaves[0].ndim == 2 and not leaves[0].is_floating_point()
+    return (leaves[0].numel(), "tokens") if is_text else (leaves[0].shape[0], "samples")
+
+
+@contextmanager
+def _bar(console: Console, steps: int, mesh: str) -> Iterator[Any]:
+    """A function that shows a step: a bar on a terminal, a line now and then elsewhere."""
+    columns = (
+        TextColumn(mesh), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} {task.fields[unit]}/s"),
+        TextColumn("{task.fields[ms]:.0f} ms/step"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    every = max(1, steps // 10)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=steps, loss=0.0, rate=0.0, unit="tokens", ms=0.0)
+
+        def show(step: int, loss: float, seconds: float, rate: float, unit: str) -> None:
+            progress.update(bar, advance=1, loss=loss, rate=rate, unit=unit, ms=1e3 * seconds)
+            if not console.is_terminal and (step % every == 0 or step == steps - 1):
+                pace = f"{rate:,.0f} {unit}/s  {1e3 * seconds:.0f} ms/step"
+                console.print(f"step {step + 1}/{steps}  loss {loss:.4f}  {pace}")
+
+        yield show

@@ -1,0 +1,1 @@
+"""From a captured step to the programs of all ranks."""

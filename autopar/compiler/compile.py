@@ -1,0 +1,174 @@
+"""From a module to the programs of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured, capture
+from autopar.capture.capture import LossFn
+from autopar.capture.constructs import PARAMETERS, WRAPPERS
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.constraints import (
+    check_batch,
+    check_zero,
+    divides_batch,
+    is_sequence_parallel,
+    microbatches_of,
+    no_sequence,
+    parse_shard,
+    patterns_of,
+)
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.options import Choices, StepOptions, choices_of
+from autopar.compiler.precision_check import check_parameters
+from autopar.custom_ops.registry import OWN_OPS, check_calls
+from autopar.errors import ArtifactError, CaptureError, LayoutError
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.text import print_program
+from autopar.passes import make_pipeline, run_passes
+from autopar.passes.search.step_cost import step_cost
+from autopar.settings import Settings
+
+
+def compile(
+    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepOptions]
+) -> Compiled:
+    """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
+
+    model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
+    batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
+      tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
+    options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
+
+    Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
+    RuleError for an op of your own that is called as none of its registered patterns says.
+    """
+    check_model(model)
+    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture
+    return compile_step(model, loss_fn, *batch_arguments(batch), parsed, choices)[1]
+
+
+def compile_step(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
+    choices: Choices, *, train: bool = True, lift: torch.dtype | None = None,
+) -> tuple[Captured, Compiled]:  # fmt: skip
+    """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
+
+    train, lift: as of `capture`.
+    """
+    captured = capture_step(model, loss_fn, args, kwargs, choices, train=train, lift=lift)
+    return captured, lower(captured, mesh, choices)
+
+
+def capture_step(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], choices: Choices,
+    *, train: bool = True, lift: torch.dtype | None = None,
+) -> Captured:  # fmt: skip
+    """Check a model and capture its step: what every way to its programs begins with."""
+    check_model(model)
+    captured = capture(
+        model, loss_fn, args, kwargs,
+        train=train, lift=lift, specialize=choices.specialize, precision=choices.memory.precision,
+    )  # fmt: skip
+    for partner in captured.partners:
+        if partner.module is partner.traced:  # a parallel one is checked already
+            check_model(partner.module)
+    return captured
+
+
+def check_model(model: object) -> None:
+    """Raise CaptureError for what is no module, and for one that holds what no capture can look into."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
+    for path, module in model.named_modules():
+        for is_wrapped, construct in WRAPPERS:
+            if is_wrapped(module):
+                who = f"the module '{path}'" if path else "the model"
+                name = construct.name.format(type(module).__name__)
+                raise CaptureError(f"{who} is {name}. {construct.instead}")
+    for path, parameter in model.named_parameters():
+        for is_kind, construct in PARAMETERS:
+            if is_kind(parameter):
+                raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
+
+
+def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:
+    """Take a captured program through the passes."""
+    choices = choices or Choices()
+    check_parameters(captured.program, choices.memory)
+    batch_whole = choices.uneven and not divides_batch(captured.program, mesh)
+    if not batch_whole:
+        check_batch(captured.program, mesh)
+    layouts = parse_shard(choices.shard, captured.program, mesh)
+    patterns = patterns_of(choices.shard, captured.program)
+    microbatches = microbatches_of(
+        captured.program, mesh, choices.microbatches, whole=batch_whole, uneven=choices.uneven
+    )
+    plan = Plan(
+        mesh,
+        layouts,
+        sequence_parallel=bool(choices.sequence_parallel),
+        batch_whole=batch_whole,
+        microbatches=microbatches,
+        staging=choices.staging,
+        memory=choices.memory,
+        frozen=captured.frozen,
+        patterns=patterns,
+        rules=OWN_OPS.rows(),
+        stored=choices.stored,
+    )
+    check_zero(plan)
+    compiled = Compiled(plan, run_passes(check_calls(captured.program), plan))
+    if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
+        if choices.sequence_parallel != "auto":
+            raise LayoutError(no_sequence(captured.program, mesh))
+        compiled = whole_sequence(compiled)
+    elif choices.sequence_parallel == "auto":
+        compiled = cheaper(compiled, whole_sequence(compiled))
+    if compiled.plan.is_staged:
+        compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
+    directory = (settings or Settings.read()).dump
+    if directory is not None:
+        dump(compiled, directory)
+    return compiled
+
+
+def whole_sequence(compiled: Compiled) -> Compiled:
+    """The same program compiled without sequence parallelism."""
+    plan = replace(compiled.plan, sequence_parallel=False)
+    return Compiled(plan, run_passes(compiled.history[0][1], plan))
+
+
+def cheaper(split: Compiled, whole: Compiled) -> Compiled:
+    """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
+    costs = step_cost(split.program), step_cost(whole.program)
+    chosen, is_on = (split, "on") if costs[0].total <= costs[1].total else (whole, "off")
+    note = f"sequence_parallel='auto' is {is_on}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
+    return chosen.with_note(note)
+
+
+def dump(compiled: Compiled, directory: Path) -> None:
+    """Write the program after each pass, as `00-capture.txt` and so on."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for i, (name, program) in enumerate(compiled.history):
+            (directory / f"{i:02}-{name}.txt").write_text(print_program(program))
+    except OSError as error:
+        raise ArtifactError(f"AUTOPAR_DUMP={directory}: cannot write there: {error.strerror}.") from None
+
+
+def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and keyword arguments."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}

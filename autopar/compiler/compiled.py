@@ -1,0 +1,272 @@
+"""A compiled program: what each rank runs, what it moves and why."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import ArtifactError
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import axes_of, is_collective, op
+from autopar.ir.pipeline import Pipeline, graph_name
+from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
+from autopar.ir.program import Program, operand_nodes, record
+from autopar.ir.text import print_program
+
+if TYPE_CHECKING:
+    from autopar.report.explanation import Explanation
+    from autopar.report.memory.report import MemoryReport
+    from autopar.report.memory.simulate import OptimizerMaker
+
+STEP = "step"
+WAIT = op("wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table of collectives.
+
+    bytes: of the whole value that takes part, on one rank (what an all-reduce reduces, what an all-gather gives).
+    shape: its local shape. value: the node. module, source: whose value it is. reason: why it is moved.
+    Of a pipeline also graph: of whose ranks, those at `place` on the axis pp; times: how often it runs in a step.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    shape: tuple[int, ...]
+    value: str
+    module: str
+    source: str
+    reason: str
+    phase: str
+    dtype: torch.dtype
+    graph: str = STEP
+    place: int = 0
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank runs: named graphs and the order in which they run."""
+
+    rank: int
+    coord: Mapping[str, int]
+    programs: Mapping[str, Program]
+    instructions: tuple[str, ...] = (STEP,)
+
+    @functools.cached_property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The graphs by name, as fx GraphModules."""
+        return _modules(tuple(self.programs.items()))
+
+
+def _layouts(program: Program) -> dict[str, Layout]:
+    return {
+        entry.name: record(node).layout
+        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        if entry.kind == "parameter"
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _modules(programs: tuple[tuple[str, Program], ...]) -> Mapping[str, fx.GraphModule]:
+    """Ranks that run the same program share its modules."""
+    return {name: fx.GraphModule(nn.Module(), program.graph, class_name=name) for name, program in programs}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
+
+    `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
+    `pipeline` is what the last program was cut into, if there are stages or micro-batches.
+    """
+
+    plan: Plan
+    history: tuple[tuple[str, Program], ...]
+    pipeline: Pipeline | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    @property
+    def program(self) -> Program:
+        """The final program, the same for every rank."""
+        return self.history[-1][1]
+
+    @functools.cached_property
+    def ranks(self) -> tuple[RankProgram, ...]:
+        pipeline, coords = self.pipeline, enumerate(self.mesh.coords())
+        if pipeline is None:
+            programs = {STEP: self.program}
+            return tuple(RankProgram(rank, coord, programs) for rank, coord in coords)
+        size = pipeline.flow.size  # ranks that differ on other axes share what they run
+        graphs = [pipeline.graphs_of(place) for place in range(size)]
+        lists = [tuple(map(str, instructions)) for instructions in pipeline.lists]
+        return tuple(
+            RankProgram(rank, coord, graphs[place], lists[place])
+            for rank, coord in coords
+            for place in (coord.get(PIPELINE, 0),)
+        )
+
+    @functools.cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that run the same, together: all of them, or those with the same place on the axis pp."""
+        found: dict[int, list[int]] = {}
+        for rank, coord in enumerate(self.mesh.coords()):
+            found.setdefault(coord.get(PIPELINE, 0) if self.pipeline else 0, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All collectives of a step, in order; of a pipeline those of every graph, without its sends and receives."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return tuple(collectives_of(self.program))
+        return tuple(
+            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=pipeline.times_of(key))
+            for key, program in pipeline.graphs.items()
+            for row in collectives_of(program)
+        )
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of the parameters, by first name."""
+        return _layouts(self.program)
+
+    @property
+    def searched(self) -> dict[str, Layout]:
+        """The layouts in which the step computes with the parameters, before ZeRO."""
+        return _layouts(dict(self.history)["propagate"])
+
+    @property
+    def homes(self) -> dict[str, int | None]:
+        """The place on "pp" where each parameter is kept, by first name; None for every one of them."""
+        if self.pipeline is None or PIPELINE not in self.mesh:
+            return dict.fromkeys(self.layouts)
+        return {name: self.pipeline.rank_of(name) for name in self.layouts}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which anything moves, in the same order for every rank."""
+        if self.pipeline is None:
+            return axes_of(self.program.graph)
+        found = [axis for graph in self.pipeline.graphs.values() for axis in axes_of(graph.graph)]
+        found += [PIPELINE] if PIPELINE in self.mesh else []
+        return tuple(dict.fromkeys(axis for axis in found if axis != MICROBATCH))
+
+    def lines(self) -> list[str]:
+        """All that decides what the ranks run."""
+        if self.pipeline is None:
+            return [self.text()]
+        lists = ["\n".join(map(str, instructions)) for instructions in self.pipeline.lists]
+        return [*(print_program(graph) for graph in self.pipeline.graphs.values()), *lists]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know: ops without a rule, weights that stay whole."""
+        return self.program.notes
+
+    def with_note(self, note: str) -> Compiled:
+        """The same, with one more note."""
+        *before, (name, last) = self.history
+        return replace(self, history=(*before, (name, last.with_(notes=(*last.notes, note)))))
+
+    def text(self, rank: int = 0, graph: str | None = None) -> str:
+        """A rank's graph, one line a value; all of them, if none is named."""
+        programs = self.ranks[rank].programs
+        if graph is not None or list(programs) == [STEP]:
+            return print_program(programs[graph or STEP])
+        return "\n".join(f"graph {name}\n{print_program(program)}" for name, program in programs.items())
+
+    def explain(self, value: str) -> Explanation:
+        """Why a parameter, a computed value or all of a module has its layout, and what it moves.
+
+        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%contract_4"`. Solves the
+        search again for each other layout of the value. Raises ValueNameError, with the nearest names.
+        """
+        from autopar.report.explanation import explain
+
+        return explain(self, value)
+
+    def memory(self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None) -> MemoryReport:
+        """The bytes that a rank holds in a step and in its optimizer's, by category, with the peak and its place.
+
+        Found by running the rank's program on tensors without data. optimizer: makes one from parameters, AdamW if not
+        given. device: "cpu" or "cuda", by default what the program was compiled for. Raises RankError or PlanError.
+        """
+        from autopar.report.memory.estimate import memory_report
+
+        return memory_report(self, rank, optimizer, device)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the programs of the distinct ranks as readable Python and JSON."""
+        from autopar.report.artifact.artifact import Artifact, save_programs
+
+        programs = tuple((ranks, self.ranks[ranks[0]].programs) for ranks in self.alike)
+        whole = None if self.pipeline is None else self.program
+        save_programs(Path(directory), Artifact(self.mesh, programs, {}, self.pipeline, whole))
+
+
+def load(directory: str | Path) -> Compiled:
+    """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
+    one, or not intact, or if it holds an op of your own that has no rule in this process (`register_rule`)."""
+    from autopar.custom_ops.registry import OWN_OPS
+    from autopar.report.artifact.artifact import load_programs
+
+    artifact = load_programs(Path(directory), OWN_OPS.names())
+    pipeline = artifact.pipeline
+    if pipeline is not None:
+        assert artifact.whole is not None
+        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
+        return Compiled(plan, (("load", artifact.whole),), pipeline)
+    (_, programs), *_ = artifact.programs
+    if STEP not in programs:
+        raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")
+    return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
+
+
+def moving_nodes(program: Program) -> Iterator[fx.Node]:
+    """The collectives of a program, in order. What micro-batches add up to stays where it is and is none."""
+    for node in program.calls():
+        if is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+            yield node
+
+
+def collectives_of(program: Program) -> Iterator[Collective]:
+    """The table of a program's collectives, in order."""
+    for node in moving_nodes(program):
+        found = record(node)
+        name = node.target.__name__.split(".")[0].removesuffix("_start")  # type: ignore[union-attr]
+        operand = operand_nodes(node)[0]
+        # A gather's value is its result; all others move their operand.
+        type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)
+        shape = local_shape(type_.shape, layout, program.mesh)
+        numel = 1
+        for size in shape:
+            numel *= size
+        yield Collective(
+            op=name,
+            axis=str(node.args[1]),
+            bytes=numel * type_.dtype.itemsize,
+            shape=shape,
+            value=operand.name,
+            module=found.module,
+            source=found.source,
+            reason=found.reason,
+            phase=found.phase,
+            dtype=type_.dtype,
+        )
+
+
+def _type_of(node: fx.Node):  # type: ignore[no-untyped-def]
+    return record(node).type, record(node).layout

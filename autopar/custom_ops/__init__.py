@@ -1,0 +1,1 @@
+"""Ops of torch.library that a user registers a rule for."""

@@ -1,5 +1,0 @@
-"""The page that `autopar inspect --html` writes: its data, and the files that show them."""
-
-from autopar.page.page import page_text
-
-__all__ = ["page_text"]

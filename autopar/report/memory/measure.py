@@ -1,0 +1,71 @@
+"""What a training step really holds on this rank: the other side of every estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture.containers import take_call_apart
+from autopar.parallel.module import ParallelModule
+from autopar.report.memory.track import Tracker
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes of this rank's tensors: before the step, at its peak, and at that of the optimizer's step."""
+
+    before: int
+    step: int
+    optimizer: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.step, self.optimizer)
+
+
+def measure(model: ParallelModule, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> Measured:
+    """Train one step and watch it. Every rank must call this, after a first step and without gradients.
+
+    On the CPU a tracker sees every tensor of this process that the step makes, and the model's, the optimizer's and
+    the batch's that are there already. On a GPU it is `torch.cuda.max_memory_allocated`.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return _measure_cuda(model, optimizer, args, kwargs)
+    tracker = Tracker()
+    for kind, tensors in (
+        ("parameters", list(model.parameters())),
+        ("inputs", [*model.buffers(), *take_call_apart(args, kwargs).leaves]),
+        ("constants", [t for running in model.programs for t in running.constants.tensors()]),
+        ("optimizer states", [t for state in (optimizer.state.values() if optimizer else ()) for t in state.values()]),
+    ):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                tracker.add(tensor, kind)
+    before, start = tracker.total, len(tracker.events)
+    with tracker:
+        loss = model.forward_backward(*args, **kwargs)
+        middle = len(tracker.events)
+        if optimizer is not None:
+            optimizer.step()
+    del loss
+    step, end = tracker.peak_bytes(start, middle), tracker.peak_bytes(middle)
+    tracker.close()
+    return Measured(before, step, end)
+
+
+def _measure_cuda(model: ParallelModule, optimizer: torch.optim.Optimizer | None, args: Any, kwargs: Any) -> Measured:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = model.forward_backward(*args, **kwargs)
+    torch.cuda.synchronize()
+    step = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    if optimizer is not None:
+        optimizer.step()
+    torch.cuda.synchronize()
+    del loss
+    return Measured(before, step, torch.cuda.max_memory_allocated())

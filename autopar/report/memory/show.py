@@ -1,0 +1,105 @@
+"""What `autopar inspect --memory` and `--formula` print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autopar.capture.containers import map_tensors, take_call_apart
+from autopar.cli.job import Job
+from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.options import Choices
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import PIPELINE
+from autopar.report.memory.formula import Sizes, activation_formulas, states_formula
+from autopar.report.memory.report import ranks_text
+from autopar.report.memory.simulate import GPU_DEVICE, OptimizerMaker
+from autopar.report.saved import saved_text
+
+
+def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
+    """The report of a rank, and what is saved for the backward pass and computed again; of a pipeline before it a line
+    for each of its ranks that differ from it on pp alone."""
+    chosen = compiled.memory(rank, optimizer, device)
+    if PIPELINE in compiled.mesh:
+        coord = compiled.mesh.coord(rank)
+        others = [compiled.mesh.rank({**coord, PIPELINE: place}) for place in range(compiled.mesh[PIPELINE])]
+        reports = [chosen if other == rank else compiled.memory(other, optimizer, device) for other in others]
+        yield ranks_text(reports) + "\n"
+    yield str(chosen)
+    if any(out.kind == "gradient" for out in compiled.program.outputs):
+        yield "\n" + saved_text(compiled.program)
+
+
+def formula_texts(
+    job: Job, mesh: Mesh, choices: Choices, compiled: Compiled, rank: int, device: str | None
+) -> Iterator[str]:
+    """Bytes of states a parameter, and what a layer keeps for the backward pass as a polynomial in the batch's sizes.
+
+    b: the rows of the whole batch; s: the second dim of its token ids. The step is compiled at a few other sizes.
+    """
+    place = device or GPU_DEVICE
+    optimizer = job.optimizer or torch.optim.AdamW
+    yield f"on rank {rank} of mesh {mesh}, on {place}:"
+    yield f"  {states_formula(compiled, rank, optimizer, place)}"
+    example = sizes_of(job.batch)
+    if "b" not in example:
+        yield "  activations: the batch has no tensor with a dim, so there is nothing to vary."
+        return
+    build = _builder(job, mesh, choices, example)
+    attempts = [_rows_and_sequence(example), _rows(example)] if "s" in example else [_rows(example)]
+    for symbols, monomials, points in attempts:
+        try:
+            found = activation_formulas(build, symbols, monomials, points, rank, place)
+        except AutoparError as error:
+            yield f"  activations in {' and '.join(symbols)}: {str(error).splitlines()[0]}"
+            continue
+        shown = ", ".join(f"{symbol} = {example[symbol]}" for symbol in symbols)
+        yield f"  activations kept for the backward pass, at {shown}:"
+        yield from (f"    {formula}" for formula in found)
+        return
+
+
+def sizes_of(batch: Any) -> dict[str, int]:
+    """b, the rows of the first tensor, and s, the second dim of the first tensor of integers."""
+    found: dict[str, int] = {}
+    for _, leaf in take_call_apart(*batch_arguments(batch)).tensors():
+        if leaf.ndim:
+            found.setdefault("b", leaf.shape[0])
+            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
+                found.setdefault("s", leaf.shape[1])
+    return found
+
+
+def _rows(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
+    b = example["b"]
+    return "b", ["b", "1"], [{"b": 2 * b}, {"b": 3 * b}, {"b": b}]
+
+
+def _rows_and_sequence(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
+    """Shorter sequences, since a table of positions may end with the example's."""
+    b, s = example["b"], example["s"]
+    lengths = [length for length in (s // 4, s // 2) if length]
+    points: list[Sizes] = [{"b": rows, "s": length} for rows in (b, 2 * b) for length in lengths]
+    points += [{"b": 3 * b, "s": s // 2}, {"b": 2 * b, "s": s}, {"b": b, "s": s}]
+    return "bs", ["b*s**2", "b*s", "b", "s**2", "s", "1"], points
+
+
+def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable[[Sizes], Compiled]:
+    def build(sizes: Mapping[str, int]) -> Compiled:
+        def resize(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.ndim or leaf.shape[0] != example["b"]:
+                return leaf
+            shape = [sizes["b"], *leaf.shape[1:]]
+            if "s" in sizes and leaf.ndim > 1 and shape[1] == example["s"]:
+                shape[1] = sizes["s"]
+            return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+        args, kwargs = map_tensors(resize, batch_arguments(job.batch))
+        return compile_step(job.model, job.loss_fn, args, kwargs, mesh, choices)[1]
+
+    return build

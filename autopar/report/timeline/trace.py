@@ -1,0 +1,177 @@
+"""Traces: what the ranks of a run did, as files that ui.perfetto.dev and chrome://tracing open, and back again.
+
+DIR/rank_0003.json   what one rank did, written by itself
+DIR/trace.json       all of them, one track a rank, put together by rank 0
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.compiler.compiled import Compiled
+from autopar.errors import TargetError
+from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import PIPELINE
+from autopar.ir.schedule import KINDS, ONCE, Costs, Instruction, Span, Timeline
+from autopar.report.artifact.pipeline import parse_action, parse_instruction
+from autopar.runtime.recorder import RUN, WAITED, Event, Recorder
+
+MERGED = "trace.json"
+FORMAT = "autopar trace"
+
+
+def write_trace(folder: Path, compiled: Compiled, recorder: Recorder) -> Path:
+    """Write what this rank did; rank 0 puts all together. Every rank must call it."""
+    try:
+        write_rank(folder, compiled, dist.get_rank(), recorder)
+        dist.barrier()
+        return merge_ranks(folder, compiled) if dist.get_rank() == 0 else folder / MERGED
+    except OSError as error:
+        raise TargetError(f"--trace {folder}: cannot write there: {error.strerror}.") from None
+
+
+def write_rank(folder: Path, compiled: Compiled, rank: int, recorder: Recorder) -> None:
+    """The trace of one rank; times are those of the machine's clock, so that ranks can be laid side by side."""
+    folder.mkdir(parents=True, exist_ok=True)
+    offset = time.time() * 1e6 - time.perf_counter() * 1e6
+    events = [*_names(compiled.mesh, rank), *(_json(event, rank, offset) for event in recorder.events)]
+    content = _content(compiled, events)
+    (folder / _file(rank)).write_text(json.dumps(content))
+
+
+def merge_ranks(folder: Path, compiled: Compiled) -> Path:
+    """Put the files of all ranks together that are there; the first event is at time 0."""
+    events: list[dict[str, Any]] = []
+    for rank in range(compiled.mesh.size):
+        path = folder / _file(rank)
+        if path.is_file():
+            events += json.loads(path.read_text())["traceEvents"]
+    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - start, 3)
+    (folder / MERGED).write_text(json.dumps(_content(compiled, events)))
+    return folder / MERGED
+
+
+def read_trace(folder: Path, compiled: Compiled) -> Timeline:
+    """What the first rank of each stage did in the shortest of the steps that were traced.
+
+    Raises TargetError for what is no trace, or not one of this pipeline.
+    """
+    pipeline, path = compiled.pipeline, folder / MERGED
+    assert pipeline is not None
+    try:
+        content = json.loads(path.read_text())
+        said = content["otherData"]
+        if said["format"] != FORMAT:
+            raise KeyError("format")
+        found = {"mesh": said["mesh"], "schedule": said["schedule"], "micro-batches": said["microbatches"],
+                 "stages": said["stages"]}  # fmt: skip
+    except OSError as error:
+        raise TargetError(f"--over {folder}: cannot read '{path}': {error.strerror}. `autopar run --trace {folder}` "
+                          f"writes it.") from None  # fmt: skip
+    except (ValueError, KeyError, TypeError):
+        raise TargetError(f"--over {folder}: '{path}' is not a trace that `autopar run --trace` wrote.") from None
+    expected = {"mesh": str(compiled.mesh), "schedule": pipeline.schedule, "micro-batches": pipeline.microbatches,
+                "stages": pipeline.flow.stages}  # fmt: skip
+    wrong = [f"{name} {found[name]} and not {value}" for name, value in expected.items() if found[name] != value]
+    if wrong:
+        raise TargetError(f"--over {folder}: the trace is of another pipeline: {', '.join(wrong)}.")
+    first = [compiled.mesh.rank({**dict.fromkeys(compiled.mesh.names, 0), **({PIPELINE: place} if place else {})})
+             for place in range(pipeline.flow.size)]  # fmt: skip
+    try:
+        steps = _steps(content["traceEvents"], first, pipeline)
+    except (ValueError, KeyError, TypeError) as error:
+        raise TargetError(f"--over {folder}: '{path}' has a wrong event: {type(error).__name__} {error}.") from None
+    if not steps:
+        raise TargetError(f"--over {folder}: '{path}' holds no whole step.")
+    return min(steps, key=lambda timeline: timeline.span_us)
+
+
+def measured_costs(pipeline: Pipeline, measured: Timeline) -> Costs:
+    """The times that actions really took, in the median; of transfers the estimate."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for rank in range(len(measured.ranks)):
+        for span in measured.runs(rank):
+            action = span.instruction.action
+            found.setdefault((action.stage, action.kind), []).append(span.end_us - span.start_us)
+    return replace(pipeline.costs, times_us={key: statistics.median(times) for key, times in found.items()})
+
+
+def timeline_of(recorders: Sequence[Recorder], step: int = 0) -> Timeline:
+    """What recorders saw in a step, one of each rank of a pipeline."""
+    return Timeline(tuple(_ordered(_span(event) for event in recorder.events if event.step == step
+                                   and event.kind == RUN and event.action) for recorder in recorders))  # fmt: skip
+
+
+def _span(event: Event) -> Span:
+    assert event.action is not None
+    return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
+
+
+def _steps(events: list[Mapping[str, Any]], ranks: list[int], pipeline: Pipeline) -> list[Timeline]:
+    found: dict[int, list[list[Span]]] = {}
+    for event in events:
+        if event["ph"] != "X" or event["pid"] not in ranks or event["cat"] not in (*KINDS.values(), WAITED):
+            continue
+        spans = found.setdefault(int(event["args"]["step"]), [[] for _ in ranks])
+        if event["cat"] == WAITED:
+            line = parse_instruction(event["args"]["instruction"], pipeline.flow.types)
+        else:
+            line = Instruction("RUN", parse_action(event["name"]))
+            if (line.action.stage, line.action.kind) not in pipeline.flow.works:
+                raise ValueError(f"'{line}' is no action of this pipeline")
+        spans[ranks.index(event["pid"])].append(
+            Span(line, float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        )
+    return [Timeline(tuple(map(_ordered, spans))) for spans in found.values() if all(spans)]
+
+
+def _ordered(spans: Iterator[Span] | list[Span]) -> tuple[Span, ...]:
+    return tuple(sorted(spans, key=lambda span: span.start_us))
+
+
+def _content(compiled: Compiled, events: list[dict[str, Any]]) -> dict[str, Any]:
+    pipeline = compiled.pipeline
+    said: dict[str, Any] = {"format": FORMAT, "mesh": str(compiled.mesh)}
+    if pipeline is not None:
+        said |= {"schedule": pipeline.schedule, "microbatches": pipeline.microbatches, "stages": pipeline.flow.stages}
+    return {"displayTimeUnit": "ms", "otherData": said, "traceEvents": events}
+
+
+def _names(mesh: Mesh, rank: int) -> list[dict[str, Any]]:
+    where = ",".join(f"{axis}={place}" for axis, place in mesh.coord(rank).items())
+    kinds = {"process_name": {"name": f"rank {rank} ({where})"}, "process_sort_index": {"sort_index": rank},
+             "thread_name": {"name": f"rank {rank}"}}  # fmt: skip
+    return [{"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args} for name, args in kinds.items()]
+
+
+def _json(event: Event, rank: int, offset: float) -> dict[str, Any]:
+    """A complete event of the trace-event format; those within others are drawn below them."""
+    action = event.action
+    args: dict[str, Any] = {"step": event.step}
+    name = event.name
+    if action is not None:
+        args |= {"stage": action.stage} if action.kind in "FBIW" else {}
+        args |= {"microbatch": action.microbatch} if action.microbatch != ONCE else {}
+        name = f"{event.name} in {action}" if not event.text and event.kind != RUN else event.name
+    args |= {"instruction": event.text} if event.text else {}
+    args |= {"module": event.module} if event.module else {}
+    args |= {"bytes": event.bytes} if event.bytes else {}
+    kind = KINDS[action.kind] if event.kind == RUN and action is not None else event.kind
+    return {"ph": "X", "name": name, "cat": kind, "ts": event.start_us + offset,
+            "dur": round(event.end_us - event.start_us, 3), "pid": rank, "tid": 0, "args": args}  # fmt: skip
+
+
+def _file(rank: int) -> str:
+    return f"rank_{rank:04}.json"

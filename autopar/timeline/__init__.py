@@ -1,8 +1,0 @@
-"""Timelines of pipelines: simulated ones and measured ones, in the terminal, as SVG and as a page."""
-
-from autopar.timeline.page import timeline_page
-from autopar.timeline.picture import Block, Lane, Picture, picture
-from autopar.timeline.svg import timeline_svg
-from autopar.timeline.terminal import timeline_text
-
-__all__ = ["Block", "Lane", "Picture", "picture", "timeline_page", "timeline_svg", "timeline_text"]

@@ -1,0 +1,1 @@
+"""Parallel programs beside the plain module."""

@@ -1,0 +1,66 @@
+"""Plain modules in a loss function, as `verify` uses them: each side has values of its own, and the user's stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.capture import state_of
+from autopar.capture.partners import Inlined, Partner, check_plain, variables
+from autopar.verification.comparison import Values
+
+
+@contextmanager
+def in_dtype(model: nn.Module, loss_fn: Callable[..., Any] | None, dtype: torch.dtype) -> Iterator[None]:
+    """As long as the context lasts, the modules that a loss function knows beside the model are in a dtype."""
+    own = {id(tensor) for _, tensor in state_of(model).entries}
+    known = {id(value): value for _, value in variables(loss_fn) if isinstance(value, nn.Module)}
+    saved = []
+    for module in known.values():
+        if isinstance(module, Inlined):
+            check_plain(module)
+        for _, tensor in state_of(module).entries:
+            if tensor.is_floating_point() and id(tensor) not in own:
+                saved.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, data in reversed(saved):
+            tensor.data = data
+
+
+class Borrowed:
+    """What the partners of one side hold: put into the user's modules for a step, and taken out again."""
+
+    def __init__(self, partners: tuple[Partner, ...], dtype: torch.dtype) -> None:
+        modules = {partner.name: partner.traced for partner in partners}
+        self.tensors = {e.name: tensor for e, tensor in state_of(nn.Module(), modules).entries if e.kind != "constant"}
+        self.values = {name: _cast(tensor.detach().clone(), dtype) for name, tensor in self.tensors.items()}
+
+    @contextmanager
+    def used(self, found: Values) -> Iterator[None]:
+        """Run a step in the context; `found` is given the gradients and buffers that it leaves."""
+        saved = {name: (tensor.data, tensor.grad) for name, tensor in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            tensor.grad, tensor.data = None, self.values[name]
+        try:
+            yield
+            for name, tensor in self.tensors.items():
+                self.values[name] = tensor.data
+                if tensor.grad is not None:
+                    found["gradient", name] = tensor.grad.clone()
+                if not isinstance(tensor, nn.Parameter):
+                    found["buffer", name] = tensor.clone()
+        finally:
+            for name, (data, grad) in saved.items():
+                self.tensors[name].data = data
+                self.tensors[name].grad = grad
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

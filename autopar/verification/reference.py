@@ -1,0 +1,128 @@
+"""The plain module on one device, as the other side of `verify`: in one dtype, or as torch.autocast runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.capture import LossFn
+from autopar.capture.containers import map_tensors, take_apart
+from autopar.capture.losses import split_result
+from autopar.capture.partners import Partner
+from autopar.capture.raising import Raise, default_dtype
+from autopar.ir.plan import Memory
+from autopar.torch_compat import backward
+from autopar.verification.borrowed import Borrowed
+from autopar.verification.comparison import Table, Values
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SCALE = 256.0  # of the loss, where gradients in fp16 are compared
+
+
+def cast(leaf: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in `dtype`; anything else as it is."""
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def values_of(aux: Any) -> Values:
+    """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
+    tensors = take_apart(aux, lenient=True).tensors()
+    return {("aux", str(i)): tensor.detach().clone() for i, tensor in tensors}
+
+
+class Plain:
+    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
+        partners: tuple[Partner, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.optimizer = make([p for p in model.parameters() if p.requires_grad])
+        self.borrowed = Borrowed(partners, next(model.parameters()).dtype)
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        of_partners: Values = {}
+        with self.borrowed.used(of_partners):
+            found = self._step(args, kwargs, seed)
+        return {**found, **of_partners}
+
+    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        self.optimizer.zero_grad()
+        args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
+        parameter = next(self.model.parameters())
+        dtype, low = parameter.dtype, self.autocast
+        scale = SCALE if low is torch.float16 else 1.0
+        with default_dtype(dtype), Raise(None, seed, None if low else dtype):
+            with torch.autocast(parameter.device.type, low) if low else nullcontext():
+                function = self.loss_fn or nn.Module.__call__
+                loss, aux = split_result(function(self.model, *args, **kwargs), self.loss_fn)
+            backward(loss * scale if scale != 1.0 else loss)
+        found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+                found["gradient", name] = parameter.grad.clone()
+        self.optimizer.step()
+        for name, parameter in self.model.named_parameters():
+            found["weight", name] = parameter.detach().clone()
+        for name, tensor in self.model.named_buffers():
+            found["buffer", name] = tensor.clone()
+        return found
+
+
+class Reference:
+    """What a step should give, and how far from it a step may be.
+
+    The programs of a precision are compared with the plain module in float64: no tensor may be further from it than
+    twice what torch.autocast is on one device, or than a rounding of the short float.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, memory: Memory,
+        partners: tuple[Partner, ...] = (),
+    ) -> None:  # fmt: skip
+        self.short = short_of(memory)
+        exact = copy.deepcopy(model)
+        self.plain = Plain(exact if self.short is None else exact.double(), loss_fn, make, None, partners)
+        low = memory.low_dtype
+        self.other = Plain(copy.deepcopy(model), loss_fn, make, low, partners) if low else None
+        self.dtype = next(model.parameters()).dtype
+        sums_are_short = memory.reduce_dtype.itemsize < 4
+        self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
+
+    def borrow(self, partners: tuple[Partner, ...]) -> None:
+        """Give each side values of its own for the other models in the loss."""
+        for side in filter(None, (self.plain, self.other)):
+            side.borrowed = Borrowed(partners, next(side.model.parameters()).dtype)
+
+    @property
+    def note(self) -> str:
+        """What the report says of the comparison."""
+        if self.short is None:
+            return ""
+        told = ", or twice the error of torch.autocast" if self.other else ""
+        return f"{str(self.short).removeprefix('torch.')} against float64{told}"
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """What the plain module gives."""
+        self.allowed = self.other.step(args, kwargs, seed) if self.other else {}
+        if self.short is not None:
+            args, kwargs = map_tensors(lambda leaf: cast(leaf, torch.float64), (args, dict(kwargs)))
+        return self.plain.step(args, kwargs, seed)
+
+    def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
+        """Enter a step in the table."""
+        self.table.compare(expected, given, replicas, self.allowed)
+
+
+def short_of(memory: Memory) -> torch.dtype | None:
+    """The shortest dtype that the programs of a plan compute or sum in; None if they compute as the model is."""
+    if memory.sums_dtype is None:
+        return None
+    return memory.low_dtype or memory.reduce_dtype

@@ -1,0 +1,98 @@
+"""verify: the plain module on one device against the emitted programs of all ranks, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.capture import LossFn
+from autopar.capture.containers import map_tensors
+from autopar.compiler.compile import batch_arguments, check_model, compile_step
+from autopar.compiler.compiled import Compiled
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.options import StepOptions, choices_of
+from autopar.verification.borrowed import in_dtype
+from autopar.verification.comparison import Report
+from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
+from autopar.verification.virtual import Virtual
+
+__all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
+
+
+def verify(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    loss_fn: LossFn | None = None,
+    batch: Any,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float64,
+    optimizer: OptimizerFactory | None = None,
+    seed: int = 0,
+    **options: Unpack[StepOptions],
+) -> Report:
+    """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
+
+    Loss, every gradient, every updated weight and buffer are put together from the ranks and compared. Random ops
+    draw from the counter-based generator on both sides, and casts that the model itself makes to another float
+    (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. Under
+    a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
+    twice what torch.autocast is on one device (see `Reference`). The model is copied and not changed; `optimizer` makes
+    one from parameters (AdamW by default, see `descent`). `options` are those of a step, as of `autopar.parallelize`.
+    On a difference the report names the first node that differs.
+    """
+    check_model(model)
+    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found first
+    is_exact = short_of(choices.memory) is None
+    model = copy.deepcopy(model)
+    if is_exact:
+        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+    args, kwargs = batch_arguments(batch)
+    lift = dtype if is_exact else None
+    with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
+        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, choices, lift=lift)
+    return verify_compiled(
+        model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
+    )
+
+
+def verify_compiled(
+    model: nn.Module,
+    captured: Captured,
+    compiled: Compiled,
+    *,
+    loss_fn: LossFn | None,
+    batch: Any,
+    steps: int = 2,
+    optimizer: OptimizerFactory | None = None,
+    seed: int = 0,
+) -> Report:
+    """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
+    precision their own."""
+    make = optimizer or descent
+    args, kwargs = batch_arguments(batch)
+    plain = Reference(model, loss_fn, make, compiled.plan.memory, captured.partners)
+    virtual = Virtual(copy.deepcopy(model), captured, compiled, make)
+    table = plain.table
+    for step in range(steps):
+        drawn = torch.tensor([seed, step], device=virtual.device)
+        expected, given = plain.step(args, kwargs, drawn), virtual.step(args, kwargs, drawn)
+        plain.compare(expected, given, virtual.replicas)
+    rows = table.rows()
+    mismatch = None
+    if not all(row.ok for row in rows):
+        first = Virtual(copy.deepcopy(model), captured, compiled, make)
+        mismatch = first.locate(args, kwargs, torch.tensor([seed, 0], device=virtual.device), table.of_nodes)
+    return Report(str(compiled.mesh), plain.dtype, steps, table.tolerance, rows, mismatch, plain.note)
+
+
+def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with an eps far above rounding. With 1e-8 the step of a weight whose gradient is zero but for rounding (a
+    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)

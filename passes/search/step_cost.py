@@ -1,0 +1,62 @@
+"""What a step costs beside its matrix products: the bytes that a rank moves, and those that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.ops import is_collective
+from autopar.ir.plan import MICROBATCH
+from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
+from autopar.passes.search.costs import move_cost
+from autopar.passes.search.intents import BYTES_PER_REPLICA
+from autopar.passes.search.states import State
+from autopar.report.inspection import bytes_of, human
+
+# The start of a collective, in bytes that the link of `passes/search/costs.py` would move in that time: 10 us.
+BYTES_PER_START = 1e6
+_STATES: Mapping[str, tuple[State, State]] = {
+    "all_reduce": ("sum", None),
+    "reduce_scatter": ("sum", (0, 1)),
+    "all_gather": ((0, 1), None),
+    "all_to_all": ((0, 1), (1, 1)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Of one rank and step. moved: bytes on the link (ring algorithms). collectives: their number. computed: bytes of
+    the results of all ops but views and collectives."""
+
+    moved: float
+    collectives: int
+    computed: int
+
+    @property
+    def total(self) -> float:
+        """In bytes of the link."""
+        return self.moved + BYTES_PER_START * self.collectives + BYTES_PER_REPLICA * self.computed
+
+    def __str__(self) -> str:
+        return f"{self.collectives} collectives, {human(self.moved)} moved and {human(self.computed)} computed"
+
+
+def step_cost(program: Program) -> StepCost:
+    """The cost of a LOCAL program.
+
+    What the backward pass gathers again of the forward pass waits for no gradient: it is moved under the products and
+    counts with its start alone (arXiv 2205.05198, section 4.2.2).
+    """
+    sizes = dict(program.mesh.axes)
+    moved, collectives, computed = 0.0, 0, 0
+    for node in program.calls():
+        name = getattr(node.target, "_opname", "").removesuffix("_start")
+        if not is_collective(node.target):
+            computed += 0 if is_getitem(node) or is_view(node) else bytes_of(node, program)
+        elif name in _STATES and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
+            operand = operand_nodes(node)[0]
+            collectives += 1
+            again = name == "all_gather" and record(node).phase == "backward" and record(operand).phase == "forward"
+            whole = bytes_of(node if name == "all_gather" else operand, program)
+            moved += 0.0 if again else move_cost(*_STATES[name], whole, sizes[str(node.args[1])])
+    return StepCost(moved, collectives, computed)
