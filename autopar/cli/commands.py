@@ -23,9 +23,9 @@ from autopar.compiler.compiled import Compiled, load
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.errors import AutoparError, TargetError
+from autopar.ir.measure import human
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import diff_programs, print_program
-from autopar.report.inspection import human
 from autopar.report.inspection_pipeline import rank_texts
 from autopar.report.memory.show import formula_texts, memory_texts
 from autopar.report.page import page_text

@@ -12,9 +12,10 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import ArtifactError
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import axes_of, is_collective, op
+from autopar.ir.ops import axes_of, collective_name, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
 from autopar.ir.program import Program, operand_nodes, record
@@ -246,27 +247,19 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     """The table of a program's collectives, in order."""
     for node in moving_nodes(program):
         found = record(node)
-        name = node.target.__name__.split(".")[0].removesuffix("_start")  # type: ignore[union-attr]
-        operand = operand_nodes(node)[0]
+        name = collective_name(node.target)
         # A gather's value is its result; all others move their operand.
-        type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)
-        shape = local_shape(type_.shape, layout, program.mesh)
-        numel = 1
-        for size in shape:
-            numel *= size
+        operand = operand_nodes(node)[0]
+        moved = local_type(node if name == "all_gather" else operand, program.mesh)
         yield Collective(
             op=name,
             axis=str(node.args[1]),
-            bytes=numel * type_.dtype.itemsize,
-            shape=shape,
+            bytes=moved.bytes_,
+            shape=moved.shape,
             value=operand.name,
             module=found.module,
             source=found.source,
             reason=found.reason,
             phase=found.phase,
-            dtype=type_.dtype,
+            dtype=moved.dtype,
         )
-
-
-def _type_of(node: fx.Node):  # type: ignore[no-untyped-def]
-    return record(node).type, record(node).layout

@@ -92,6 +92,16 @@ def is_mesh_op(target: object) -> bool:
     return target in _MESH_TARGETS
 
 
+def op_name(target: object) -> str:
+    """The name of an op without its namespace and overload: `all_gather` of `autopar.all_gather.default`."""
+    return str(getattr(target, "_opname", getattr(target, "__name__", target)))
+
+
+def collective_name(target: object) -> str:
+    """What a collective does, started or at once: `all_gather` of `autopar.all_gather_start.default`."""
+    return op_name(target).removesuffix("_start")
+
+
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:
     """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
     moves = (node for node in graph.nodes if is_collective(node.target) and node.target != op("wait"))

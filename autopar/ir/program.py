@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
@@ -36,10 +37,7 @@ class TensorType:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def bytes_(self) -> int:
@@ -274,16 +272,3 @@ class Builder:
     def new(self, arg: Any) -> Any:
         """An argument with its old nodes replaced by the new ones."""
         return fx.node.map_arg(arg, lambda old: self.value[old])
-
-
-def part_shape(type_: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one rank's part of a value."""
-    return local_shape(type_.shape, layout, mesh)
-
-
-def tables(program: Program) -> Mapping[str, list[str]]:
-    """The names of the inputs by kind."""
-    found: dict[str, list[str]] = {}
-    for entry in program.inputs:
-        found.setdefault(entry.kind, []).append(entry.name)
-    return found

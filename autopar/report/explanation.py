@@ -11,6 +11,7 @@ from torch import fx
 from autopar.compiler.compiled import Collective, Compiled, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
+from autopar.ir.measure import human
 from autopar.ir.ops import is_collective
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
@@ -18,7 +19,6 @@ from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
-from autopar.report.inspection import human
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 SHOWN = 5  # names in a list

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.compiler.compiled import STEP, Compiled
+from autopar.ir.measure import human, local_bytes
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import root_of
 from autopar.passes.schedules import in_flight
-from autopar.report.inspection import Memory, bytes_of, bytes_text, collectives_text, human, memory_of, table_text
+from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of
+from autopar.report.text import table_text
 
 _HEAD, _TAIL = 24, 8  # the instructions shown of a long list
 
@@ -100,7 +102,7 @@ def saved_bytes(pipeline: Pipeline, stage: int) -> int:
             continue
         root = root_of(node)
         if root.op == "call_function":
-            sizes[root.name] = bytes_of(root, graph)
+            sizes[root.name] = local_bytes(root, graph.mesh)
         elif entries[root].kind == "saved":
             sizes[entries[root].name] = types[entries[root].name].bytes_
     return sum(sizes.values())
@@ -114,10 +116,10 @@ def memory_of_rank(compiled: Compiled, place: int) -> Memory:
     trained = {out.name for out in program.outputs if out.kind == "gradient"}
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         if entry.kind == "buffer":
-            sizes["buffer"] += bytes_of(node, program)
+            sizes["buffer"] += local_bytes(node, program.mesh)
         elif entry.kind == "parameter" and pipeline.rank_of(entry.name) == place:
-            sizes["parameter"] += bytes_of(node, program)
-            sizes["gradient"] += bytes_of(node, program) if entry.name in trained else 0
+            sizes["parameter"] += local_bytes(node, program.mesh)
+            sizes["gradient"] += local_bytes(node, program.mesh) if entry.name in trained else 0
     return Memory(sizes["parameter"], sizes["gradient"], sizes["buffer"], max(_held(pipeline, place), default=0))
 
 

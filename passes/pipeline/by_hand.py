@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.errors import LayoutError
+from autopar.ir.modules import in_module, module_paths, nearest, spelled_out
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
 from autopar.passes.pipeline.cut import Stages, forward_nodes
 from autopar.passes.pipeline.when import Times
 

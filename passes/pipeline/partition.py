@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.layout import local_shape
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Record, TensorType, is_view, record
+from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.pipeline.again import kept_across
 from autopar.passes.pipeline.by_hand import by_hand
@@ -242,13 +242,13 @@ class _Partition:
             counting = graphs.get((rank, "C")) if key[1] == "P" else None
             counted = {out.name for out in counting.outputs} if counting is not None else set()
             works[key] = _work(graph, tuple(foreign), counted)
-            types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
+            types.update((node.name, local_type(node, graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
-            types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
+            types.update((name, local_type(node, graph.mesh)) for name, node in leaving if node is not None)
         flow = Flow(self.ranks, self.plan.microbatches, works, types, homes)
         found = [node for node in self.program.nodes if node in self.times.joins]
         joins = {node.name: join_of(node) for node in found}
-        types.update((node.name, _local_type(record(node), self.program.mesh)) for node in found)
+        types.update((node.name, local_type(node, self.program.mesh)) for node in found)
         return Pipeline(self.plan.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
@@ -291,7 +291,3 @@ def _work(graph: Program, foreign: tuple[str, ...], counted: set[str]) -> Work:
         return tuple(out.name for out in graph.outputs if out.kind == kind)
 
     return Work(entering("saved"), leaving("saved"), leaving("part"), (*entering("step"), *foreign), leaving("step"))
-
-
-def _local_type(found: Record, mesh: Mesh) -> TensorType:
-    return TensorType(local_shape(found.type.shape, found.layout, mesh), found.type.dtype)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.ops import is_collective
+from autopar.ir.measure import human, local_bytes
+from autopar.ir.ops import collective_name, is_collective
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
 from autopar.passes.search.states import State
-from autopar.report.inspection import bytes_of, human
 
 # The start of a collective, in bytes that the link of `passes/search/costs.py` would move in that time: 10 us.
 BYTES_PER_START = 1e6
@@ -50,13 +50,13 @@ def step_cost(program: Program) -> StepCost:
     sizes = dict(program.mesh.axes)
     moved, collectives, computed = 0.0, 0, 0
     for node in program.calls():
-        name = getattr(node.target, "_opname", "").removesuffix("_start")
+        name = collective_name(node.target)
         if not is_collective(node.target):
-            computed += 0 if is_getitem(node) or is_view(node) else bytes_of(node, program)
+            computed += 0 if is_getitem(node) or is_view(node) else local_bytes(node, program.mesh)
         elif name in _STATES and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
             operand = operand_nodes(node)[0]
             collectives += 1
             again = name == "all_gather" and record(node).phase == "backward" and record(operand).phase == "forward"
-            whole = bytes_of(node if name == "all_gather" else operand, program)
+            whole = local_bytes(node if name == "all_gather" else operand, program.mesh)
             moved += 0.0 if again else move_cost(*_STATES[name], whole, sizes[str(node.args[1])])
     return StepCost(moved, collectives, computed)

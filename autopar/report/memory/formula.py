@@ -15,6 +15,7 @@ import torch
 
 from autopar.compiler.compiled import Compiled
 from autopar.errors import PlanError
+from autopar.ir.modules import unit_of
 from autopar.ir.program import record
 from autopar.report.memory.report import GRADIENTS, PARAMETERS, STATES
 from autopar.report.memory.simulate import GPU_DEVICE, OptimizerMaker, Trace, simulate
@@ -82,17 +83,10 @@ def saved_by_module(compiled: Compiled, rank: int = 0, device: str = GPU_DEVICE)
     trace, found = _count(compiled, rank, None, device), {WHOLE: 0}
     for block in sorted(trace.saved, key=lambda block: block.born):
         node = getattr(block.place, "node", None)
-        layer = layer_of(record(node).module) if node is not None else "received from other stages"
+        layer = unit_of(record(node).module) if node is not None else "received from other stages"
         found[layer] = found.get(layer, 0) + block.bytes
         found[WHOLE] += block.bytes
     return found
-
-
-def layer_of(module: str) -> str:
-    """`blocks.0` of `blocks.0.attn.q`; the whole path where no part is a number."""
-    parts = module.split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: place + 1])
 
 
 def activation_formulas(

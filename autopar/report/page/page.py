@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.compiler.compiled import Compiled
-from autopar.ir.layout import local_shape
+from autopar.ir.measure import local_type
 from autopar.ir.names import dtype_name
 from autopar.ir.program import Program, record
 from autopar.ir.text import diff_programs, print_program, print_result
@@ -134,18 +134,15 @@ def _inputs(program: Program) -> Iterator[dict[str, Any]]:
         known = record(node)
         if not known.is_tensor:
             continue
-        local = local_shape(known.type.shape, known.layout, program.mesh)
-        bytes_ = known.type.dtype.itemsize
-        for size in local:
-            bytes_ *= size
+        local = local_type(node, program.mesh)
         yield {
             "names": entry.names,
             "kind": entry.kind,
             "dtype": dtype_name(known.type.dtype),
             "shape": known.type.shape,
             "layout": str(known.layout),
-            "local": local,
-            "bytes": bytes_,
+            "local": local.shape,
+            "bytes": local.bytes_,
             "whole": known.type.bytes_,
             "node": places[node],
         }
