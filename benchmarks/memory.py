@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 import autopar
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.measure import human
-from autopar.report.memory.measure import measure
 from autopar.report.text import table_text
+from benchmarks.measured import measure
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_LIMIT, MAX_LIMIT = 0.01, 0.03

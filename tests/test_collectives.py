@@ -24,9 +24,11 @@ from models import Llama, NanoGPT, token_loss
 from models_special import ZOO
 from torch import Tensor, nn
 
+from autopar.api import compile
 from autopar.capture import Captured, capture
-from autopar.compiler.compile import batch_arguments, compile, lower
-from autopar.compiler.compiled import Collective, Compiled
+from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.lowered import Collective
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record

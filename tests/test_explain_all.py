@@ -17,8 +17,8 @@ from train_gpt import loss_fn
 
 import autopar
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import Choices
 from autopar.custom_ops.registry import OWN_OPS
 from autopar.errors import ValueNameError
@@ -78,7 +78,8 @@ def own() -> Compiled:
 
 def uneven() -> Compiled:
     model, loss, (x, y) = mlp()
-    return lower(capture(model, loss, (x[:5], y[:5]), {}), parse_mesh("dp=2,tp=2"), replace(Choices(), uneven=True))
+    captured = capture(model, loss, (x[:5], y[:5]), {})
+    return Compiled.of(lower(captured, parse_mesh("dp=2,tp=2"), replace(Choices(), uneven=True)))
 
 
 CASES: dict[str, Callable[[], Compiled]] = {

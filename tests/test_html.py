@@ -21,7 +21,7 @@ from torch import nn
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.report.page import page_text
 from autopar.report.page.page import page_data
 

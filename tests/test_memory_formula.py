@@ -12,7 +12,7 @@ from models import mlp
 from torch import nn
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.errors import PlanError

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.compiler.compile import compile
+from autopar.api import compile
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, parse_layout, whole
 from autopar.ir.mesh import parse_mesh

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import autopar
 from autopar.capture import Captured, capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
@@ -76,7 +76,7 @@ def captured(rows: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
 
 
 def compiled(mesh: str, rows: int = 12, **options: Any) -> Compiled:
-    return lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options))
+    return Compiled.of(lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options)))
 
 
 def check(mesh: str, rows: int, steps: int, **options: Any) -> None:

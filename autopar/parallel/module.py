@@ -13,10 +13,10 @@ from torch import nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
+from autopar.compiled import Compiled
 from autopar.compiler.compile import check_model
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import Choices
+from autopar.compiler.options import CHECK_EVERY, Choices
 from autopar.compiler.precision_check import check_device
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.plan import CPU, GPU
@@ -28,7 +28,7 @@ from autopar.parallel.gradients import check_plain, finished, guarded
 from autopar.parallel.loss_scale import LossScale, give_gradients
 from autopar.parallel.programs import Programs, StepSettings
 from autopar.parallel.random_state import RandomState
-from autopar.parallel.replicas import CHECK_EVERY, Replicas, every_of
+from autopar.parallel.replicas import Replicas, every_of
 from autopar.parallel.store import ParameterStore
 from autopar.runtime.recorder import Recorder
 
@@ -141,7 +141,7 @@ class ParallelModule(Inlined):
 
         Parameters take their final layouts. Every rank must call this with batches of the same shapes.
         """
-        return self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled
+        return Compiled.of(self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled)
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
@@ -200,7 +200,7 @@ class ParallelModule(Inlined):
     def compiled(self) -> Compiled | None:
         """The training program used last."""
         running = self._programs.last_trained
-        return running.compiled if running else None
+        return Compiled.of(running.compiled) if running else None
 
     @property
     def programs(self) -> tuple[Running, ...]:

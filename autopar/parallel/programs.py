@@ -20,8 +20,8 @@ from autopar.capture.raising import default_dtype
 from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
 from autopar.compiler.compile import capture_step, lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.constraints import batch_ranks
+from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices, SequenceParallel
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part
@@ -48,11 +48,11 @@ from autopar.parallel.partners import Joined, Owners, as_trained, check_partners
 from autopar.parallel.partners import describe as describe_partners
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas
-from autopar.parallel.staged import given_of
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.variants import Constants, Variants
 from autopar.runtime.distributed import Group, make_groups
 from autopar.runtime.pipeline import Given
+from autopar.runtime.staged import given_of
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
@@ -187,7 +187,7 @@ class Programs:
         first = not self.running
         settings, where = self.settings, self.store.distributor
 
-        def make(scalars: Scalars) -> tuple[Captured, Compiled, Guards, Constants]:
+        def make(scalars: Scalars) -> tuple[Captured, Lowered, Guards, Constants]:
             ranks = batch_ranks(where.mesh) if settings.is_local else 1
             choices = settings.choices
             with scalars:
@@ -254,6 +254,7 @@ class Programs:
             layout = of_local_batch(layout) if is_local else layout
             return local_part(leaf, layout, running.compiled.program.mesh, coord).to(device)
 
-        if running.compiled.pipeline is not None:
-            return given_of(running.compiled, where.coord, value_of, part_of)
+        pipeline = running.compiled.pipeline
+        if pipeline is not None:
+            return given_of(running.compiled.program, pipeline, where.coord, value_of, part_of)
         return [value_of(entry, layout) for entry, layout in running.slots]

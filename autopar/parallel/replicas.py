@@ -20,7 +20,6 @@ from autopar.parallel.agreement import Agreement, lost_peers, name_ranks
 from autopar.parallel.store import ParameterStore
 from autopar.torch_compat import local_of
 
-CHECK_EVERY = 100  # training steps
 PIECE = 1 << 22  # elements whose products are in memory at a time
 SHOWN = 8  # parameters in a message
 SMALL = 1 << 24  # elements: of larger ones a message does not say by how much they differ

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import state_of
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, whole
 from autopar.ir.program import Input
@@ -58,7 +58,7 @@ class ParameterStore:
                 assign(model, name, made, entry.kind)
         self.structure = Structure(model)
 
-    def adopt(self, compiled: Compiled, prefix: str = "") -> None:
+    def adopt(self, compiled: Lowered, prefix: str = "") -> None:
         """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
         Every rank must call this."""
         homes, searched = compiled.homes, compiled.searched

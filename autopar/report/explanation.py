@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.compiler.compiled import Collective, Compiled, collectives_of
+from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
@@ -60,7 +60,7 @@ class Explanation:
         return "\n".join(_text(self))
 
 
-def explain(compiled: Compiled, value: str) -> Explanation:
+def explain(compiled: Lowered, value: str) -> Explanation:
     """Explain a parameter, a module or a node by name. Raises ValueNameError for what the program does not have."""
     names = [name for name, _ in compiled.history]
     if names[0] != "capture":
@@ -78,7 +78,7 @@ def explain(compiled: Compiled, value: str) -> Explanation:
 class _Finder:
     """Finds what a name means. Users see the nodes of any program; decisions are about those that were searched."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Lowered) -> None:
         self.compiled = compiled
         history, names = dict(compiled.history), [name for name, _ in compiled.history]
         self.searched = compiled.history[names.index("propagate") - 1][1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import human, local_bytes
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Program, kept_values
@@ -39,7 +39,7 @@ def memory_of(program: Program) -> Memory:
     return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)
 
 
-def collectives_text(compiled: Compiled, rank: int = 0, graph: str | None = None) -> str:
+def collectives_text(compiled: Lowered, rank: int = 0, graph: str | None = None) -> str:
     """All collectives of a rank's step (or of one of its graphs), a line each, with their bytes and reasons."""
     place, staged = compiled.mesh.coord(rank).get(PIPELINE, 0), compiled.pipeline is not None
     heads = ("op", "axis", "bytes", "shape", "value", "module", "source", "reason")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.compiler.compiled import STEP, Compiled
+from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.measure import human, local_bytes
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import PIPELINE
@@ -33,7 +33,7 @@ class Transfer:
     times: int
 
 
-def rank_texts(compiled: Compiled, rank: int, graph: str | None, full: bool) -> Iterator[tuple[str, str]]:
+def rank_texts(compiled: Lowered, rank: int, graph: str | None, full: bool) -> Iterator[tuple[str, str]]:
     """All that `inspect` says of a rank, as titles and texts."""
     pipeline, coord = compiled.pipeline, compiled.mesh.coord(rank)
     where = ",".join(f"{axis}={place}" for axis, place in coord.items())
@@ -72,7 +72,7 @@ def transfers_of(pipeline: Pipeline, place: int) -> tuple[Transfer, ...]:
     return tuple(Transfer(*key, times) for key, times in found.items())
 
 
-def transfers_text(compiled: Compiled, rank: int) -> str:
+def transfers_text(compiled: Lowered, rank: int) -> str:
     """The transfers of a rank, a line for those that are alike."""
     assert compiled.pipeline is not None
     coord = compiled.mesh.coord(rank)
@@ -108,7 +108,7 @@ def saved_bytes(pipeline: Pipeline, stage: int) -> int:
     return sum(sizes.values())
 
 
-def memory_of_rank(compiled: Compiled, place: int) -> Memory:
+def memory_of_rank(compiled: Lowered, place: int) -> Memory:
     """The bytes on a rank: parameters and gradients of its stages, and activations where there are most of them."""
     pipeline, program = compiled.pipeline, compiled.program
     assert pipeline is not None
@@ -134,7 +134,7 @@ def _held(pipeline: Pipeline, place: int) -> Iterator[int]:
             yield held
 
 
-def memory_text(compiled: Compiled, rank: int = 0) -> str:
+def memory_text(compiled: Lowered, rank: int = 0) -> str:
     """The bytes that a rank holds."""
     if compiled.pipeline is None:
         return bytes_text(memory_of(compiled.program))

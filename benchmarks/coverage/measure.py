@@ -97,7 +97,7 @@ def _fill(row: Row) -> None:
 
 
 def _shares(row: Row, compiled: object) -> None:
-    from autopar.compiler.compiled import Compiled
+    from autopar.compiled import Compiled
     from autopar.ir.program import record
 
     assert isinstance(compiled, Compiled)
@@ -117,7 +117,7 @@ def _shares(row: Row, compiled: object) -> None:
 
 def _flops_split(compiled: object, axis: str) -> float:
     """Per cent of the matrix operations that an axis divides."""
-    from autopar.compiler.compiled import Compiled
+    from autopar.compiled import Compiled
     from autopar.ir.program import record
     from autopar.passes.rules import call_of, rule_of
 

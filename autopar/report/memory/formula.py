@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError
 from autopar.ir.modules import unit_of
 from autopar.ir.program import record
@@ -58,7 +58,7 @@ def fit(
 
 
 def states_formula(
-    compiled: Compiled, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str = GPU_DEVICE
+    compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str = GPU_DEVICE
 ) -> Formula:
     """Bytes of parameters, gradients and optimizer states, in P parameters that lie in T tensors of a rank."""
     trace = _count(compiled, rank, optimizer, device)
@@ -78,7 +78,7 @@ def states_formula(
     return Formula(name, sympy.expand(expression), sum(bytes_.values()) + steps)
 
 
-def saved_by_module(compiled: Compiled, rank: int = 0, device: str = GPU_DEVICE) -> dict[str, int]:
+def saved_by_module(compiled: Lowered, rank: int = 0, device: str = GPU_DEVICE) -> dict[str, int]:
     """Bytes that the forward pass leaves to the backward pass, by layer: a module's path up to its first number."""
     trace, found = _count(compiled, rank, None, device), {WHOLE: 0}
     for block in sorted(trace.saved, key=lambda block: block.born):
@@ -90,7 +90,7 @@ def saved_by_module(compiled: Compiled, rank: int = 0, device: str = GPU_DEVICE)
 
 
 def activation_formulas(
-    build: Callable[[Sizes], Compiled],
+    build: Callable[[Sizes], Lowered],
     symbols: Sequence[str],
     monomials: Sequence[str],
     points: Sequence[Sizes],
@@ -125,6 +125,6 @@ def _alike(found: list[Formula]) -> list[Formula]:
     return [Formula(group[0].name, expression, group[0].value, len(group)) for (_, expression), group in by.items()]
 
 
-def _count(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str) -> Trace:
+def _count(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None, device: str) -> Trace:
     """Without an allocator's rounding."""
     return simulate(compiled, rank, optimizer or torch.optim.AdamW, device, grain=1)

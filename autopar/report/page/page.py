@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import local_type
 from autopar.ir.names import dtype_name
 from autopar.ir.program import Program, record
@@ -32,7 +32,7 @@ TITLE, DATA, TIMELINE = "TITLE", "DATA", "TIMELINE"
 SEPARATOR = "   # "  # before the comment of a line
 
 
-def page_text(compiled: Compiled, title: str) -> str:
+def page_text(compiled: Lowered, title: str) -> str:
     """The whole page. It opens from a file, asks no network for anything and runs in any browser of its decade."""
     style, script, pipeline = _file("style.css"), "\n".join(map(_file, SCRIPTS)), compiled.pipeline
     if pipeline is not None:
@@ -50,7 +50,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
+def page_data(compiled: Lowered, title: str) -> dict[str, Any]:
     """All that the page shows. Nodes are rows, so that thousands of them stay small."""
     program, pipeline = compiled.program, compiled.pipeline
     memory, place = (memory_of(program), None) if pipeline is None else fullest(compiled)
@@ -148,7 +148,7 @@ def _inputs(program: Program) -> Iterator[dict[str, Any]]:
         }
 
 
-def _passes(compiled: Compiled) -> Iterator[dict[str, Any]]:
+def _passes(compiled: Lowered) -> Iterator[dict[str, Any]]:
     """What each pass changed, as the lines of `autopar inspect --diff`."""
     for (_, before), (name, after) in itertools.pairwise(compiled.history):
         lines = diff_programs(before, after).split("\n")[:-1]  # a name may hold what `splitlines` splits at

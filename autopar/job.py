@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import ScheduleLike, SequenceParallel, StepOptions
+from autopar.compiler.options import CHECK_EVERY, Compiler, ScheduleLike, SequenceParallel, StepOptions
 from autopar.ir.plan import Recompute
-from autopar.parallel.execution import Compiler
-from autopar.parallel.replicas import CHECK_EVERY
 
 
 @dataclass(frozen=True)
