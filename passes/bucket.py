@@ -75,7 +75,7 @@ class _Bucket:
     def _sums(self) -> dict[fx.Node, None]:
         """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""
         output = self.program.graph.output_node()
-        outputs = zip(self.program.results, self.program.outputs, strict=True)
+        outputs = self.program.leaving
         leaving = {node: None for node, out in outputs if node is not None and out.kind in ("gradient", "part")}
         found: dict[fx.Node, None] = {}
         for node in reversed(self.program.nodes):
@@ -132,7 +132,7 @@ class _Bucket:
 
     def _names(self, nodes: list[fx.Node]) -> list[str]:
         by_node: dict[fx.Node, str] = {}
-        for result, out in zip(self.program.results, self.program.outputs, strict=True):
+        for result, out in self.program.leaving:
             while result is not None and result not in by_node:
                 by_node[result] = out.name
                 result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]

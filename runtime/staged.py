@@ -26,7 +26,7 @@ def given_of(
     """
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, list[torch.Tensor]] = {}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         layout = record(node).layout
         if entry.kind == "batch":
             places = range(pipeline.microbatches)

@@ -82,10 +82,7 @@ def test_a_pipeline_computes_the_same(name: str):
     pipeline, program = found.pipeline, found.program
     assert pipeline is not None
     random = torch.Generator().manual_seed(sum(map(ord, name)))
-    values = {
-        entry: draw(record(node).type.shape, record(node).type.dtype, random)
-        for node, entry in zip(captured.placeholders, captured.inputs, strict=True)
-    }
+    values = {entry: draw(record(node).type.shape, record(node).type.dtype, random) for node, entry in captured.entries}
 
     def part_of(entry: Input, layout: Layout, coord: dict[str, int]) -> Tensor:
         return local_part(values[entry], layout, program.mesh, {MICROBATCH: 0, **coord})

@@ -106,7 +106,7 @@ def test_what_full_gathers_again_is_gathered_once() -> None:
     counts = []
     for policy in ("none", "full"):
         program = with_policy(2, SIZES[0], 4, True, policy)
-        gathers = [n for n in program.calls() if "all_gather" in str(n.target) and record(n).phase == "backward"]
+        gathers = [n for n in program.calls() if "all_gather" in str(n.target) and record(n).is_backward]
         counts.append(len(gathers))
     assert counts[0] == counts[1]
 

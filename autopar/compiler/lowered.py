@@ -62,11 +62,7 @@ class RankProgram:
 
 
 def _layouts(program: Program) -> dict[str, Layout]:
-    return {
-        entry.name: record(node).layout
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    return {entry.name: record(node).layout for node, entry in program.parameters()}
 
 
 @functools.lru_cache(maxsize=8)

@@ -83,6 +83,11 @@ class Record:
         return self.layouts[0]
 
     @property
+    def is_backward(self) -> bool:
+        """True for what the backward pass computes."""
+        return self.phase == "backward"
+
+    @property
     def is_tensor(self) -> bool:
         return not self.several and self.types[0] is not None
 
@@ -174,6 +179,20 @@ class Program:
         """The nodes that the graph returns, one for each of `outputs`."""
         output = self.graph.output_node()
         return tuple(output.args[0])  # type: ignore[arg-type]
+
+    @property
+    def entries(self) -> list[tuple[fx.Node, Input]]:
+        """The placeholders, each with the input that it stands for."""
+        return list(zip(self.placeholders, self.inputs, strict=True))
+
+    @property
+    def leaving(self) -> list[tuple[fx.Node | None, Output]]:
+        """The outputs, each with the node that is returned for it."""
+        return list(zip(self.results, self.outputs, strict=True))
+
+    def parameters(self) -> Iterator[tuple[fx.Node, Input]]:
+        """The placeholders that are parameters."""
+        return ((node, entry) for node, entry in self.entries if entry.kind == "parameter")
 
     def with_(self, **changes: Any) -> Program:
         return replace(self, **changes)

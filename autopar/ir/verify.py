@@ -85,11 +85,7 @@ def _check_layouts(node: fx.Node, program: Program) -> None:
 
 
 def _check_gradients(program: Program) -> None:
-    layouts = {
-        entry.name: record(node).layout
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    layouts = {entry.name: record(node).layout for node, entry in program.parameters()}
     wanted = record(program.graph.output_node()).operands
     for layout, out in zip(wanted, program.outputs, strict=True):
         expected = layouts.get(out.name) if out.kind == "gradient" else Layout(((),) * len(layout.dims))

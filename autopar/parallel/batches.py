@@ -114,7 +114,7 @@ def of_local_batch(layout: Layout) -> Layout:
 def check_split(compiled: Lowered, parts: Parts) -> None:
     """Raise BatchError if the program takes other shapes than those of a local batch."""
     program = compiled.program
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "batch":
             leaf = int(entry.name)
             given = tuple(parts.leaves[leaf].shape)

@@ -218,9 +218,7 @@ class Programs:
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._groups.update(make_groups(where.mesh, missing, where.device_mesh))
         program = compiled.program
-        slots = tuple(
-            (entry, record(node).layout) for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        )
+        slots = tuple((entry, record(node).layout) for node, entry in program.entries)
         runner = make_runner(compiled, self._groups, settings.compiler, self.agreement, settings.device)
         return Running(captured, compiled, runner, slots, constants, owners), guards
 

@@ -88,7 +88,7 @@ class _Finder:
         self.nodes = {node.name: node for node in self.searched.graph.nodes if node.op != "output"}
         self.origins = {record(node).origin: node for node in reversed(self.nodes.values()) if record(node).origin}
         self.layouts = {node.name: node for node in self.sharded.graph.nodes}
-        pairs = list(zip(self.searched.placeholders, self.searched.inputs, strict=True))
+        pairs = self.searched.entries
         self.entries = dict(pairs)
         self.inputs = {name: node for node, entry in pairs if entry.kind != "batch" for name in entry.names}
         paths = [name.rpartition(".")[0] for name in self.inputs]
@@ -196,7 +196,7 @@ class _Finder:
         links: dict[str, str] = {}
         here = self.layouts[node.name]
         entry = self.entries.get(node)
-        for result, out in zip(self.sharded.results, self.sharded.outputs, strict=True):
+        for result, out in self.sharded.leaving:
             if entry is not None and out.kind == "gradient" and out.name == entry.name and result is not None:
                 links[result.name] = GRADIENT
         for operand, wanted in zip(operand_nodes(here), record(here).operands, strict=False):
@@ -218,7 +218,7 @@ class _Finder:
     def _bucket(self, name: str) -> int | None:
         """The bytes of the bucket in which a gradient leaves, if it shares one."""
         program = self.compiled.program
-        for node, out in zip(program.results, program.outputs, strict=True):
+        for node, out in program.leaving:
             while out.kind == "gradient" and out.name == name and node is not None and node.op == "call_function":
                 if record(node).made_by != "bucket":
                     break

@@ -27,13 +27,11 @@ class Memory:
 def memory_of(program: Program) -> Memory:
     """Count the bytes of a LOCAL program by the layouts of its values."""
     kinds = {"parameter": 0, "buffer": 0}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind in kinds:
             kinds[entry.kind] += local_bytes(node, program.mesh)
     gradients = sum(
-        local_bytes(node, program.mesh)
-        for node, out in zip(program.results, program.outputs, strict=True)
-        if node is not None and out.kind == "gradient"
+        local_bytes(node, program.mesh) for node, out in program.leaving if node is not None and out.kind == "gradient"
     )
     activations = sum(local_bytes(node, program.mesh) for node in kept_values(program))
     return Memory(kinds["parameter"], gradients, kinds["buffer"], activations)

@@ -91,7 +91,7 @@ def saved_bytes(pipeline: Pipeline, stage: int) -> int:
     works, types = pipeline.flow.works, pipeline.flow.types
     graph = pipeline.graphs[stage, "F"]
     made = {out.name: node for out, node in zip(graph.outputs, graph.results, strict=True) if out.kind == "saved"}
-    entries = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    entries = dict(graph.entries)
     elsewhere = {name for (_, kind), work in works.items() if kind == "F" for name in work.writes}
     sizes: dict[str, int] = {}
     for name in (name for kind in "BIW" if (stage, kind) in works for name in works[stage, kind].reads):
@@ -114,7 +114,7 @@ def memory_of_rank(compiled: Lowered, place: int) -> Memory:
     assert pipeline is not None
     sizes = {"parameter": 0, "buffer": 0, "gradient": 0}
     trained = {out.name for out in program.outputs if out.kind == "gradient"}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "buffer":
             sizes["buffer"] += local_bytes(node, program.mesh)
         elif entry.kind == "parameter" and pipeline.rank_of(entry.name) == place:

@@ -138,7 +138,7 @@ class Virtual:
 
         with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
             VirtualMesh(mesh).run(Executable(final.graph, device=self.device), _scatter(final, whole, mesh), collect)
-        leaving = zip(captured.results, captured.outputs, strict=True)
+        leaving = captured.leaving
         gradients = norm_of({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:
             if node in parts and all(part is not None for part in parts[node]):
@@ -147,7 +147,7 @@ class Virtual:
                 origins = [record(operand).origin for operand in operand_nodes(node)]
                 norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
                 floor = ZERO["node"] * max(norms, default=0.0)
-                if found.phase == "backward":
+                if found.is_backward:
                     floor = max(floor, ZERO["gradient"] * gradients)
                 error = _node_error(parts[node], found, mesh, value, floor)
                 if not error <= tolerance:

@@ -104,7 +104,7 @@ def _shares(row: Row, compiled: object) -> None:
     row.tp_flops, row.dp_flops = _flops_split(compiled, "tp"), _flops_split(compiled, "dp")
     sharded = dict(compiled.history)["propagate"]
     total = split = 0
-    for node, entry in zip(sharded.placeholders, sharded.inputs, strict=True):
+    for node, entry in sharded.entries:
         if entry.kind == "parameter":
             bytes_ = record(node).type.bytes_
             total += bytes_

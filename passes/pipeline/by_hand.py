@@ -39,7 +39,7 @@ def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
         others = sorted({stage for stage, _ in places})
         if len(others) > 1:
             faults.append(f"module '{path}' is in stages {others[0]} and {others[1]}: a module has one stage.")
-    used = [entry for node, entry in zip(program.placeholders, program.inputs, strict=True) if node.users]
+    used = [entry for node, entry in program.entries if node.users]
     owners = {name.rpartition(".")[0] for entry in used if entry.kind == "parameter" for name in entry.names}
     missing = sorted(path for path in paths if path in owners and path not in named)
     if missing:

@@ -44,7 +44,7 @@ def by_origin(program: Program, times: Mapping[fx.Node, float]) -> dict[tuple[st
     found: dict[tuple[str, str], float] = {}
     for node, time in times.items():
         known = record(node)
-        if known.phase == "backward":
+        if known.is_backward:
             key = (known.module, known.source)
             found[key] = found.get(key, 0.0) + time
     return found

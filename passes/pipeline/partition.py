@@ -68,7 +68,7 @@ class _Partition:
         self.times = times_of(self.program, microbatches, again)
         self.stages = {node: stage for node, stage in self.stages.items() if self.times.of[node] is When.EACH}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
-        self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        self.entries = dict(self.program.entries)
 
     def _cut(self, program: Program, times: Times) -> Stages:
         staging = self.plan.staging
@@ -191,7 +191,7 @@ class _Partition:
     def _epilogue(self, rank: int) -> None:
         """Gradients of this rank's parameters, the loss, buffers and values."""
         piece, outside = self._piece((rank, "E")), self.outside[rank, "E"]
-        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+        for node, out in self.program.leaving:
             assert node is not None
             if out.kind != "gradient" or self.ranks[self.homes[out.name]] == rank:
                 piece.leave(out.kind, out.name, node)
@@ -255,7 +255,7 @@ class _Partition:
         """The parameters of a graph that another rank keeps, with that rank."""
         return {
             node.name: (self.ranks[self.homes[entry.name]],)
-            for node, entry in zip(graph.placeholders, graph.inputs, strict=True)
+            for node, entry in graph.entries
             if entry.kind == "parameter" and self.ranks[self.homes[entry.name]] != rank
         }
 

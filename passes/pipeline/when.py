@@ -45,7 +45,7 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
     of: dict[fx.Node, When] = {}
     joins: set[fx.Node] = set()
     weighted: set[fx.Node] = set()  # depends on parameters
-    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
             continue

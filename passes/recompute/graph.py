@@ -59,7 +59,7 @@ def forward_of(program: Program) -> Forward:
 
 
 def is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and record(node).phase == "backward"
+    return node.op == "call_function" and record(node).is_backward
 
 
 def is_costly(node: fx.Node) -> bool:
@@ -71,6 +71,6 @@ def is_costly(node: fx.Node) -> bool:
 
 def inputs_that_vary(program: Program) -> Iterator[fx.Node]:
     """The inputs that differ from step to step: the batch and the seed."""
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind in ("batch", "seed"):
             yield node

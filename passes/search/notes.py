@@ -81,7 +81,7 @@ def _product(item: Item, share: float) -> str:
     known = record(item.node)
     place = f" at {known.source}" if known.source else ""
     module = f" in {known.module}" if known.module else ""
-    phase = " backward" if known.phase == "backward" else ""
+    phase = " backward" if known.is_backward else ""
     times = f", {item.count} times" if item.count > 1 else ""
     return f"%{item.node.name}{place}{module}{phase} ({_share(share)}{times})"
 

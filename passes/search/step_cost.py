@@ -56,7 +56,7 @@ def step_cost(program: Program) -> StepCost:
         elif name in _STATES and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
             operand = operand_nodes(node)[0]
             collectives += 1
-            again = name == "all_gather" and record(node).phase == "backward" and record(operand).phase == "forward"
+            again = name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
             whole = local_bytes(node if name == "all_gather" else operand, program.mesh)
             moved += 0.0 if again else move_cost(*_STATES[name], whole, sizes[str(node.args[1])])
     return StepCost(moved, collectives, computed)

@@ -121,8 +121,8 @@ def _gradients(program: Program) -> Iterator[fx.Node]:
     """The nodes whose values are parameters' gradients before or after they are reduced, and in what they move."""
     wanted = [
         node
-        for node, out in zip(program.results, program.outputs, strict=True)
-        if node is not None and (out.kind == "gradient" or (out.kind == "part" and record(node).phase == "backward"))
+        for node, out in program.leaving
+        if node is not None and (out.kind == "gradient" or (out.kind == "part" and record(node).is_backward))
     ]
     seen: set[fx.Node] = set()
     while wanted:

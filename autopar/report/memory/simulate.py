@@ -129,7 +129,7 @@ class _Rank:
     # -- where it is --------------------------------------------------------------------------------------------
 
     def _enter(self, node: fx.Node) -> None:
-        if not self.crossed and record(node).phase == "backward":
+        if not self.crossed and record(node).is_backward:
             self.crossed = True
             self._save(self.begun)
         self.tracker.place = Place(self.names[node.graph], self.action, node)
@@ -220,7 +220,7 @@ class _Rank:
         """Parameters, buffers, constants and the batch. Of a parameter of other stages there is nothing."""
         compiled, program = self.compiled, self.compiled.program
         place, homes = self.coord.get(PIPELINE, 0), compiled.homes
-        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        for node, entry in program.entries:
             known = record(node)
             shape, dtype = known.type.shape, known.type.dtype
             if entry.kind == "parameter":
@@ -279,10 +279,7 @@ class _Rank:
 
         if self.compiled.pipeline is not None:
             return given_of(self.compiled.program, self.compiled.pipeline, self.coord, value_of, part_of)
-        return [
-            value_of(entry, record(node).layout)
-            for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        ]
+        return [value_of(entry, record(node).layout) for node, entry in program.entries]
 
 
 def _key(entry: Input) -> str:

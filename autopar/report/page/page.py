@@ -130,7 +130,7 @@ def _placed(node: fx.Node) -> tuple[tuple[int, ...] | None, str]:
 
 def _inputs(program: Program) -> Iterator[dict[str, Any]]:
     places = {node: i for i, node in enumerate(program.graph.nodes)}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         known = record(node)
         if not known.is_tensor:
             continue
