@@ -22,7 +22,7 @@ def set_gain(side: Side, value: float) -> None:
     side.model.gain = value  # type: ignore[assignment]
 
 
-@action("ready", "chain", "training", value=VALUES, partial=True)
+@action("ready", "chain", "training", value=VALUES)
 def anneal_gain(side: Side, value: float) -> list[Tensor]:
     """The same before each of three steps."""
     losses = []
@@ -38,7 +38,7 @@ def set_beta(side: Side, value: float) -> None:
     side.built.set_beta(value)
 
 
-@action("ready", value=st.sampled_from([0.2, 0.4]), partial=True)
+@action("ready", value=st.sampled_from([0.2, 0.4]))
 def anneal_beta(side: Side, value: float) -> list[Tensor]:
     """The same before each of four steps, as KL annealing does."""
     losses = []
@@ -48,7 +48,7 @@ def anneal_beta(side: Side, value: float) -> list[Tensor]:
     return losses
 
 
-@action("ready", value=st.sampled_from([0.5, 2.0]), partial=True)
+@action("ready", value=st.sampled_from([0.5, 2.0]))
 def set_temperature(side: Side, value: float) -> Tensor:
     """A global that the loss reads."""
     models.set_temperature(value)
@@ -125,6 +125,7 @@ def write_weight(side: Side, value: float) -> None:
     """One weight, set by `nn.init` and by a number."""
     with torch.no_grad():
         nn.init.constant_(side.model.head.weight, value + 0.1)
+        side.mark()
         nn.init.zeros_(side.model.blocks[0].up.bias) if hasattr(side.model.blocks[0], "up") else None
 
 
