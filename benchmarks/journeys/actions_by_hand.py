@@ -133,7 +133,7 @@ def add_noise(side: Side, scale: float) -> None:
             p.add_(torch.randn_like(p) * scale)
 
 
-@action("ready", kind=st.sampled_from(["normal_", "uniform_", "trunc_normal_", "xavier_uniform_"]))
+@action("ready", "exact", kind=st.sampled_from(["normal_", "uniform_", "trunc_normal_", "xavier_uniform_"]))
 def initialise(side: Side, kind: str) -> None:
     for p in side.each(side.model.parameters()):
         if p.ndim >= 2:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import Scale
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 SEEDS = st.integers(0, 5)
 VALUES = st.sampled_from([0.5, 2.0, -1.0])
@@ -28,7 +28,7 @@ def anneal_gain(side: Side, value: float) -> list[Tensor]:
     losses = []
     for i in range(3):
         side.model.gain = value + 0.1 * i  # type: ignore[assignment]
-        losses.append(side.forward_backward(*side.batch(12, i)))
+        losses.append(side.forward_backward(*side.batch(ROWS, i)))
     return losses
 
 
@@ -44,7 +44,7 @@ def anneal_beta(side: Side, value: float) -> list[Tensor]:
     losses = []
     for i in range(4):
         side.built.set_beta(value * i)
-        losses.append(side.forward_backward(*side.batch(12, i)))
+        losses.append(side.forward_backward(*side.batch(ROWS, i)))
     return losses
 
 
@@ -52,7 +52,7 @@ def anneal_beta(side: Side, value: float) -> list[Tensor]:
 def set_temperature(side: Side, value: float) -> Tensor:
     """A global that the loss reads."""
     models.set_temperature(value)
-    return side.forward_backward(*side.batch(12, 1))
+    return side.forward_backward(*side.batch(ROWS, 1))
 
 
 @action("ready", "scale", value=VALUES)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 WHICH = st.integers(0, 20)
 FACTORS = st.sampled_from([0.5, 1.5])
@@ -77,7 +77,7 @@ def watch_outputs(side: Side, seed: int) -> Tensor:
 
     handle = side.model.blocks[0].register_forward_hook(note)
     try:
-        return side.forward_backward(*side.batch(12, seed))
+        return side.forward_backward(*side.batch(ROWS, seed))
     finally:
         handle.remove()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import output_of
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 SEEDS = st.integers(0, 5)
 
@@ -20,7 +20,7 @@ def train_critic(side: Side, seed: int) -> Tensor:
     critic, optimizer = side.critic, side.critic_optimizer
     optimizer.zero_grad()
     side.mark()
-    x, y = side.batch(12, seed)
+    x, y = side.batch(ROWS, seed)
     if side.is_parallel:
         loss = critic.forward_backward(x, y)
     else:
@@ -38,7 +38,7 @@ def train_against_critic(side: Side, seed: int) -> list[Tensor]:
     first = train_critic(side, seed)
     assert side.optimizer is not None
     side.optimizer.zero_grad()
-    second = side.forward_backward(*side.batch(12, seed))
+    second = side.forward_backward(*side.batch(ROWS, seed))
     side.step()
     return [first, second]
 
@@ -46,21 +46,22 @@ def train_against_critic(side: Side, seed: int) -> list[Tensor]:
 @action("ready", "!dropout", must_refuse=AutoparError, seed=SEEDS)
 def backward_of_forward(side: Side, seed: int) -> None:
     """Autograd by hand, which a parallel model has no graph for."""
-    loss = side.built.loss_fn(side.model, *side.batch(12, seed))
+    loss = side.built.loss_fn(side.model, *side.batch(ROWS, seed))
+    side.mark()  # a forward pass may write buffers
     (loss[0] if isinstance(loss, tuple) else loss).backward()
 
 
 @action("ready", "!dropout", seed=SEEDS)
 def forward_with_gradients_on(side: Side, seed: int) -> Tensor:
     """The outputs in whatever mode the model is, detached after that."""
-    x, _ = side.batch(12, seed)
+    x, _ = side.batch(ROWS, seed)
     return output_of(side.model, x).detach()
 
 
 @action("ready", "exact", "optimizer", "!dropout", "!pp", seed=SEEDS)
 def lbfgs(side: Side, seed: int) -> Tensor:
     """An optimizer that calls the step itself."""
-    batch = side.batch(12, seed)
+    batch = side.batch(ROWS, seed)
     optimizer = torch.optim.LBFGS([p for p in side.model.parameters() if p.requires_grad], lr=0.05, max_iter=2)
 
     def closure() -> Tensor:
@@ -77,5 +78,5 @@ def rprop(side: Side, seed: int) -> None:
     for i in range(2):
         assert side.optimizer is not None
         side.optimizer.zero_grad()
-        side.forward_backward(*side.batch(12, seed + i))
+        side.forward_backward(*side.batch(ROWS, seed + i))
         side.step()

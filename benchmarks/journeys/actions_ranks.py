@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autopar.errors import RankError
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import Side, parallel
+from benchmarks.journeys.side import ROWS, Side, parallel
 
 SEEDS = st.integers(0, 5)
 
@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 5)
 @action("ready", "ranks", "!local", must_refuse=RankError, seed=SEEDS)
 def other_data_on_one_rank(side: Side, seed: int) -> None:
     """A loader that is one batch ahead on one rank."""
-    side.forward_backward(*side.batch(12, seed + 10 * (dist.get_rank() == 1)))
+    side.forward_backward(*side.batch(ROWS, seed + 10 * (dist.get_rank() == 1)))
 
 
 @action("ready", "ranks", must_refuse=RankError, seed=SEEDS)
@@ -26,7 +26,7 @@ def another_call_on_one_rank(side: Side, seed: int) -> None:
     if dist.get_rank() == 0:
         parallel(side).full_state_dict()
     else:
-        side.forward_backward(*side.batch(12, seed))
+        side.forward_backward(*side.batch(ROWS, seed))
 
 
 @action("ready", "ranks", "!local", must_refuse=RankError, seed=SEEDS)
@@ -35,7 +35,7 @@ def other_mode_on_one_rank(side: Side, seed: int) -> None:
     was = side.model.training
     try:
         side.model.train(was != (dist.get_rank() == 1))
-        side.forward_backward(*side.batch(12, seed))
+        side.forward_backward(*side.batch(ROWS, seed))
     finally:
         side.model.train(was)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import output_of
-from benchmarks.journeys.side import SCALE, Side, parallel
+from benchmarks.journeys.side import ROWS, SCALE, Side, parallel
 
 SEEDS = st.integers(0, 5)
 
@@ -68,7 +68,7 @@ NUMBERS: Mapping[str, Callable[[int], Any]] = {
 
 @action("ready", seed=SEEDS)
 def forward_backward(side: Side, seed: int) -> Tensor:
-    return side.forward_backward(*side.batch(12, seed))
+    return side.forward_backward(*side.batch(ROWS, seed))
 
 
 @action("ready", "optimizer", seed=SEEDS)
@@ -76,7 +76,7 @@ def train(side: Side, seed: int) -> Tensor:
     """A whole step of a loop."""
     assert side.optimizer is not None
     side.optimizer.zero_grad()
-    loss = side.forward_backward(*side.batch(12, seed))
+    loss = side.forward_backward(*side.batch(ROWS, seed))
     side.step()
     return loss
 
@@ -90,13 +90,13 @@ def last_batch(side: Side, seed: int) -> Tensor:
 @action("ready", seed=SEEDS, kind=st.sampled_from(sorted(CONTAINERS)))
 def in_a_container(side: Side, seed: int, kind: str) -> list[Tensor]:
     """Two batches of one container, one after the other."""
-    return [side.forward_backward(*CONTAINERS[kind](*side.batch(12, seed + i))) for i in range(2)]
+    return [side.forward_backward(*CONTAINERS[kind](*side.batch(ROWS, seed + i))) for i in range(2)]
 
 
 @action("ready", seed=SEEDS, kind=st.sampled_from(sorted(NUMBERS)))
 def anneal_an_argument(side: Side, seed: int, kind: str) -> list[Tensor]:
     """A number beside the batch that each step changes, as the weight of a KL term."""
-    return [side.forward_backward(*side.batch(12, seed), NUMBERS[kind](i)) for i in range(3)]
+    return [side.forward_backward(*side.batch(ROWS, seed), NUMBERS[kind](i)) for i in range(3)]
 
 
 @action("ready", "fp16", seed=SEEDS)
@@ -105,7 +105,7 @@ def overflow(side: Side, seed: int) -> Tensor:
     try:
         if side.is_parallel:
             parallel(side).loss_scale.scale = 2.0**60
-        return side.forward_backward(*side.batch(12, seed))
+        return side.forward_backward(*side.batch(ROWS, seed))
     finally:
         if side.is_parallel:
             parallel(side).loss_scale.scale = SCALE
@@ -115,7 +115,7 @@ def overflow(side: Side, seed: int) -> Tensor:
 
 @action("ready", seed=SEEDS, parts=st.integers(2, 3))
 def accumulate(side: Side, seed: int, parts: int) -> list[Tensor]:
-    return [side.forward_backward(*side.batch(12, seed + i)) for i in range(parts)]
+    return [side.forward_backward(*side.batch(ROWS, seed + i)) for i in range(parts)]
 
 
 @action("ready", seed=SEEDS)
@@ -123,7 +123,7 @@ def evaluate(side: Side, seed: int) -> Tensor:
     """The outputs of a batch in eval mode."""
     was = side.model.training
     side.model.eval()
-    x, _ = side.batch(12, seed)
+    x, _ = side.batch(ROWS, seed)
     try:
         with torch.no_grad():
             return output_of(side.model, x)
@@ -134,5 +134,5 @@ def evaluate(side: Side, seed: int) -> Tensor:
 @action("ready", "aux", seed=SEEDS)
 def metrics(side: Side, seed: int) -> Any:
     """What a loss function returns beside the loss."""
-    loss = side.forward_backward(*side.batch(12, seed))
+    loss = side.forward_backward(*side.batch(ROWS, seed))
     return [loss, dict(side.aux)]

@@ -190,7 +190,7 @@ def build(setup: Values) -> Built:
     if setup["head"] == "gpt":
         from gpt import GPT, GPTConfig
 
-        model: nn.Module = GPT(GPTConfig(VOCABULARY, TIME, layers=2, heads=2, width=setup["width"]))
+        model: nn.Module = GPT(GPTConfig(VOCABULARY, TIME, layers=1, heads=2, width=setup["width"]))
     elif setup["head"] == "llama":
         model = _llama()
     else:

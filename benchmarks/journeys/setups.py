@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 def setups(draw: st.DrawFn) -> dict[str, Any]:
     """A literal that `Side` reads."""
     kind = draw(st.integers(0, 19))
-    mesh = draw(st.sampled_from(COMMON if kind < 12 else MESHES if kind < 19 else RARE))
+    mesh = draw(st.sampled_from(COMMON if kind < 13 else MESHES if kind < 19 else RARE))
     head = draw(st.sampled_from([*["regress"] * 6, *["tokens"] * 4, *["gpt"] * 4, "llama"]))
     options: dict[str, Any] = {}
     if "dp" in mesh and mesh != "dp=1":
@@ -37,7 +37,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
         "mesh": mesh,
         "options": options_on(mesh, options),
         "head": head,
-        "width": draw(st.sampled_from([6, 8, 12] if "tp" in mesh else [6, 8, 10])),
+        "width": draw(st.sampled_from([6, 12] if "tp=3" in mesh else [6, 8, 12] if "tp" in mesh else [6, 8, 10])),
         "blocks": [] if head in ("gpt", "llama") else draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=3)),
         "aux": draw(st.integers(0, 5)) == 5,
         "gan": head == "regress" and "pp" not in mesh and draw(st.integers(0, 7)) == 7,

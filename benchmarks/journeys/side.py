@@ -33,6 +33,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Rprop": {"lr": 0.005},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
 }
+ROWS = 24  # of a batch: all meshes and micro-batches but a few divide them
 SCALE = 256.0  # of losses in fp16: with these models nothing overflows
 T = TypeVar("T")
 
