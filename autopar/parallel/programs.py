@@ -139,6 +139,7 @@ class Programs:
             tell_apart(self.agreement, parts, self._digests.part, self.settings.is_local, self.random.steps)
         if fault:
             raise AutoparError(fault)
+        self.variants.use(key, number)
         return number
 
     def _keep(self, key: Any, number: int, running: Running, guards: Guards) -> None:
