@@ -56,7 +56,7 @@ class ParallelModule(Inlined):
         seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
         check_replicas: int | None = CHECK_EVERY,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(model)
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
@@ -65,7 +65,6 @@ class ParallelModule(Inlined):
         self._random = RandomState(seed)
         self._scale = LossScale() if choices.memory.precision == "fp16" else None
         self._last_aux: Any = None
-        self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         agreement = Agreement(self._device)
         agreement.together("model", lambda: check_model(model))
         agreement.together("model", lambda: check_plain(model, ParallelModule))
@@ -163,11 +162,6 @@ class ParallelModule(Inlined):
         does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
         self._announcer.call("check_replicas")
         self._replicas.check(self._random.steps)
-
-    @property
-    def original(self) -> nn.Module:
-        """The user's module, whose parameters are now DTensors."""
-        return self._original[0]
 
     @property
     def last_aux(self) -> Any:
