@@ -28,6 +28,7 @@ from autopar.parallel.loss_scale import LossScale, give_gradients
 from autopar.parallel.programs import Programs, StepSettings
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import CHECK_EVERY, Replicas, every_of
+from autopar.parallel.states import States
 from autopar.parallel.store import ParameterStore
 from autopar.precision_check import check_device
 from autopar.runtime.recorder import Recorder
@@ -84,6 +85,7 @@ class ParallelModule(Inlined):
         self._store.distribute(agreement, seed)
         self._adopt(model)
         self._announcer.watch(model.parameters())
+        States(self._store).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
@@ -154,7 +156,7 @@ class ParallelModule(Inlined):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        self._announcer.call("full_gradients")
+        self._announcer.call("full_gradients", self._store.with_gradients(), what="parameters that have gradients")
         return self._store.whole_gradients()
 
     def check_replicas(self) -> None:
