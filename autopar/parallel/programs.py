@@ -86,6 +86,7 @@ class Programs:
         self.variants = Variants()
         self._groups: dict[str, Group] = {}
         self._given: Numbers = {}  # the numbers among the arguments of the call at hand
+        self._said: set[str] = set()
         self._digests = Digests(store.distributor.mesh, store.distributor.coord, settings.is_local, settings.device)
 
     @property
@@ -107,7 +108,8 @@ class Programs:
         if (*key, number) in self.running:
             self.running[*key, number] = self.running.pop((*key, number))  # the last used stands last
             return self.running[*key, number], parts
-        if not self.variants.knows(key) and any(train == known[0] for known in self.running):
+        is_new = not self.variants.knows(key) and any(train == known[0] for known in self.running)
+        if is_new and dist.get_rank() == 0:
             _log.warning("new input signature (%s): compiling again", ", ".join(describe(parts)))
         with torch.inference_mode(False):  # what is made here is trained later
             running, guards = self._compile(parts, train)
@@ -210,9 +212,7 @@ class Programs:
         build = partial(self.variants.numbers.build, make, is_able=not settings.choices.specialize)
         captured, compiled, guards, constants = self.agreement.together("program", build)
         self.agreement.check("program", compiled.lines())
-        if dist.get_rank() == 0:
-            for note in compiled.notes:
-                _log.warning("%s", note)
+        self._say(compiled.notes)
         self.joined.add(captured.partners)
         owners = Owners.of(self.store, captured.partners)
         owners.place(compiled)
@@ -222,6 +222,14 @@ class Programs:
         slots = tuple((entry, record(node).layout) for node, entry in program.entries)
         runner = make_runner(compiled, self._groups, settings.compiler, self.agreement, settings.device)
         return Running(captured, compiled, runner, slots, constants, owners), guards
+
+    def _say(self, notes: Sequence[str]) -> None:
+        """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""
+        if dist.get_rank() == 0:
+            for note in notes:
+                if note not in self._said:
+                    _log.warning("%s", note)
+            self._said.update(notes)
 
     def _bound(self, choices: Choices) -> Choices:
         """The choices of every program but the first, whose layouts and stages bind the others."""

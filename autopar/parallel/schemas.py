@@ -23,6 +23,7 @@ FILLS = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
     | {"uniform_", "zero_"}
 )
+TURNS = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
 _STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "rename_", "share_memory_", "resize"})
 _VIEWS_TOO = frozenset({"_reshape_alias"})
 _REDUCING_LISTS = frozenset({"_foreach_max", "_foreach_norm", "_foreach_powsum"})
