@@ -278,7 +278,7 @@ def test_a_saved_program_loads_where_its_ops_are_registered(
 
 
 def test_the_example_of_the_docs_runs(own: OwnOps, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = (DOCS / "own_ops.md").read_text()
+    page = (DOCS / "custom_ops.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code)

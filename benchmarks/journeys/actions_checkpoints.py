@@ -29,7 +29,7 @@ from benchmarks.journeys.side import Side, parallel
 def torch_save(side: Side) -> None:
     """Each rank saves what it has, and loads it.
 
-    With stages torch.load gives states of other stages as DTensors of torch's own, which are whole on their ranks alone.
+    With stages torch.load gives states of other stages as DTensors of torch itself, whole on their ranks alone.
     """
     with_states = side.optimizer is not None and "pp" not in side.setup["mesh"]
     state: dict[str, Any] = {"model": side.model.state_dict()}
