@@ -135,7 +135,7 @@ def compile(
     options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
 
     Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
-    RuleError for an op of your own that is called as none of its registered patterns says.
+    RuleError for a custom op that is called as none of its registered patterns says.
     """
     check_model(model)
     parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.compiler.lowered import STEP, Lowered
-from autopar.custom_ops.registry import OWN_OPS
+from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ArtifactError
 from autopar.ir.plan import Plan, Staging
 from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
@@ -52,8 +52,8 @@ class Compiled(Lowered):
 
 def load(directory: str | Path) -> Compiled:
     """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
-    one, or not intact, or if it holds an op of your own that has no rule in this process (`register_rule`)."""
-    artifact = load_programs(Path(directory), OWN_OPS.names())
+    one, or not intact, or if it holds a custom op that has no rule in this process (`register_rule`)."""
+    artifact = load_programs(Path(directory), CUSTOM_OPS.names())
     pipeline = artifact.pipeline
     if pipeline is not None:
         assert artifact.whole is not None

@@ -26,7 +26,7 @@ from autopar.compiler.constraints import (
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices
 from autopar.compiler.precision_check import check_parameters
-from autopar.custom_ops.registry import OWN_OPS, check_calls
+from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
 from autopar.errors import ArtifactError, CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -103,7 +103,7 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         memory=choices.memory,
         frozen=captured.frozen,
         patterns=patterns,
-        rules=OWN_OPS.rows(),
+        rules=CUSTOM_OPS.rows(),
         stored=choices.stored,
     )
     check_zero(plan)

@@ -104,7 +104,7 @@ class _Precision:
         operands = [old for old in dict.fromkeys(operand_nodes(node)) if self._dtype(old) in (low, WIDE)]
         if node.target is aten._to_copy.default:
             return {}
-        # As it was traced: where the user turned autocast off, and an op of a user's own or of which little is known.
+        # As it was traced: where the user turned autocast off, and a custom op or of which little is known.
         if record(node).exact or str(node.target) not in TABLE:
             return {old: record(old).type.dtype for old in operands}
         if kind is Kind.LOW and node in self.weighted:

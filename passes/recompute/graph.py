@@ -63,7 +63,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def is_costly(node: fx.Node) -> bool:
-    """True for what is never computed again under a budget: a product, a collective, an op of a user's own (which may
+    """True for what is never computed again under a budget: a product, a collective, a custom op (which may
     take any time)."""
     namespace = getattr(node.target, "namespace", "")
     return bool(record(node).flops) or is_collective(node.target) or namespace not in ("autopar", "aten", "prims", "")
