@@ -15,7 +15,7 @@ from conftest import ROOT
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.cli.commands import app
 
 PAGE = (ROOT / "docs" / "techniques.md").read_text()
 SHOWN = [tuple(block.splitlines()) for block in re.findall(r"^```text\n\$ autopar (.*?)^```", PAGE, re.M | re.S)]
