@@ -1,4 +1,4 @@
-"""What `autopar.compile` and `autopar.load` return: the programs of all ranks, and what can be asked of them."""
+"""The programs of all ranks as `autopar.compile` and `autopar.load` return them, with what can be asked of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line TARGET returns: all that a training run needs."""
+"""`Job`: all that a training run needs, as a command line TARGET returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that move together: their operands as one flat value, started and awaited once."""
+"""Coalesce collectives: their operands as one flat value, started and awaited once."""
 
 from __future__ import annotations
 

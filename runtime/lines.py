@@ -1,4 +1,4 @@
-"""What a rank's instructions read, wait for, write and free, worked out once: a step only looks values up."""
+"""A rank's instruction list, compiled: for each instruction the values that it reads, waits for, writes and frees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a step as memory of their own: what a user is given shares nothing with what the step was given."""
+"""Give outputs memory of their own: what a user is given shares nothing with what the step was given."""
 
 from __future__ import annotations
 

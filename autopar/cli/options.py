@@ -1,4 +1,4 @@
-"""What every command of the command line takes: written once, and put into each command's own parameters."""
+"""The options that every command takes: declared once, and put into each command's parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a module to the programs of all ranks."""
+"""Compile a module into the programs of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's layouts: patterns over parameter names, checked against the model before any search."""
+"""Check the user's layouts, batch and micro-batches against the model and the mesh, before any search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user decides beside the model, the mesh and the batch: read and checked once, for every way in."""
+"""The options of a training step, validated once for `parallelize`, `compile`, `verify`, `Job` and the CLI."""
 
 from __future__ import annotations
 

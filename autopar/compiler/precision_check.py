@@ -1,4 +1,4 @@
-"""What mixed precision needs of a model and of a device, looked at before anything is computed."""
+"""Check that a model and a device can compute in mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user and the planner decided, apart from any graph."""
+"""The decisions of the user and the planner, apart from any graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each level promises, checked after every pass."""
+"""Check what each level promises, after every pass."""
 
 from __future__ import annotations
 

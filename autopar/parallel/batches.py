@@ -1,4 +1,4 @@
-"""What a batch is, told to other ranks: its signature, its size on all ranks, whether they hold the same data."""
+"""Batch signatures, and the checks that all ranks were given the same batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups, and parameters as DTensors: where the compiler's layouts meet torch.distributed."""
+"""Make process groups, and turn parameters into DTensors with the compiler's layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank's program runs: on our executor, or as code that Inductor writes."""
+"""Run a rank's program: on our executor, or as code that Inductor writes."""
 
 from __future__ import annotations
 

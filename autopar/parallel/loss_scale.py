@@ -1,4 +1,4 @@
-"""The scale of the loss under precision="fp16": gradients that overflow skip the step, on all ranks alike."""
+"""Scale the loss under precision="fp16": a step whose gradients overflow is skipped, on all ranks alike."""
 
 from __future__ import annotations
 

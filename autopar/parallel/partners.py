@@ -1,4 +1,4 @@
-"""Whose a tensor of a program is: the model's own, or that of another model in its loss (docs/several_models.md)."""
+"""Find the owner of a program's tensor: the model itself, or another model in its loss (docs/several_models.md)."""
 
 from __future__ import annotations
 

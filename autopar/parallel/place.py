@@ -1,4 +1,4 @@
-"""Where a tensor that users hold lies: on which ranks, in which layout; how the whole value is had, and a part of it.
+"""The place of a tensor that users hold: its ranks and its layout; gathers the global value, and cuts parts of it.
 
 A `Place` is made once by its `World` for each layout and owner stage, so that two tensors lie alike if their places are
 the same object.

@@ -1,4 +1,4 @@
-"""Do replicas still hold the same? A digest of each parameter and buffer, compared over the axes that replicate it.
+"""Compare replicas: a digest of each parameter and buffer, over the axes that replicate it.
 
 Every rank computes the same updates in the same order, so that replicas are equal bit by bit; what differs was written
 by some ranks only. If the ranks along each single axis agree, all replicas do: one all-reduce an axis is enough, and

@@ -1,4 +1,4 @@
-"""What the schema of an op says, and what it does not: the exceptions are data."""
+"""Read from an op's schema what it writes, shows and draws; what schemas do not say is data here."""
 
 from __future__ import annotations
 

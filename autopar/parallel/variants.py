@@ -1,4 +1,4 @@
-"""The programs of one signature: compiled for what the step read in Python, found again while it is so."""
+"""Keep the programs of one signature by what each step read in Python, and find the one that fits now."""
 
 from __future__ import annotations
 

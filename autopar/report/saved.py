@@ -1,4 +1,4 @@
-"""What a rank keeps of the forward pass for the backward pass, and what the backward pass computes again, with why."""
+"""List the activations that a rank keeps for the backward pass, and those that it recomputes, with the reasons."""
 
 from __future__ import annotations
 

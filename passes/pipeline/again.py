@@ -1,4 +1,4 @@
-"""What is computed again stays on the stage of what it repeats."""
+"""Place each recomputed node on the stage of its original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that the user names: modules, a stage an entry."""
+"""Assign stages as the user names them: modules, a stage an entry."""
 
 from __future__ import annotations
 

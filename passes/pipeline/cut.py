@@ -1,4 +1,4 @@
-"""Where the forward pass is cut into stages: by an exact dynamic program, or as the user says."""
+"""Cut the forward pass into stages: by an exact dynamic program, or as the user says."""
 
 from __future__ import annotations
 

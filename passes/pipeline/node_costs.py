@@ -1,4 +1,4 @@
-"""What a node costs on one rank, in microseconds of a machine: only ratios count, and they place the cuts."""
+"""Estimate the time of a node on one rank, in microseconds of a machine; only ratios count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage of every backward node, and whether it belongs to the gradients of inputs or of weights: by data flow."""
+"""Find the stage of every backward node, and whether it makes gradients of inputs or of weights, by data flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
+"""Find when each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of each module, and which modules compute again together."""
+"""Read the recomputation policy of each module, and group modules that are recomputed together."""
 
 from __future__ import annotations
 

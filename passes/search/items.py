@@ -1,4 +1,4 @@
-"""A program as classes of identical calls, with what the search must know of each: its rule, its role, its users."""
+"""Describe a program as classes of identical calls: the rule, role and users of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person should know of the plan of an axis: weights and products that it leaves whole, ops without a rule."""
+"""Note what the plan of an axis leaves whole: weights and products, and ops without a rule."""
 
 from __future__ import annotations
 

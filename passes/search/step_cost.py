@@ -1,4 +1,4 @@
-"""What a step costs beside its matrix products: the bytes that a rank moves, and those that it computes."""
+"""Estimate the cost of a step beside its matrix products: the bytes that a rank moves and computes."""
 
 from __future__ import annotations
 
