@@ -1,10 +1,10 @@
 """What the checks around a step cost: `python -m benchmarks.around`.
 
 The GPT of benchmarks/compare on two Gloo ranks, dp=2, AdamW. A profiler on each rank sums the time that a step spends
-in each check: taking the batch apart, guards, the digest of the batch, the announcement with which ranks compare
-them, and `check_replicas`, whose time counts with 1/100, as it runs every 100 steps. An announcement waits for the slower rank,
-which the next collective would do in its place: the lesser of both ranks' times is shown, that of the rank that came
-last. The profiler makes Python calls slower, so that the figures are upper bounds.
+in each check: taking the batch apart, guards, the digest of the batch, the announcement with which ranks compare them,
+and `check_replicas`, whose time counts with 1/100, as it runs every 100 steps. An announcement waits for the slower
+rank, which the next collective would do in its place: the lesser of both ranks' times is shown, that of the rank that
+came last. The profiler makes Python calls slower, so that the figures are upper bounds.
 """
 
 from __future__ import annotations
