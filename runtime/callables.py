@@ -1,4 +1,4 @@
-"""What the executor calls for a graph target, and which targets return memory of their own.
+"""What the executor calls for a graph target.
 
 Tables. They are data about ATen, each row checked by a test against the op that it stands for.
 """
@@ -92,43 +92,6 @@ _ADDING: Mapping[Any, Function] = MappingProxyType(
     }
 )
 
-# Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.
-_FRESH: frozenset[Any] = (
-    frozenset(_INPLACE)
-    | frozenset(KERNELS) - {op("checked_index")}
-    | {
-        _aten.mm.default,
-        _aten.bmm.default,
-        _aten.addmm.default,
-        _aten.log.default,
-        _aten.where.self,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-        _aten.sum.dim_IntList,
-        _aten.sum.default,
-        _aten.mean.dim,
-        _aten.amax.default,
-        _aten.pow.Tensor_Scalar,
-        _aten._softmax.default,
-        _aten._softmax_backward_data.default,
-        _aten.native_layer_norm.default,
-        _aten.native_layer_norm_backward.default,
-        _aten.gelu.default,
-        _aten.gelu_backward.default,
-        _aten.silu.default,
-        _aten.silu_backward.default,
-        _aten.tanh_backward.default,
-        _aten.sigmoid_backward.default,
-        _aten.threshold_backward.default,
-        _aten.convolution.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-    }
-)
-
-
 # Kernels that read their operands as if they were contiguous, or refuse others. Eager autograd makes them so before
 # the call; a graph of values has no such call, and a piece of a value is seldom contiguous.
 _CONTIGUOUS: frozenset[Any] = frozenset(
@@ -180,11 +143,6 @@ def creates(target: Any) -> bool:
     arguments = target._schema.arguments
     takes_device = any(argument.name == "device" for argument in arguments)
     return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)
-
-
-def is_fresh(target: Any) -> bool:
-    """True if the results of `target` are known to share no memory with its operands."""
-    return target in _FRESH
 
 
 def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:
