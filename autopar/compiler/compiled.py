@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import axes_of, is_collective, op
+from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
 from autopar.ir.program import Program, operand_nodes, record
@@ -246,16 +246,14 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     """The table of a program's collectives, in order."""
     for node in moving_nodes(program):
         found = record(node)
-        name = node.target.__name__.split(".")[0].removesuffix("_start")  # type: ignore[union-attr]
-        operand = operand_nodes(node)[0]
-        # A gather's value is its result; all others move their operand.
-        type_, layout = (found.type, found.layout) if name == "all_gather" else _type_of(operand)
+        kind, operand = collective_of(node.target), operand_nodes(node)[0]
+        type_, layout = (found.type, found.layout) if kind.counts_result else _type_of(operand)
         shape = local_shape(type_.shape, layout, program.mesh)
         numel = 1
         for size in shape:
             numel *= size
         yield Collective(
-            op=name,
+            op=kind.name,
             axis=str(node.args[1]),
             bytes=numel * type_.dtype.itemsize,
             shape=shape,

@@ -8,6 +8,7 @@ name mesh axes, never ranks, and the executor hands them to its communication dr
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,19 +50,47 @@ SEMANTIC = (
     "SymInt[] offsets) -> Tensor",
 )
 
+Spread = tuple[int, int] | str | None
+"""A value over one axis: split (dim, outer), partial (the kind), or whole (None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOp:
+    """An op that moves data between the ranks of an axis.
+
+    has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
+    `wait`, for overlap.
+    """
+
+    schema: str
+    has: Spread
+    gives: Spread
+    halves: bool = True
+
+    @property
+    def name(self) -> str:
+        return _name(self.schema)
+
+    @property
+    def counts_result(self) -> bool:
+        """True if the value that is moved is the result (a gather's), not the operand."""
+        return isinstance(self.has, tuple) and self.gives is None
+
+
+# Everything about a collective that is not its layout (ir/verify.py), its place (passes/reshard.py) or its algorithm
+# (runtime/collectives.py).
 COLLECTIVES = (
-    "all_reduce(Tensor x, str axis, str kind) -> Tensor",
+    CollectiveOp("all_reduce(Tensor x, str axis, str kind) -> Tensor", "sum", None),
     # dim is (outer, rest) on each rank and (outer, axis, rest) in the result
-    "all_gather(Tensor x, str axis, int dim, int outer) -> Tensor",
-    "reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
+    CollectiveOp("all_gather(Tensor x, str axis, int dim, int outer) -> Tensor", (0, 1), None),
+    CollectiveOp("reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor", "sum", (0, 1)),
     # the split moves from dim `gather` to dim `scatter`
-    "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
-    # in two halves, for overlap
-    "all_reduce_start(Tensor x, str axis, str kind) -> Tensor",
-    "all_gather_start(Tensor x, str axis, int dim, int outer) -> Tensor",
-    "reduce_scatter_start(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
-    "wait(Tensor x) -> Tensor",
-)
+    CollectiveOp(
+        "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
+        (0, 1), (1, 1), halves=False,
+    ),
+)  # fmt: skip
+WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 
 LOCAL = (
     # this rank's piece of a whole dim; nothing moves
@@ -72,8 +101,15 @@ LOCAL = (
     "coord(str axis) -> SymInt",
 )
 
+
+def _name(schema: str) -> str:
+    return schema.split("(", 1)[0]
+
+
+_STARTS = tuple(one.schema.replace("(", "_start(", 1) for one in COLLECTIVES if one.halves)
+
 _library = torch.library.Library(NAMESPACE, "DEF")
-for _schema in (*SEMANTIC, *COLLECTIVES, *LOCAL):
+for _schema in (*SEMANTIC, *(one.schema for one in COLLECTIVES), *_STARTS, WAIT, *LOCAL):
     _library.define(_schema)
 
 
@@ -83,8 +119,23 @@ def op(name: str) -> Any:
 
 
 def is_collective(target: object) -> bool:
-    """True for an op that moves data between ranks."""
+    """True for an op that moves data between ranks, for its halves too."""
     return target in _COLLECTIVE_TARGETS
+
+
+def collective_of(target: Any) -> CollectiveOp:
+    """The collective that an op is, or that it starts."""
+    return _BY_TARGET[whole_of(target)]
+
+
+def whole_of(target: Any) -> Any:
+    """The collective that a half starts; any other op itself."""
+    return _WHOLE_OF.get(target, target)
+
+
+def mesh_op_name(target: Any) -> str:
+    """The name of a mesh op; of the half of a collective that of the whole."""
+    return str(whole_of(target)).removeprefix(f"{NAMESPACE}.").removesuffix(".default")
 
 
 def is_mesh_op(target: object) -> bool:
@@ -98,11 +149,9 @@ def axes_of(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(node.args[1]) if len(node.args) > 1 else str(node.kwargs["axis"]) for node in moves))
 
 
-def _name(schema: str) -> str:
-    return schema.split("(", 1)[0]
-
-
-_COLLECTIVE_TARGETS = frozenset(op(_name(schema)) for schema in COLLECTIVES)
+_BY_TARGET = {op(one.name): one for one in COLLECTIVES}
+_WHOLE_OF = {op(f"{one.name}_start"): op(one.name) for one in COLLECTIVES if one.halves}
+_COLLECTIVE_TARGETS = frozenset((*_BY_TARGET, *_WHOLE_OF, op("wait")))
 _MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(_name(schema)) for schema in LOCAL)
 
 
