@@ -6,22 +6,18 @@ Tables. They are data about ATen, each row checked by a test against the op that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from autopar.ir.ops import is_mesh_op, op
-from autopar.runtime.contraction import add_contraction
-from autopar.runtime.dropout import dropout_inplace
-from autopar.runtime.embedding import add_embedding_gradient
+from autopar.ir.ops import is_mesh_op
+from autopar.runtime.kernel import Function
 from autopar.runtime.kernels import KERNELS
-from autopar.runtime.losses import cross_entropy_backward_inplace
 from autopar.torch_compat import OpOverload
 
 _aten = torch.ops.aten
-Function = Callable[..., Any]
 
 # torch's own bindings parse arguments about 1 us faster than an OpOverload, and do the same.
 # `view` becomes `reshape`: where a kernel's strides differ from those of its Meta kernel it copies instead of failing.
@@ -71,8 +67,6 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
         _aten.tanh.default: ((0, torch.Tensor.tanh_),),
         _aten.sigmoid.default: ((0, torch.Tensor.sigmoid_),),
         _aten.relu.default: ((0, torch.Tensor.relu_),),
-        op("cross_entropy_backward"): ((1, cross_entropy_backward_inplace),),
-        op("dropout"): ((0, dropout_inplace),),
     }
 )
 
@@ -86,8 +80,6 @@ def _add_cast(total: torch.Tensor, x: torch.Tensor, **_: Any) -> torch.Tensor:
 # The tensor is one that the op made. A gradient is summed over the micro-batches without ever being written alone.
 _ADDING: Mapping[Any, Function] = MappingProxyType(
     {
-        op("contract"): add_contraction,
-        op("embedding_backward"): add_embedding_gradient,
         _aten._to_copy.default: _add_cast,
     }
 )
@@ -114,10 +106,9 @@ _CONTIGUOUS: frozenset[Any] = frozenset(
 def function_of(target: Any) -> Function:
     """The fastest callable that does what `target` does, for operands of any strides."""
     assert not is_mesh_op(target), target
-    found = KERNELS.get(target) or _DIRECT.get(target)
     if target in _CONTIGUOUS or _is_foreign(target):
         return _on_contiguous(target)
-    return found if found is not None else target
+    return KERNELS[target].run if target in KERNELS else _DIRECT.get(target, target)
 
 
 def _is_foreign(target: Any) -> bool:
@@ -147,9 +138,9 @@ def creates(target: Any) -> bool:
 
 def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:
     """(operand that is overwritten, callable) pairs."""
-    return _INPLACE.get(target, ())
+    return KERNELS[target].in_place if target in KERNELS else _INPLACE.get(target, ())
 
 
 def adding_variant(target: Any) -> Function | None:
     """A callable that adds what `target` makes to its first argument, and returns that."""
-    return _ADDING.get(target)
+    return KERNELS[target].adding if target in KERNELS else _ADDING.get(target)

@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from autopar.ir.ops import is_collective, is_mesh_op, op
+from autopar.ir.ops import is_collective, is_mesh_op, op, semantic_of
 from autopar.torch_compat import OpOverload, is_composite, schema_of
 
 # Views by what they do, though their schemas say "Tensor": base names of aten ops.
@@ -46,7 +46,6 @@ _WHOLE_VIEWS = frozenset(
 )
 
 _WAIT = op("wait")
-_CHECKED_INDEX = op("checked_index")
 
 
 @cache
@@ -68,7 +67,10 @@ def is_whole_view(target: Any) -> bool:
 @cache
 def may_return_operand(target: Any) -> bool:
     """True for an op that is no view and may all the same give back its operand as it is."""
-    return target is _CHECKED_INDEX or (_is_of_torch(target) and _base(target) in _MAY_RETURN_OPERAND)
+    semantic = semantic_of(target)
+    if semantic is not None:
+        return semantic.returns_operand
+    return _is_of_torch(target) and _base(target) in _MAY_RETURN_OPERAND
 
 
 @cache
