@@ -29,6 +29,8 @@
 - `BackwardCFunction._forward_cls`: the custom autograd function that a node of the autograd graph belongs to.
 - `torch._C._dispatch_get_all_op_names`: the names of all ops; an error says which are near one that is not there.
 - `torch._ops.OpOverload`: the type of the targets of a traced graph; it has no public name.
+- `OpOverload._schema`: what an op writes and what its results show; torch itself reads it there, and has no other way.
+- `torch._C.DispatchKey.CompositeImplicitAutograd`: whether torch puts an op together from others.
 - `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
 - `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
   `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
@@ -81,11 +83,13 @@ __all__ = [
     "has_cpp_compiler",
     "has_hooks",
     "in_transform",
+    "is_composite",
     "local_of",
     "mesh_elsewhere",
     "no_torch_function",
     "op_names",
     "quiet",
+    "schema_of",
     "spec_of",
     "swap_in_place",
     "take_in_lists",
@@ -160,6 +164,18 @@ def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor,
 def op_names() -> list[str]:
     """The names of all ops that are registered with torch, as `namespace::name`."""
     return [str(name) for name in torch._C._dispatch_get_all_op_names()]
+
+
+def schema_of(target: OpOverload) -> torch.FunctionSchema:
+    """The schema of an op."""
+    return target._schema
+
+
+def is_composite(target: OpOverload) -> bool:
+    """True for an op that is put together from other ops of torch, on every device."""
+    keys = torch._C.DispatchKey
+    has = target.has_kernel_for_dispatch_key
+    return has(keys.CompositeImplicitAutograd) and not has(keys.CPU)
 
 
 def custom_function(node: Any) -> type[torch.autograd.Function] | None:

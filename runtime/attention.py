@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.runtime.kernel import Kernel
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -118,3 +120,9 @@ def _plain_backward(
     dq = torch.matmul(dscores, k).view(b, h, s, d) * scale
     dk = torch.matmul(dscores.mT, q.reshape(_folded(q, k))) * scale
     return dq, dk, dv
+
+
+KERNELS = {
+    "attention": Kernel(attention, traced=attention),
+    "attention_backward": Kernel(attention_backward, traced=attention_backward),
+}

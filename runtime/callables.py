@@ -1,4 +1,4 @@
-"""What the executor calls for a graph target, and which targets return memory of their own.
+"""What the executor calls for a graph target.
 
 Tables. They are data about ATen, each row checked by a test against the op that it stands for.
 """
@@ -6,22 +6,18 @@ Tables. They are data about ATen, each row checked by a test against the op that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from autopar.ir.ops import is_mesh_op, op
-from autopar.runtime.contraction import add_contraction
-from autopar.runtime.dropout import dropout_inplace
-from autopar.runtime.embedding import add_embedding_gradient
+from autopar.ir.ops import is_mesh_op
+from autopar.runtime.kernel import Function
 from autopar.runtime.kernels import KERNELS
-from autopar.runtime.losses import cross_entropy_backward_inplace
 from autopar.torch_compat import OpOverload
 
 _aten = torch.ops.aten
-Function = Callable[..., Any]
 
 # torch's own bindings parse arguments about 1 us faster than an OpOverload, and do the same.
 # `view` becomes `reshape`: where a kernel's strides differ from those of its Meta kernel it copies instead of failing.
@@ -71,8 +67,6 @@ _INPLACE: Mapping[Any, tuple[tuple[int, Function], ...]] = MappingProxyType(
         _aten.tanh.default: ((0, torch.Tensor.tanh_),),
         _aten.sigmoid.default: ((0, torch.Tensor.sigmoid_),),
         _aten.relu.default: ((0, torch.Tensor.relu_),),
-        op("cross_entropy_backward"): ((1, cross_entropy_backward_inplace),),
-        op("dropout"): ((0, dropout_inplace),),
     }
 )
 
@@ -86,48 +80,9 @@ def _add_cast(total: torch.Tensor, x: torch.Tensor, **_: Any) -> torch.Tensor:
 # The tensor is one that the op made. A gradient is summed over the micro-batches without ever being written alone.
 _ADDING: Mapping[Any, Function] = MappingProxyType(
     {
-        op("contract"): add_contraction,
-        op("embedding_backward"): add_embedding_gradient,
         _aten._to_copy.default: _add_cast,
     }
 )
-
-# Ops that never return (a view of) an operand. An op not listed may, and then nothing is overwritten.
-_FRESH: frozenset[Any] = (
-    frozenset(_INPLACE)
-    | frozenset(KERNELS) - {op("checked_index")}
-    | {
-        _aten.mm.default,
-        _aten.bmm.default,
-        _aten.addmm.default,
-        _aten.log.default,
-        _aten.where.self,
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-        _aten.sum.dim_IntList,
-        _aten.sum.default,
-        _aten.mean.dim,
-        _aten.amax.default,
-        _aten.pow.Tensor_Scalar,
-        _aten._softmax.default,
-        _aten._softmax_backward_data.default,
-        _aten.native_layer_norm.default,
-        _aten.native_layer_norm_backward.default,
-        _aten.gelu.default,
-        _aten.gelu_backward.default,
-        _aten.silu.default,
-        _aten.silu_backward.default,
-        _aten.tanh_backward.default,
-        _aten.sigmoid_backward.default,
-        _aten.threshold_backward.default,
-        _aten.convolution.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-    }
-)
-
 
 # Kernels that read their operands as if they were contiguous, or refuse others. Eager autograd makes them so before
 # the call; a graph of values has no such call, and a piece of a value is seldom contiguous.
@@ -151,10 +106,9 @@ _CONTIGUOUS: frozenset[Any] = frozenset(
 def function_of(target: Any) -> Function:
     """The fastest callable that does what `target` does, for operands of any strides."""
     assert not is_mesh_op(target), target
-    found = KERNELS.get(target) or _DIRECT.get(target)
     if target in _CONTIGUOUS or _is_foreign(target):
         return _on_contiguous(target)
-    return found if found is not None else target
+    return KERNELS[target].run if target in KERNELS else _DIRECT.get(target, target)
 
 
 def _is_foreign(target: Any) -> bool:
@@ -182,16 +136,11 @@ def creates(target: Any) -> bool:
     return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)
 
 
-def is_fresh(target: Any) -> bool:
-    """True if the results of `target` are known to share no memory with its operands."""
-    return target in _FRESH
-
-
 def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:
     """(operand that is overwritten, callable) pairs."""
-    return _INPLACE.get(target, ())
+    return KERNELS[target].in_place if target in KERNELS else _INPLACE.get(target, ())
 
 
 def adding_variant(target: Any) -> Function | None:
     """A callable that adds what `target` makes to its first argument, and returns that."""
-    return _ADDING.get(target)
+    return KERNELS[target].adding if target in KERNELS else _ADDING.get(target)

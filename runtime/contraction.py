@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.runtime.kernel import Kernel
+
 
 @dataclass(frozen=True, slots=True)
 class OperandPlan:
@@ -144,3 +146,6 @@ def add_contraction(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, equat
     else:
         into.addmm_(left, right)
     return total
+
+
+KERNELS = {"contract": Kernel(contract, traced=contract, adding=add_contraction)}

@@ -1,8 +1,8 @@
 """Runs a LOCAL graph on this process's rank over torch.distributed (Gloo or NCCL).
 
-The tensor maths is `mesh_ops`, shared with the virtual mesh; here are only the calls that move data. What ranks
-exchange is proven to match before a run, from the programs: backends do not check it (Gloo returns wrong numbers
-for a SUM that meets a MAX).
+What a collective is made of stands in `collectives.py`; here are only the calls that move data. What ranks exchange is
+proven to match before a run, from the programs: backends do not check it (Gloo returns wrong numbers for a SUM that
+meets a MAX).
 """
 
 from __future__ import annotations
@@ -19,22 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import whole_of
 from autopar.ir.plan import PIPELINE
+from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.lost import is_loss_of_peer
-from autopar.runtime.mesh_ops import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
-    WHOLE_OF,
-    axis_group,
-    is_local,
-    join,
-    local_answer,
-    pieces,
-)
+from autopar.runtime.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
 from autopar.runtime.peers import Peers
 from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
@@ -58,6 +48,16 @@ class Group:
     def rank_at(self, place: int) -> int:
         """Where torch keeps the rank at a place."""
         return place if self.order is None else self.order[place]
+
+    def to_stored(self, parts: torch.Tensor) -> torch.Tensor:
+        """[size, ...] from the order of the axis to the order in which torch keeps the ranks."""
+        if self.order is None:
+            return parts
+        return torch.stack([parts[self.order.index(i)] for i in range(self.size)])
+
+    def from_stored(self, parts: torch.Tensor) -> torch.Tensor:
+        """[size, ...] from the order in which torch keeps the ranks to the order of the axis."""
+        return parts if self.order is None else torch.stack([parts[i] for i in self.order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,27 +201,13 @@ class DistributedDriver:
         )
 
     def _collective(self, request: Request, overlap: bool) -> Any:
-        x, axis, *rest = request.args
+        axis = request.args[1]
         group = self._group(axis, request.node)
-        if group.size == 1:
-            return x if request.last_use else x.clone()
-        target = WHOLE_OF.get(request.op, request.op)
-        if target == ALL_TO_ALL:
-            gather, gather_outer, scatter, scatter_outer = rest
-            return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
-        if rest[-1] == "logsumexp":
-            return _logsumexp(x, group, target, rest)
-        if target == ALL_REDUCE:
-            # In place only in memory that is the graph's own and dead after this op; see `Request`.
-            buffer = x if request.last_use and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-            started = _reduce(buffer, group, *rest)
-        elif target == ALL_GATHER:
-            started = _gather(x, group, *rest)
-        else:
-            assert target == REDUCE_SCATTER, target
-            started = _reduce_scatter(x, group, *rest)
-        pending = _Pending(*started, request.node)
-        return pending if overlap and target != request.op else pending.wait()
+        member = Member(group.size, axis_coord(self.mesh, self.coord, axis))
+        step = begin(request.op, request.args, member, request.last_use)
+        if overlap and isinstance(step, Move) and whole_of(request.op) != request.op:
+            return _pending(step, group, request.node)
+        return _finished(step, group)
 
     def _group(self, axis: str, node: fx.Node) -> Group:
         if axis not in self._groups:
@@ -232,66 +218,59 @@ class DistributedDriver:
         return ",".join(f"{name}={place}" for name, place in self.coord.items())
 
 
-# Each starts, and gives the work with what its result is once that is done.
+# Each starts a move, and gives the work with what is received once that is done.
 Started = tuple[Any, Callable[[], torch.Tensor]]
 
 
-def _reduce(x: torch.Tensor, group: Group, kind: str) -> Started:
-    return dist.all_reduce(x, op=_REDUCE[kind], group=group.handle, async_op=True), lambda: x
+def _reduce(move: Move, group: Group) -> Started:
+    """In place only in memory that is the graph's own and dead afterwards; see `Request`."""
+    alone = move.owned and move.x.is_contiguous()
+    x = move.x if alone else move.x.clone(memory_format=torch.contiguous_format)
+    return dist.all_reduce(x, op=_REDUCE[move.kind], group=group.handle, async_op=True), lambda: x
 
 
-def _gather(x: torch.Tensor, group: Group, dim: int, outer: int) -> Started:
-    """Makes [size, ...] in the order in which torch keeps the ranks."""
-    x = x.contiguous()
+def _gather(move: Move, group: Group) -> Started:
+    x = move.x.contiguous()
     out = x.new_empty((group.size, *x.shape))
     work = _all_gather(out.view(-1), x.view(-1), group=group.handle, async_op=True)  # Gloo wants them flat
-
-    def finish(sent: torch.Tensor = x) -> torch.Tensor:  # what is sent lives as long
-        return join(out if group.order is None else out[list(group.order)], dim, outer)
-
-    return work, finish
+    return work, lambda sent=x: group.from_stored(out)  # type: ignore[misc]  # what is sent lives as long
 
 
-def _reduce_scatter(x: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> Started:
-    """[size, ...] -> the reduced [...] of this rank."""
-    parts = _stored(pieces(x, group.size, dim, outer), group).contiguous()
+def _reduce_scatter(move: Move, group: Group) -> Started:
+    parts = group.to_stored(move.x).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    work = _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[kind], group=group.handle, async_op=True)
-
-    def finish(sent: torch.Tensor = parts) -> torch.Tensor:
-        return out
-
-    return work, finish
+    work = _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[move.kind], group=group.handle, async_op=True)
+    return work, lambda sent=parts: out  # type: ignore[misc]
 
 
-def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
-    """log(sum over ranks of exp(x)) of all of x or of this rank's piece, shifted by the maximum; -inf where all are."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    top = wide.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
-    top.masked_fill_(top.abs() == torch.inf, 0)
-    total = (wide - top).exp_().contiguous()
-    dist.all_reduce(total, group=group.handle)
-    whole = total.log_().add_(top).to(x.dtype)
-    return whole if target == ALL_REDUCE else pieces(whole, group.size, *rest[:2])[_place(group)]
-
-
-def _exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """[size, ...] -> [size, ...]: part i goes to the rank at place i."""
-    parts = _stored(parts, group).contiguous()
+def _exchange(move: Move, group: Group) -> Started:
+    parts = group.to_stored(move.x).contiguous()
     out = torch.empty_like(parts)
-    dist.all_to_all_single(out.view(-1), parts.view(-1), group=group.handle)
-    return out if group.order is None else out[list(group.order)]
+    work = dist.all_to_all_single(out.view(-1), parts.view(-1), group=group.handle, async_op=True)
+    return work, lambda sent=parts: group.from_stored(out)  # type: ignore[misc]
 
 
-def _stored(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """From the order of the axis to the order in which torch keeps the ranks."""
-    if group.order is None:
-        return parts
-    return parts[[group.order.index(i) for i in range(group.size)]]
+_PRIMITIVES: Mapping[str, Callable[[Move, Group], Started]] = {
+    "reduce": _reduce,
+    "gather": _gather,
+    "reduce_scatter": _reduce_scatter,
+    "exchange": _exchange,
+}
 
 
-def _place(group: Group) -> int:
-    """This rank's place on the axis."""
-    stored = group.handle.rank()
-    return stored if group.order is None else group.order.index(stored)
+def _finished(step: Step, group: Group) -> torch.Tensor:
+    """The result of a collective, move after move."""
+    while isinstance(step, Move):
+        work, receive = _PRIMITIVES[step.primitive](step, group)
+        work.wait()
+        then, received = step.then, receive()
+        del work, receive, step  # what was sent may die now
+        step = then(received)
+    return step
+
+
+def _pending(move: Move, group: Group, node: fx.Node) -> _Pending:
+    """The first move of a collective, under way."""
+    work, receive = _PRIMITIVES[move.primitive](move, group)
+    then = move.then
+    return _Pending(work, lambda: _finished(then(receive()), group), node)

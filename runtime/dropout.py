@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
+from autopar.runtime.kernel import Kernel
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,3 +64,7 @@ def _dropout(
 @functools.cache
 def _numbers(device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(number(value, device) for value in (1, 0x7FFFFFFF, 31))
+
+
+# Opaque to a compiler: 32-bit arithmetic wraps, which C++ leaves undefined in the code that Inductor would write.
+KERNELS = {"dropout": Kernel(dropout, in_place=((0, dropout_inplace),))}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.runtime.kernel import Kernel
+
 
 def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """weight [rows, d], index [...] -> [..., d]"""
@@ -73,3 +75,19 @@ def _all_inside(row: torch.Tensor, rows: int) -> bool:
         return False
     low, high = torch.aminmax(row)
     return low.item() >= 0 and high.item() < rows
+
+
+def _traced_embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    rows = weight.shape[0]
+    if rows == 0 or index.numel() == 0:
+        return weight.new_zeros((*index.shape, weight.shape[1]))
+    row = index - offset
+    found = torch.ops.aten.embedding(weight, row.clamp(0, rows - 1))
+    return torch.where(((row >= 0) & (row < rows)).unsqueeze(-1), found, 0)
+
+
+KERNELS = {
+    "embedding": Kernel(embedding, traced=_traced_embedding),
+    # Opaque to a compiler: Inductor would add the rows up by atomics, in any order.
+    "embedding_backward": Kernel(embedding_backward, adding=add_embedding_gradient),
+}

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autopar.errors import AutoparError, BatchError
+from autopar.ir.aliasing import is_whole_view
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
@@ -263,14 +264,10 @@ def _is_dense(node: fx.Node) -> bool:
 
     So is a placeholder that may be overwritten at all.
     """
-    while getattr(node.target, "_opname", "") in _ONCE:
+    while is_whole_view(node.target):
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     return node.op == "placeholder" or (node.op == "call_function" and is_own(node))
-
-
-# Views in which an element of the operand stands at most once.
-_ONCE = ("view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "wait")
 
 
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:

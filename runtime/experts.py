@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.runtime.kernel import Kernel
+
 
 def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """x [s,k], w [g,k,n], index [s] -> [s,n]"""
@@ -43,3 +45,7 @@ def _by_expert(index: torch.Tensor, groups: int, offset: int) -> tuple[torch.Ten
     own, order = torch.sort(own, stable=True)
     experts = torch.arange(groups, device=own.device, dtype=own.dtype)
     return order, torch.searchsorted(own, experts, right=True).tolist()
+
+
+# Opaque to a compiler: their sizes are data.
+KERNELS = {"expert_mm": Kernel(expert_mm), "expert_mm_backward": Kernel(expert_mm_backward)}

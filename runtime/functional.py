@@ -12,19 +12,10 @@ from typing import Any
 import torch
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import whole_of
+from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.distributed import Group
-from autopar.runtime.mesh_ops import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
-    WHOLE_OF,
-    is_local,
-    join,
-    local_answer,
-    pieces,
-)
+from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
 
 _c10d = torch.ops._c10d_functional
 
@@ -43,21 +34,14 @@ class FunctionalCollectives:
             return local_answer(self.mesh, self.coord, target, args)
         if target == WAIT:
             return self._wait(args[0])
-        x, axis, *rest = args
+        axis = args[1]
         group = self._groups[axis]
-        if group.size == 1:
-            return x.clone()
-        if target == ALL_TO_ALL:
-            gather, gather_outer, scatter, scatter_outer = rest
-            return join(_exchange(pieces(x, group.size, scatter, scatter_outer), group), gather, gather_outer)
-        whole = WHOLE_OF.get(target, target)
-        if rest[-1] == "logsumexp":
-            return _logsumexp(x, group, whole, rest)
-        start, finish = _COLLECTIVES[whole]
-        started = start(x, group, *rest)
-        if whole == target:
-            return finish(_c10d.wait_tensor(started), group, *rest)
-        self._started[id(started)] = lambda done: finish(done, group, *rest)
+        step = begin(target, args, Member(group.size, axis_coord(self.mesh, self.coord, axis)))
+        if not isinstance(step, Move) or whole_of(target) == target:
+            return _finished(step, group)
+        start, received = _PRIMITIVES[step.primitive]
+        started, then = start(step, group), step.then
+        self._started[id(started)] = lambda done: _finished(then(received(done, group)), group)
         return started
 
     def _wait(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,69 +49,38 @@ class FunctionalCollectives:
         return x if finish is None else finish(_c10d.wait_tensor(x))
 
 
-# How a collective starts, and what its result is once it is done.
-def _reduce(x: torch.Tensor, group: Group, kind: str) -> Any:
-    return _c10d.all_reduce(x.contiguous(), kind, _name(group))
+def _finished(step: Step, group: Group) -> torch.Tensor:
+    """The result of a collective, move after move."""
+    while isinstance(step, Move):
+        start, received = _PRIMITIVES[step.primitive]
+        step = step.then(received(_c10d.wait_tensor(start(step, group)), group))
+    return step
 
 
-def _reduced(done: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    return done
+def _reduce(move: Move, group: Group) -> Any:
+    return _c10d.all_reduce(move.x.contiguous(), move.kind, _name(group))
 
 
-def _gather(x: torch.Tensor, group: Group, dim: int, outer: int) -> Any:
-    return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, _name(group))
+def _gather(move: Move, group: Group) -> Any:
+    return _c10d.all_gather_into_tensor(move.x.contiguous().unsqueeze(0), group.size, _name(group))
 
 
-def _gathered(done: torch.Tensor, group: Group, dim: int, outer: int) -> torch.Tensor:
-    return join(_from_stored(done, group), dim, outer)
+def _reduce_scatter(move: Move, group: Group) -> Any:
+    return _c10d.reduce_scatter_tensor(group.to_stored(move.x).contiguous(), move.kind, group.size, _name(group))
 
 
-def _scatter(x: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> Any:
-    parts = _to_stored(pieces(x, group.size, dim, outer), group).contiguous()
-    return _c10d.reduce_scatter_tensor(parts, kind, group.size, _name(group))
-
-
-def _scattered(done: torch.Tensor, group: Group, dim: int, outer: int, kind: str) -> torch.Tensor:
-    return done.squeeze(0)
-
-
-_COLLECTIVES: Mapping[Any, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
-    ALL_REDUCE: (_reduce, _reduced),
-    ALL_GATHER: (_gather, _gathered),
-    REDUCE_SCATTER: (_scatter, _scattered),
-}
-
-
-def _logsumexp(x: torch.Tensor, group: Group, target: Any, rest: list[Any]) -> torch.Tensor:
-    """log(sum over ranks of exp(x)) of all of x or of this rank's piece, shifted by the maximum; -inf where all are."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    top = _c10d.wait_tensor(_reduce(wide, group, "max"))
-    top = torch.where(top.abs() == torch.inf, 0, top)
-    total = _c10d.wait_tensor(_reduce((wide - top).exp(), group, "sum"))
-    whole: torch.Tensor = (total.log() + top).to(x.dtype)
-    if target == ALL_REDUCE:
-        return whole
-    place = group.handle.rank()
-    return pieces(whole, group.size, *rest[:2])[place if group.order is None else group.order.index(place)]
-
-
-def _exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """[size, ...] -> [size, ...]: part i goes to the rank at place i."""
+def _exchange(move: Move, group: Group) -> Any:
     one_each = [1] * group.size
-    started = _c10d.all_to_all_single(_to_stored(parts, group).contiguous(), one_each, one_each, _name(group))
-    return _from_stored(_c10d.wait_tensor(started), group)
+    return _c10d.all_to_all_single(group.to_stored(move.x).contiguous(), one_each, one_each, _name(group))
 
 
-def _from_stored(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """From the order in which torch keeps the ranks to the order of the axis."""
-    return parts if group.order is None else torch.stack([parts[i] for i in group.order])
-
-
-def _to_stored(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """From the order of the axis to the order in which torch keeps the ranks."""
-    if group.order is None:
-        return parts
-    return torch.stack([parts[group.order.index(i)] for i in range(group.size)])
+# How a move starts, and what is received once it is done.
+_PRIMITIVES: Mapping[str, tuple[Callable[[Move, Group], Any], Callable[[torch.Tensor, Group], torch.Tensor]]] = {
+    "reduce": (_reduce, lambda done, group: done),
+    "gather": (_gather, lambda done, group: group.from_stored(done)),
+    "reduce_scatter": (_reduce_scatter, lambda done, group: done.squeeze(0)),
+    "exchange": (_exchange, lambda done, group: group.from_stored(done)),
+}
 
 
 def _name(group: Group) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import BatchError
+from autopar.runtime.kernel import Kernel
 
 
 def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
@@ -31,3 +32,7 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.
         f"index {value} is out of range: the table has {size} entries, so an index is 0 to {size - 1}{also}. "
         f"Correct the token ids or labels, or enlarge the table."
     )
+
+
+# Opaque to a compiler: it is an error and no value. `runtime/decompositions.py` says where it stands.
+KERNELS = {"checked_index": Kernel(checked_index)}

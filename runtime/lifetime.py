@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.ops import is_collective, op
+from autopar.ir.aliasing import is_fresh
 from autopar.ir.program import is_getitem
-from autopar.runtime.callables import is_fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ def is_own(node: fx.Node) -> bool:
     if is_getitem(node):
         producer = node.args[0]
         return isinstance(producer, fx.Node) and is_fresh(producer.target)
-    # A driver answers a collective in new memory, or in that of an operand which nothing else sees (`Request`).
-    return is_fresh(node.target) or (is_collective(node.target) and node.target != op("wait"))
+    return is_fresh(node.target)
 
 
 def _find(share: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

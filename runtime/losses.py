@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.runtime.kernel import Kernel
+
 _PIECE_BYTES = 1 << 20
 
 
@@ -111,3 +113,39 @@ def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
     step = max(1, _PIECE_BYTES // (rows.shape[1] * 4)) if rows.device.type == "cpu" else count
     for start in range(0, count, step):
         yield start, min(start + step, count)
+
+
+def _traced_logsumexp(x: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(x.to(_wide(x.dtype)), -1).to(x.dtype)
+
+
+def _traced_pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
+    return torch.where(_one_hot(index, size, offset), grad.unsqueeze(-1), 0)
+
+
+def _traced_cross_entropy_backward(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    wide = _wide(x.dtype)
+    lse, taken = lse.to(_wide(lse.dtype)), grad if picked is None else picked
+    shift = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    one_hot = torch.where(_one_hot(index, x.shape[-1], offset), taken.to(_wide(taken.dtype)).unsqueeze(-1), 0)
+    return ((x.to(wide) - shift).exp() * grad.to(_wide(grad.dtype)).unsqueeze(-1) - one_hot).to(x.dtype)
+
+
+def _one_hot(index: torch.Tensor, size: int, offset: int) -> torch.Tensor:
+    """True at column index - offset of [..., size]; nowhere in a row whose index is outside."""
+    return torch.arange(size, device=index.device) == (index - offset).unsqueeze(-1)
+
+
+KERNELS = {
+    "logsumexp": Kernel(logsumexp, traced=_traced_logsumexp),
+    "pick": Kernel(pick, traced=pick),
+    "pick_backward": Kernel(pick_backward, traced=_traced_pick_backward),
+    "cross_entropy_backward": Kernel(
+        cross_entropy_backward,
+        traced=_traced_cross_entropy_backward,
+        in_place=((1, cross_entropy_backward_inplace),),
+    ),
+}

@@ -12,19 +12,11 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.ir.layout import reduce_dim
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import op
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
-ALL_REDUCE, WAIT = op("all_reduce"), op("wait")
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = op("all_gather"), op("reduce_scatter"), op("all_to_all")
-# What a collective in two halves does: its op if it were one.
-WHOLE_OF = {
-    op("all_reduce_start"): ALL_REDUCE,
-    op("all_gather_start"): ALL_GATHER,
-    op("reduce_scatter_start"): REDUCE_SCATTER,
-}
+WAIT = op("wait")
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
@@ -91,13 +83,6 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
     dim, outer = rest
     assert isinstance(dim, int) and isinstance(outer, int)
     return shard(x, axis_size(mesh, axis), place, dim, outer)
-
-
-def reduce_parts(parts: list[torch.Tensor], kind: str) -> torch.Tensor:
-    """The `kind` of what the ranks hold, in memory of its own and in their dtype."""
-    if len(parts) == 1:
-        return parts[0].clone()
-    return reduce_dim(torch.stack(parts), 0, kind).to(parts[0].dtype)
 
 
 def is_local(target: object) -> bool:

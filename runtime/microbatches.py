@@ -11,8 +11,9 @@ import torch
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Join
 from autopar.ir.plan import MICROBATCH
+from autopar.runtime.collectives import together
 from autopar.runtime.executor import Request
-from autopar.runtime.mesh_ops import ALL_GATHER, COORD, is_local, join, local_answer, reduce_parts
+from autopar.runtime.mesh_ops import COORD, is_local, join, local_answer
 
 _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -85,7 +86,7 @@ def side_by_side(runs: list[Any], count: int) -> Generator[Any, Any, tuple[Any, 
                 outputs.append(found)
         if outputs:
             return outputs[0]
-        answers = [[value] for value in _joined(requests)]
+        answers = [[value] for value in together([(request.op, request.args) for request in requests])]
 
 
 def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, count: int) -> Generator[Any, Any, Any]:
@@ -101,15 +102,6 @@ def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, count: in
                 return request
     except StopIteration as done:
         return done.value
-
-
-def _joined(requests: list[Request]) -> list[torch.Tensor]:
-    """The answers to what all micro-batches ask for."""
-    parts, (_, _, *rest) = [request.args[0] for request in requests], requests[0].args
-    if requests[0].op == ALL_GATHER:
-        return [join(torch.stack(parts), *rest)] * len(parts)
-    total = reduce_parts(parts, rest[0])
-    return [total, *(total.clone() for _ in parts[1:])]
 
 
 def _is_of_microbatch(request: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
+from autopar.runtime.kernel import Kernel
 
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 Draw = Callable[[Callable[[int], torch.Tensor], torch.dtype], torch.Tensor]
@@ -80,3 +81,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 _KINDS: Mapping[str, Draw] = {"uniform": _uniform, "normal": _normal, "exponential": _exponential}
+
+
+# Opaque to a compiler: 32-bit arithmetic wraps, which C++ leaves undefined in the code that Inductor would write.
+KERNELS = {"random": Kernel(random)}

@@ -16,22 +16,10 @@ from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
 from autopar.ir.schedule import Instruction
+from autopar.runtime.collectives import together
 from autopar.runtime.executor import Executable, Outputs, Request, describe, run
 from autopar.runtime.mail import Mail
-from autopar.runtime.mesh_ops import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
-    WHOLE_OF,
-    axis_group,
-    is_local,
-    join,
-    local_answer,
-    pieces,
-    reduce_parts,
-)
+from autopar.runtime.mesh_ops import WAIT, axis_group, is_local, local_answer
 from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
 from autopar.runtime.recorder import Recorder
 
@@ -168,7 +156,8 @@ class VirtualMesh:
         for member in group:
             del waiting[member]
         try:
-            return {member: [result] for member, result in zip(group, _collective(requests), strict=True)}
+            results = together([(request.op, request.args) for request in requests])
+            return {member: [result] for member, result in zip(group, results, strict=True)}
         except Exception as error:
             error.add_note(f"in {describe(requests[0].node)}\non ranks {', '.join(map(str, group))} over '{axis}'")
             raise
@@ -218,23 +207,3 @@ def _show(arg: Any) -> str:
     if isinstance(arg, torch.Tensor):
         return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}".replace(" ", "")
     return repr(arg)
-
-
-def _collective(requests: list[Request]) -> list[torch.Tensor]:
-    """Every member's result, in memory of its own: the executor may write over it later."""
-    parts = [request.args[0] for request in requests]
-    target, rest = WHOLE_OF.get(requests[0].op, requests[0].op), requests[0].args[2:]
-    if target == ALL_REDUCE:
-        total = reduce_parts(parts, rest[0])
-        return [total, *(total.clone() for _ in parts[1:])]
-    if target == ALL_GATHER:
-        dim, outer = rest
-        whole = join(torch.stack(parts), dim, outer)
-        return [whole, *(whole.clone() for _ in parts[1:])]
-    if target == REDUCE_SCATTER:
-        dim, outer, kind = rest
-        return [piece.contiguous() for piece in pieces(reduce_parts(parts, kind), len(parts), dim, outer)]
-    assert target == ALL_TO_ALL, target
-    gather, gather_outer, scatter, scatter_outer = rest
-    split = [pieces(part, len(parts), scatter, scatter_outer) for part in parts]
-    return [join(torch.stack([s[place] for s in split]), gather, gather_outer) for place in range(len(parts))]

@@ -1,6 +1,7 @@
-"""Rules against the inputs of PyTorch's own op database, which nobody here wrote.
+"""Rules and aliasing against the inputs of PyTorch's own op database, which nobody here wrote.
 
-Every op of the database runs forward and backward; each aten call that it makes and that has a row is brute-forced.
+Every op of the database runs forward and backward; each aten call that it makes and that has a row is brute-forced. Of
+every call, with a row or without, it is seen whether its results lie in its operands.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from rule_brute_force import Sample, check, tensors_in, with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ir.aliasing import is_fresh
 from autopar.passes.rules import TABLE
 
 SAMPLES_PER_OP = 6  # inputs taken of each op of the database
@@ -30,9 +33,9 @@ Calls = dict[str, dict[str, Sample]]
 class _Log(TorchDispatchMode):
     """Remembers the calls of ops that have a row, each kind once, as they were before anything changed in place."""
 
-    def __init__(self, calls: Calls, skipped: Counter[str]) -> None:
+    def __init__(self, calls: Calls, skipped: Counter[str], fresh: dict[str, bool]) -> None:
         super().__init__()
-        self.calls, self.skipped = calls, skipped
+        self.calls, self.skipped, self.fresh = calls, skipped, fresh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,7 +54,16 @@ class _Log(TorchDispatchMode):
                     known[key] = Sample(*copies, compare=name not in UNDETERMINED)
         else:
             self.skipped["no row"] += 1
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if is_fresh(func):
+            self.fresh[name] = self.fresh.get(name, True) and not _memory([args, kwargs]) & _memory([result])
+        return result
+
+
+def _memory(value: Any) -> set[int]:
+    """Where the tensors in a value lie, those without elements left out."""
+    strided = (t for t in tensors_in([value]) if t.layout == torch.strided)
+    return {t.untyped_storage().data_ptr() for t in strided} - {0}
 
 
 class _Shape:
@@ -64,19 +76,38 @@ class _Shape:
         return self.text
 
 
-def _database_calls(skipped: Counter[str]) -> Calls:
-    database = pytest.importorskip(
+@dataclass(frozen=True, slots=True)
+class Database:
+    """The calls of ops with a row, what was left out, and of each op that `is_fresh` whether it was."""
+
+    calls: Calls
+    skipped: Counter[str]
+    fresh: dict[str, bool]
+
+
+@pytest.fixture(scope="module")
+def database() -> Database:
+    torch.manual_seed(0)
+    found = Database({}, Counter(), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _run_database(found)
+    return found
+
+
+def _run_database(found: Database) -> None:
+    infos = pytest.importorskip(
         "torch.testing._internal.common_methods_invocations",
         reason="PyTorch's op database needs the package expecttest",
         exc_type=ImportError,
     ).op_db
-    calls: Calls = {}
-    for info in database:
+    skipped = found.skipped
+    for info in infos:
         if info.name.startswith(SLOW):
             skipped["slow op of the database"] += 1
             continue
         for one in islice(_samples(info, skipped), SAMPLES_PER_OP):
-            with _Log(calls, skipped):
+            with _Log(found.calls, skipped, found.fresh):
                 try:
                     out = info(one.input, *one.args, **one.kwargs)
                     losses = [t.sum() for t in tensors_in([out]) if t.requires_grad and not t.is_complex()]
@@ -84,7 +115,6 @@ def _database_calls(skipped: Counter[str]) -> Calls:
                         torch.stack(losses).sum().backward()
                 except Exception as error:  # what fails without us is counted, not judged
                     skipped[f"the op itself fails: {type(error).__name__}"] += 1
-    return calls
 
 
 def _samples(info: Any, skipped: Counter[str]) -> Iterator[Any]:
@@ -99,12 +129,14 @@ def _samples(info: Any, skipped: Counter[str]) -> Iterator[Any]:
         skipped[f"no samples: {type(error).__name__}"] += 1
 
 
-def test_rows_hold_on_the_op_database() -> None:
-    torch.manual_seed(0)
-    skipped: Counter[str] = Counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        calls = _database_calls(skipped)
+def test_what_is_fresh_shares_no_memory_in_the_op_database(database: Database) -> None:
+    print(f"\n{len(database.fresh)} ops, {len(set(database.fresh) - set(TABLE))} of them without a row")
+    assert [name for name, was in sorted(database.fresh.items()) if not was] == []
+    assert len(database.fresh) > 400
+
+
+def test_rows_hold_on_the_op_database(database: Database) -> None:
+    calls, skipped = database.calls, database.skipped
     total: Counter[str] = Counter()
     wrong = []
     for name, samples in sorted(calls.items()):

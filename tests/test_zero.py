@@ -295,21 +295,21 @@ def test_two_buckets_of_gradients_are_on_their_way():
 @pytest.mark.parametrize("broken", ["unreduced", "piece", "rows"])
 def test_what_is_broken_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch):
     """A gradient that is cut and not summed, a bucket whose pieces are swapped, padding that is read."""
-    original = virtual._collective
+    original = virtual.together
 
     def wrong(requests: list) -> list[Tensor]:
         out = original(requests)
-        name = str(requests[0].op)
+        name = str(requests[0][0])
         if broken == "unreduced" and "reduce_scatter" in name:
-            parts = [request.args[0] for request in requests]
-            return [mesh_ops.pieces(part, len(parts), *requests[0].args[2:4])[i] for i, part in enumerate(parts)]
+            parts = [args[0] for _, args in requests]
+            return [mesh_ops.pieces(part, len(parts), *requests[0][1][2:4])[i] for i, part in enumerate(parts)]
         if broken == "piece" and "reduce_scatter" in name:
             return [part.roll(1, -1) for part in out]
         if broken == "rows" and "all_gather" in name:
             return [part.roll(1, 0) for part in out]
         return out
 
-    monkeypatch.setattr(virtual, "_collective", wrong)
+    monkeypatch.setattr(virtual, "together", wrong)
     assert not autopar.verify(tied(), "dp=3", loss_fn=loss_fn, batch=batch(12), zero=3, steps=1).ok
 
 

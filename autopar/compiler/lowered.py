@@ -12,7 +12,7 @@ from torch import fx, nn
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import axes_of, collective_name, is_collective, op
+from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record
@@ -189,12 +189,10 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     """The table of a program's collectives, in order."""
     for node in moving_nodes(program):
         found = record(node)
-        name = collective_name(node.target)
-        # A gather's value is its result; all others move their operand.
-        operand = operand_nodes(node)[0]
-        moved = local_type(node if name == "all_gather" else operand, program.mesh)
+        kind, operand = collective_of(node.target), operand_nodes(node)[0]
+        moved = local_type(node if kind.counts_result else operand, program.mesh)
         yield Collective(
-            op=name,
+            op=kind.name,
             axis=str(node.args[1]),
             bytes=moved.bytes_,
             shape=moved.shape,

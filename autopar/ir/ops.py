@@ -1,67 +1,234 @@
 """The ops of our own that stand in graphs: semantic ops raised by the capture, and collectives.
 
 Semantic ops keep what aten loses (batch dims of a matmul, attention as one thing), so that device, mask and
-parallel choices are made later. Their kernels are in `runtime/kernels.py`. Collectives have no kernel: they
+parallel choices are made later. Their kernels are in `runtime/`. Collectives have no kernel: they
 name mesh axes, never ranks, and the executor hands them to its communication driver.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 NAMESPACE = "autopar"
 
-SEMANTIC = (
-    # einsum of two operands, e.g. equation "abc,dc->abd"
-    "contract(Tensor a, Tensor b, str equation) -> Tensor",
-    # softmax(q k^T * scale + mask) v; q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h a multiple of hk; (out, logsumexp)
+
+@dataclass(frozen=True, slots=True)
+class SemanticOp:
+    """An op that keeps what aten would take apart: all that is true of it wherever it runs.
+
+    meta: makes the results without data. precision: in which dtype it computes under mixed precision (a `Kind` of
+    passes/precision/kinds.py); statistic: the place of an argument that stays float32 all the same. random: it draws
+    from a seed. returns_operand: it may give back its first operand as it is. gradient: its autograd function in
+    capture/functions.py; "" for what is a gradient itself, or has none.
+
+    Beside this an op has a row in passes/rules/ and a `Kernel` in runtime/; tests/test_semantic_ops.py asks for both.
+    """
+
+    schema: str
+    meta: Callable[..., Any]
+    precision: Literal["low", "high", "widest"] = "widest"
+    statistic: int | None = None
+    random: bool = False
+    returns_operand: bool = False
+    gradient: str = ""
+
+    @property
+    def name(self) -> str:
+        return _name(self.schema)
+
+
+def _semantic(schema: str, **facts: Any) -> Callable[[Callable[..., Any]], SemanticOp]:
+    """Declare an op by its schema and facts; the function below it makes its results without data."""
+    return lambda meta: SemanticOp(schema, meta, **facts)
+
+
+@_semantic("contract(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Contract")
+def contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    """einsum of two operands, e.g. equation "abc,dc->abd"."""
+    return a.new_empty(equation_shape(equation, tuple(a.shape), tuple(b.shape)))
+
+
+@_semantic(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    precision="low",
+    gradient="Attention",
+)
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * scale + mask) v and the logsumexp; q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h divided by hk."""
+    b, h, s, _d = q.shape
+    # dense in (b, s, h, e): what the flash kernels return, so that the following transpose and view are free
+    out = q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((b, h, s), dtype=dtype)
+
+
+@_semantic(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    # over the last dim
-    "logsumexp(Tensor x) -> Tensor",
-    # index itself, its values known to be in 0..size-1 or `ignored`; see runtime/indices.py
-    "checked_index(Tensor index, int size, int? ignored) -> Tensor",
-    # x[..., index - offset], 0 where that is outside of x
-    "pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor",
-    # the gradient of pick for an x of `size` over the last dim
-    "pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor",
-    # grad * exp(x - lse) - picked * onehot(index - offset): the gradient of lse - pick; picked is grad if not given
+    precision="low",
+    statistic=6,
+)
+def attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@_semantic("logsumexp(Tensor x) -> Tensor", precision="high", gradient="LogSumExp")
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Over the last dim."""
+    return x.new_empty(x.shape[:-1])
+
+
+@_semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
+def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    """The index itself, its values known to be in 0..size-1 or `ignored`; see runtime/indices.py."""
+    return torch.empty_like(index)
+
+
+@_semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="high", gradient="Pick")
+def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """x[..., index - offset], 0 where that is outside of x."""
+    return x.new_empty(index.shape)
+
+
+@_semantic("pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor", precision="high")
+def pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
+    """The gradient of pick for an x of `size` over the last dim."""
+    return grad.new_empty((*index.shape, size))
+
+
+@_semantic(
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, Tensor? picked=None, *, "
     "SymInt offset=0) -> Tensor",
-    # weight[index - offset], 0 where that is outside of weight
-    "embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor",
-    # the gradient of table[index] for a table of `rows` of any dims; indices equal to padding (if >= 0) give none
+    precision="high",
+)
+def cross_entropy_backward(
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
+    *, offset: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """grad * exp(x - lse) - picked * onehot(index - offset): the gradient of lse - pick. picked: grad if not given."""
+    return x.new_empty(x.shape)
+
+
+@_semantic("embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor", gradient="Embedding")
+def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """weight[index - offset], 0 where that is outside of weight."""
+    return weight.new_empty((*index.shape, weight.shape[1]))
+
+
+@_semantic(
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
-    # row i of x [s,k] times matrix index[i] - offset of w [g,k,n], zeros where w has no such matrix: [s,n]
-    "expert_mm(Tensor x, Tensor w, Tensor index, *, SymInt offset=0) -> Tensor",
-    # the gradient of expert_mm's w, of `groups` matrices: [g,k,n] of x [s,k] and grad [s,n]
+    precision="high",
+)
+def embedding_backward(
+    grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
+) -> torch.Tensor:
+    """The gradient of table[index] for a table of `rows` of any dims; indices equal to padding (if >= 0) give none."""
+    return grad.new_empty((rows, *grad.shape[index.ndim :]))
+
+
+@_semantic(
+    "expert_mm(Tensor x, Tensor w, Tensor index, *, SymInt offset=0) -> Tensor", precision="low", gradient="ExpertMM"
+)
+def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """Row i of x [s,k] times matrix index[i] - offset of w [g,k,n], zeros where w has no such matrix: [s,n]."""
+    return x.new_empty((x.shape[0], w.shape[2]))
+
+
+@_semantic(
     "expert_mm_backward(Tensor x, Tensor grad, Tensor index, SymInt groups, *, SymInt offset=0) -> Tensor",
-    # x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole
-    # tensor, read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`.
+    precision="low",
+)
+def expert_mm_backward(
+    x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, groups: int, *, offset: int = 0
+) -> torch.Tensor:
+    """The gradient of expert_mm's w, of `groups` matrices: [g,k,n] of x [s,k] and grad [s,n]."""
+    return x.new_empty((groups, x.shape[1], grad.shape[1]))
+
+
+@_semantic(
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
-    # random numbers of a `shape` and dtype, drawn likewise; kind is uniform, normal or exponential
+    random=True,
+    gradient="Dropout",
+)
+def dropout(
+    x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: list[int], local: list[int], offsets: list[int]
+) -> torch.Tensor:
+    """x * keep / (1 - p); keep is drawn from (seed, key, index of the element in the whole tensor). The whole tensor,
+    read as dims of sizes `whole`, has its piece of sizes `local` at `offsets`."""
+    return torch.empty_like(x)
+
+
+@_semantic(
     "random(Tensor seed, int key, str kind, int[] shape, ScalarType dtype, int[] whole, int[] local, "
     "SymInt[] offsets) -> Tensor",
+    random=True,
 )
+def random(
+    seed: torch.Tensor, key: int, kind: str, shape: list[int], dtype: torch.dtype, whole: list[int], local: list[int],
+    offsets: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """Random numbers of a `shape` and dtype, drawn likewise; kind is uniform, normal or exponential."""
+    return seed.new_empty(shape, dtype=dtype)
 
+
+SEMANTIC = (
+    contract, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
+    embedding, embedding_backward, expert_mm, expert_mm_backward, dropout, random,
+)  # fmt: skip
+
+Spread = tuple[int, int] | str | None
+"""A value over one axis: split (dim, outer), partial (the kind), or whole (None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOp:
+    """An op that moves data between the ranks of an axis.
+
+    has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
+    `wait`, for overlap.
+    """
+
+    schema: str
+    has: Spread
+    gives: Spread
+    halves: bool = True
+
+    @property
+    def name(self) -> str:
+        return _name(self.schema)
+
+    @property
+    def counts_result(self) -> bool:
+        """True if the value that is moved is the result (a gather's), not the operand."""
+        return isinstance(self.has, tuple) and self.gives is None
+
+
+# Everything about a collective that is not its layout (ir/verify.py), its place (passes/reshard.py) or its algorithm
+# (runtime/collectives.py).
 COLLECTIVES = (
-    "all_reduce(Tensor x, str axis, str kind) -> Tensor",
+    CollectiveOp("all_reduce(Tensor x, str axis, str kind) -> Tensor", "sum", None),
     # dim is (outer, rest) on each rank and (outer, axis, rest) in the result
-    "all_gather(Tensor x, str axis, int dim, int outer) -> Tensor",
-    "reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
+    CollectiveOp("all_gather(Tensor x, str axis, int dim, int outer) -> Tensor", (0, 1), None),
+    CollectiveOp("reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor", "sum", (0, 1)),
     # the split moves from dim `gather` to dim `scatter`
-    "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
-    # in two halves, for overlap
-    "all_reduce_start(Tensor x, str axis, str kind) -> Tensor",
-    "all_gather_start(Tensor x, str axis, int dim, int outer) -> Tensor",
-    "reduce_scatter_start(Tensor x, str axis, int dim, int outer, str kind) -> Tensor",
-    "wait(Tensor x) -> Tensor",
-)
+    CollectiveOp(
+        "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
+        (0, 1), (1, 1), halves=False,
+    ),
+)  # fmt: skip
+WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 
 LOCAL = (
     # this rank's piece of a whole dim; nothing moves
@@ -72,9 +239,18 @@ LOCAL = (
     "coord(str axis) -> SymInt",
 )
 
+
+def _name(schema: str) -> str:
+    return schema.split("(", 1)[0]
+
+
+_STARTS = tuple(one.schema.replace("(", "_start(", 1) for one in COLLECTIVES if one.halves)
+
 _library = torch.library.Library(NAMESPACE, "DEF")
-for _schema in (*SEMANTIC, *COLLECTIVES, *LOCAL):
+for _schema in (*(one.schema for one in (*SEMANTIC, *COLLECTIVES)), *_STARTS, WAIT, *LOCAL):
     _library.define(_schema)
+for _one in SEMANTIC:
+    _library.impl(_one.name, _one.meta, "Meta")
 
 
 def op(name: str) -> Any:
@@ -82,9 +258,29 @@ def op(name: str) -> Any:
     return getattr(torch.ops.autopar, name).default
 
 
+def semantic_of(target: object) -> SemanticOp | None:
+    """The declaration of a semantic op; None for any other."""
+    return _SEMANTIC_TARGETS.get(target)
+
+
 def is_collective(target: object) -> bool:
-    """True for an op that moves data between ranks."""
+    """True for an op that moves data between ranks, for its halves too."""
     return target in _COLLECTIVE_TARGETS
+
+
+def collective_of(target: Any) -> CollectiveOp:
+    """The collective that an op is, or that it starts."""
+    return _BY_TARGET[whole_of(target)]
+
+
+def whole_of(target: Any) -> Any:
+    """The collective that a half starts; any other op itself."""
+    return _WHOLE_OF.get(target, target)
+
+
+def mesh_op_name(target: Any) -> str:
+    """The name of a mesh op; of the half of a collective that of the whole."""
+    return str(whole_of(target)).removeprefix(f"{NAMESPACE}.").removesuffix(".default")
 
 
 def is_mesh_op(target: object) -> bool:
@@ -97,22 +293,16 @@ def op_name(target: object) -> str:
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
 
 
-def collective_name(target: object) -> str:
-    """What a collective does, started or at once: `all_gather` of `autopar.all_gather_start.default`."""
-    return op_name(target).removesuffix("_start")
-
-
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:
     """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
     moves = (node for node in graph.nodes if is_collective(node.target) and node.target != op("wait"))
     return tuple(dict.fromkeys(str(node.args[1]) if len(node.args) > 1 else str(node.kwargs["axis"]) for node in moves))
 
 
-def _name(schema: str) -> str:
-    return schema.split("(", 1)[0]
-
-
-_COLLECTIVE_TARGETS = frozenset(op(_name(schema)) for schema in COLLECTIVES)
+_SEMANTIC_TARGETS: dict[object, SemanticOp] = {op(one.name): one for one in SEMANTIC}
+_BY_TARGET = {op(one.name): one for one in COLLECTIVES}
+_WHOLE_OF = {op(f"{one.name}_start"): op(one.name) for one in COLLECTIVES if one.halves}
+_COLLECTIVE_TARGETS = frozenset((*_BY_TARGET, *_WHOLE_OF, op("wait")))
 _MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(_name(schema)) for schema in LOCAL)
 
 
@@ -133,94 +323,3 @@ def contraction_flops(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> 
     names_a, names_b = left.split(",")
     sizes = dict(zip(names_a, a, strict=True)) | dict(zip(names_b, b, strict=True))
     return 2 * math.prod(sizes.values())
-
-
-def _meta(name: str) -> Any:
-    return torch.library.impl(_library, name, "Meta")
-
-
-@_meta("contract")
-def _(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
-    return a.new_empty(equation_shape(equation, tuple(a.shape), tuple(b.shape)))
-
-
-@_meta("attention")
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    b, h, s, _d = q.shape
-    # dense in (b, s, h, e): what the flash kernels return, so that the following transpose and view are free
-    out = q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty((b, h, s), dtype=dtype)
-
-
-@_meta("attention_backward")
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-@_meta("logsumexp")
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[:-1])
-
-
-@_meta("checked_index")
-def _(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    return torch.empty_like(index)
-
-
-@_meta("pick")
-def _(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
-    return x.new_empty(index.shape)
-
-
-@_meta("cross_entropy_backward")
-def _(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,
-    *, offset: int = 0,
-) -> torch.Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
-
-
-@_meta("pick_backward")
-def _(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
-    return grad.new_empty((*index.shape, size))
-
-
-@_meta("embedding")
-def _(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
-    return weight.new_empty((*index.shape, weight.shape[1]))
-
-
-@_meta("embedding_backward")
-def _(grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0) -> torch.Tensor:
-    return grad.new_empty((rows, *grad.shape[index.ndim :]))
-
-
-@_meta("expert_mm")
-def _(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
-    return x.new_empty((x.shape[0], w.shape[2]))
-
-
-@_meta("expert_mm_backward")
-def _(x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, groups: int, *, offset: int = 0) -> torch.Tensor:
-    return x.new_empty((groups, x.shape[1], grad.shape[1]))
-
-
-@_meta("dropout")
-def _(
-    x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: list[int], local: list[int], offsets: list[int]
-) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_meta("random")
-def _(
-    seed: torch.Tensor, key: int, kind: str, shape: list[int], dtype: torch.dtype, whole: list[int], local: list[int],
-    offsets: list[int],
-) -> torch.Tensor:  # fmt: skip
-    return seed.new_empty(shape, dtype=dtype)

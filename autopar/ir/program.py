@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir import aliasing
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
@@ -202,16 +203,9 @@ class Program:
         return (node for node in self.graph.nodes if node.op == "call_function")
 
 
-# Ops whose result lies in the memory of their operand.
-_VIEWS = frozenset(
-    ("reshape", "view", "transpose", "permute", "t", "expand", "squeeze", "unsqueeze", "select", "slice", "split",
-     "split_with_sizes", "unbind", "alias", "wait")
-)  # fmt: skip
-
-
 def is_view(node: fx.Node) -> bool:
     """True for an op whose result lies in the memory of its operand."""
-    return getattr(node.target, "_opname", "") in _VIEWS
+    return aliasing.is_view(node.target)
 
 
 CAST = torch.ops.aten._to_copy.default
@@ -236,7 +230,7 @@ def root_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a value lies."""
     while node.op == "call_function":
         source = node.args[0] if node.args else None
-        inside = is_view(node) or getattr(node.target, "_opname", "") == "checked_index"
+        inside = is_view(node) or aliasing.may_return_operand(node.target)
         if not isinstance(source, fx.Node) or not (inside or (is_getitem(node) and is_view(source))):
             return node
         node = source

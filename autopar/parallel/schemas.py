@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autopar.ir.aliasing import is_view
+
 # Element by element, though torch does not tag them so.
 _ALSO_POINTWISE = frozenset(
     {"_to_copy", "clone", "copy", "copy_", "fill", "fill_", "lerp", "lerp_", "masked_fill", "masked_fill_", "where"}
@@ -25,7 +27,6 @@ FILLS = frozenset(
 )
 TURNS = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
 _STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "rename_", "share_memory_", "resize"})
-_VIEWS_TOO = frozenset({"_reshape_alias"})
 _REDUCING_LISTS = frozenset({"_foreach_max", "_foreach_norm", "_foreach_powsum"})
 NAMESPACES_OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
@@ -53,11 +54,10 @@ def op_of(func: Any) -> Op:
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    shown = any(returned.alias_info is not None for returned in schema.returns)
     tags = set(func.tags)
     return Op(
         name, namespace, writes,
-        is_view=(shown and not writes) or name in _VIEWS_TOO,
+        is_view=is_view(func),
         is_random=torch.Tag.nondeterministic_seeded in tags or any(a.name == "generator" for a in schema.arguments),
         is_pointwise=_is_pointwise(name, tags),
         is_pointwise_list=name in FUSED or _is_pointwise_list(name),

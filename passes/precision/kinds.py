@@ -1,11 +1,14 @@
 """In which dtype an op computes under mixed precision: the lists of torch.autocast, for ops of forward and backward.
 
-An op that stands in no list computes in the widest dtype of its operands. Names are without overload.
+An op that stands in no list computes in the widest dtype of its operands. Names are without overload. What our own
+semantic ops compute in is part of their declaration (`autopar/ir/ops.py`).
 """
 
 from __future__ import annotations
 
 import enum
+
+from autopar.ir.ops import NAMESPACE, SEMANTIC, op
 
 
 class Kind(enum.Enum):
@@ -20,7 +23,6 @@ class Kind(enum.Enum):
 
 # Products: the time and the memory of a step. Their kernels add in float32.
 LOW = """
-    autopar.contract autopar.attention autopar.attention_backward autopar.expert_mm autopar.expert_mm_backward
     aten.mm aten.bmm aten.mv aten.addmm aten.baddbmm aten.addmv aten._grouped_mm
     aten.convolution aten.convolution_backward
 """
@@ -32,7 +34,7 @@ HIGH = """
     aten._native_batch_norm_legit_functional aten.native_batch_norm aten._native_batch_norm_legit_no_training
     aten.native_batch_norm_backward aten._weight_norm_interface aten._weight_norm_interface_backward
     aten._softmax aten._safe_softmax aten._log_softmax aten._softmax_backward_data aten._log_softmax_backward_data
-    aten.logsumexp autopar.logsumexp autopar.pick autopar.pick_backward autopar.cross_entropy_backward
+    aten.logsumexp
     aten.mse_loss aten.smooth_l1_loss aten.huber_loss aten.soft_margin_loss
     aten.binary_cross_entropy aten.binary_cross_entropy_with_logits
     aten.mse_loss_backward aten.smooth_l1_loss_backward aten.huber_loss_backward aten.soft_margin_loss_backward
@@ -46,11 +48,11 @@ HIGH = """
     aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
     aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward aten.special_log_ndtr
     aten.searchsorted aten.bucketize
-    autopar.embedding_backward aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
+    aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
     aten.scatter_add aten.scatter_reduce
 """
 # The argument of a product that is a statistic of it, and comes in float32.
-STATISTICS = {"autopar.attention_backward.default": 6}
+STATISTICS = {str(op(one.name)): one.statistic for one in SEMANTIC if one.statistic is not None}
 SUMS = "aten.sum"
 # What torch computes of two dtypes without a copy of either.
 PROMOTING = """
@@ -63,6 +65,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(HIGH.split(), Kind.HIGH),
     **dict.fromkeys(SUMS.split(), Kind.SUM),
     **dict.fromkeys(PROMOTING.split(), Kind.PROMOTING),
+    **{f"{NAMESPACE}.{one.name}": Kind(one.precision) for one in SEMANTIC},
 }
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.measure import human, local_bytes
-from autopar.ir.ops import collective_name, is_collective
+from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
-from autopar.passes.search.states import State
 
 # The start of a collective, in bytes that the link of `passes/search/costs.py` would move in that time: 10 us.
 BYTES_PER_START = 1e6
-_STATES: Mapping[str, tuple[State, State]] = {
-    "all_reduce": ("sum", None),
-    "reduce_scatter": ("sum", (0, 1)),
-    "all_gather": ((0, 1), None),
-    "all_to_all": ((0, 1), (1, 1)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +42,12 @@ def step_cost(program: Program) -> StepCost:
     sizes = dict(program.mesh.axes)
     moved, collectives, computed = 0.0, 0, 0
     for node in program.calls():
-        name = collective_name(node.target)
         if not is_collective(node.target):
             computed += 0 if is_getitem(node) or is_view(node) else local_bytes(node, program.mesh)
-        elif name in _STATES and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
-            operand = operand_nodes(node)[0]
+        elif node.target != op("wait") and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
+            kind, operand = collective_of(node.target), operand_nodes(node)[0]
             collectives += 1
-            again = name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
-            whole = local_bytes(node if name == "all_gather" else operand, program.mesh)
-            moved += 0.0 if again else move_cost(*_STATES[name], whole, sizes[str(node.args[1])])
+            again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
+            whole = local_bytes(node if kind.counts_result else operand, program.mesh)
+            moved += 0.0 if again else move_cost(kind.has, kind.gives, whole, sizes[str(node.args[1])])
     return StepCost(moved, collectives, computed)

@@ -1,0 +1,48 @@
+"""The samples of every row of the rule table in one mapping."""
+
+from __future__ import annotations
+
+import torch
+from rule_samples import (
+    Samples,
+    creation_samples,
+    index_samples,
+    piece_samples,
+    product_samples,
+    reduction_samples,
+    view_samples,
+)
+from rule_samples_nn import (
+    attention_samples,
+    convolution_samples,
+    loss_samples,
+    norm_samples,
+    pointwise_samples,
+    random_samples,
+    spatial_samples,
+)
+
+from autopar.passes.rules import TABLE
+
+_MAKERS = (
+    view_samples,
+    piece_samples,
+    reduction_samples,
+    product_samples,
+    index_samples,
+    creation_samples,
+    attention_samples,
+    norm_samples,
+    convolution_samples,
+    spatial_samples,
+    loss_samples,
+    random_samples,
+)
+
+
+def every_sample() -> Samples:
+    """Draw the samples of every op that has any."""
+    torch.manual_seed(0)
+    found = {name: one for make in _MAKERS for name, one in make().items()}
+    found |= {name: pointwise_samples(name) for name, row in TABLE.items() if row.pointwise and name not in found}
+    return found

@@ -1,0 +1,29 @@
+"""Arguments for one call of every semantic op."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.runtime.attention import attention
+
+
+def semantic_examples() -> dict[str, tuple[object, ...]]:
+    """By the name of the op; small, in float32."""
+    q, index = torch.randn(2, 4, 6, 8), torch.randint(0, 8, (2, 4, 6))
+    out, lse = attention(q, q, q, None, True, 0.4)
+    return {
+        "contract": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
+        "attention": (q, q, q, None, True, 0.4),
+        "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
+        "logsumexp": (q,),
+        "checked_index": (index, 8, None),
+        "pick": (q, index),
+        "pick_backward": (lse, index, 8),
+        "cross_entropy_backward": (lse, q, lse, index, lse),
+        "embedding": (torch.randn(8, 3), index),
+        "embedding_backward": (torch.randn(2, 4, 6, 3), index, 8, -1),
+        "expert_mm": (torch.randn(6, 3), torch.randn(8, 3, 2), index[0, 0]),
+        "expert_mm_backward": (torch.randn(6, 3), torch.randn(6, 2), index[0, 0], 8),
+        "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
+        "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
+    }

@@ -1,0 +1,103 @@
+"""Every collective of `autopar/ir/ops.py` has an algorithm and a layout, and the two agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.ir.layout import Layout, combine, local_part
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
+from autopar.ir.verify import moved_layout
+from autopar.passes.search.costs import move_cost
+from autopar.runtime.collectives import _BEGIN, Member, Move, begin, together
+
+MESH = Mesh((("x", 3),))
+SPLIT, SPLIT_IN = Layout((("x",), ())), Layout(((2, "x"), ()))
+# A layout that each can be applied to, and its arguments after the axis.
+CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
+    "all_reduce": [(Layout(((), ()), (("x", kind),)), (kind,)) for kind in ("sum", "max", "min", "logsumexp")],
+    "all_gather": [(SPLIT, (0, 1)), (SPLIT_IN, (0, 2)), (Layout(((), ("x",))), (1, 1))],
+    "reduce_scatter": [
+        (Layout(((), ()), (("x", "sum"),)), (1, 1, "sum")), (Layout(((), ()), (("x", "max"),)), (0, 2, "max")),
+        (Layout(((), ()), (("x", "logsumexp"),)), (0, 2, "logsumexp")),
+    ],
+    "all_to_all": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 1))],
+}  # fmt: skip
+
+
+def parts_of(layout: Layout) -> list[torch.Tensor]:
+    """What the ranks hold; of a partial value each rank has its own."""
+    torch.manual_seed(0)
+    if layout.partial:
+        return [torch.randn(12, 6, dtype=torch.float64) for _ in MESH.coords()]
+    whole = torch.randn(12, 6, dtype=torch.float64)
+    return [local_part(whole, layout, MESH, coord).clone() for coord in MESH.coords()]
+
+
+def ask(name: str, parts: list[torch.Tensor], rest: tuple[object, ...]) -> list[torch.Tensor]:
+    return together([(op(name), (part, "x", *rest)) for part in parts])
+
+
+@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+def test_a_collective_changes_the_layout_and_not_the_value(one: CollectiveOp) -> None:
+    for layout, rest in CASES[one.name]:
+        parts = parts_of(layout)
+        after = moved_layout(one.name, ("x", *rest), layout)
+        assert after is not None and after != layout
+        got = combine(ask(one.name, parts, rest), after, MESH)
+        torch.testing.assert_close(got, combine(parts, layout, MESH), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+def test_each_result_is_memory_of_its_own(one: CollectiveOp) -> None:
+    """The executor may write over what a collective gave it."""
+    for layout, rest in CASES[one.name]:
+        parts = parts_of(layout)
+        before, results = [part.clone() for part in parts], ask(one.name, parts, rest)
+        for i, result in enumerate(results):
+            others = [other.clone() for other in results[i + 1 :]]
+            result.fill_(7.0)
+            assert all(map(torch.equal, others, results[i + 1 :]))
+        assert all(map(torch.equal, before, parts)), "the operands"
+
+
+@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+def test_a_collective_among_one_rank_copies(one: CollectiveOp) -> None:
+    x = torch.randn(12, 6)
+    rest = CASES[one.name][0][1]
+    alone = Member(1, 0)
+    copied, kept = (begin(op(one.name), (x, "x", *rest), alone, owned) for owned in (False, True))
+    assert isinstance(copied, torch.Tensor) and torch.equal(copied, x) and copied is not x and kept is x
+
+
+@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
+    assert op(one.name) in _BEGIN and collective_of(op(one.name)) is one and whole_of(op(one.name)) is op(one.name)
+    assert move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
+    if not one.halves:
+        assert not hasattr(torch.ops.autopar, f"{one.name}_start")
+        return
+    start = op(f"{one.name}_start")
+    assert whole_of(start) is op(one.name) and collective_of(start) is one and mesh_op_name(start) == one.name
+    layout, rest = CASES[one.name][0]
+    first = begin(start, (parts_of(layout)[0], "x", *rest), Member(3, 0))
+    assert isinstance(first, Move)
+
+
+def test_there_is_a_case_of_every_collective() -> None:
+    assert CASES.keys() == {one.name for one in COLLECTIVES}
+    assert len(_BEGIN) == len(COLLECTIVES)
+
+
+def test_logsumexp_of_nothing_and_of_infinities() -> None:
+    parts = [torch.tensor([-torch.inf, 1.0, torch.inf]), torch.tensor([-torch.inf, -torch.inf, 2.0])]
+    for result in ask("all_reduce", parts, ("logsumexp",)):
+        assert result.tolist() == [-torch.inf, 1.0, torch.inf]
+
+
+def test_short_floats_are_added_in_float32() -> None:
+    """256 parts of 1: log(256), where a sum in bf16 would stay at 1 from 256 on."""
+    parts = [torch.zeros(1, dtype=torch.bfloat16) for _ in range(512)]
+    (first, *_) = ask("all_reduce", parts, ("logsumexp",))
+    assert first.dtype == torch.bfloat16 and first.item() == torch.tensor(512.0).log().bfloat16().item()

@@ -1,0 +1,131 @@
+"""Every semantic op that `autopar/ir/ops.py` declares has all that an op needs: a new one fails here until it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from semantic_examples import semantic_examples
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture import functions
+from autopar.ir.aliasing import is_fresh
+from autopar.ir.ops import SEMANTIC, SemanticOp, op
+from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
+from autopar.passes.rules import TABLE
+from autopar.report.memory.stand_ins import ON_CPU
+from autopar.runtime.decompositions import decomposed
+from autopar.runtime.kernels import KERNELS
+
+each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
+
+# Why an op has no gradient; one of which the name ends in "_backward" is a gradient itself.
+NO_GRADIENT = {"checked_index": "integers", "random": "what is drawn depends on no tensor but the seed"}
+
+
+def missing(one: SemanticOp, examples: dict[str, Any]) -> list[str]:
+    """What an op lacks."""
+    name = f"autopar.{one.name}.default"
+    kernels = {str(target): kernel for target, kernel in KERNELS.items()}
+    kinds = {kind.value for kind in Kind}
+    excused = one.name in NO_GRADIENT or one.name.endswith("_backward")
+    has = {
+        "a rule: a row in passes/rules/": name in TABLE,
+        "a kernel: an entry of KERNELS in a file of runtime/": name in kernels,
+        "a precision: one of Kind": one.precision in kinds and kind_of(name).value == one.precision,
+        "a gradient: a Function in capture/functions.py": hasattr(functions, one.gradient) if one.gradient else excused,
+        "a stand-in for its random bits: in report/memory/stand_ins.py":
+            not one.random or (name in kernels and kernels[name].run in ON_CPU),
+        "an example: in tests/semantic_examples.py": one.name in examples,
+    }  # fmt: skip
+    return [what for what, there in has.items() if not there]
+
+
+@each
+def test_nothing_is_missing(one: SemanticOp) -> None:
+    assert missing(one, semantic_examples()) == []
+
+
+def test_what_is_missing_is_named() -> None:
+    made_up = SemanticOp("made_up(Tensor x) -> Tensor", torch.empty_like, precision="low", random=True)
+    assert len(missing(made_up, {})) == 6
+
+
+def test_nothing_is_there_without_a_declaration() -> None:
+    declared = {op(one.name) for one in SEMANTIC}
+    names = set(map(str, declared))
+    assert set(KERNELS) == declared
+    assert {name for name in TABLE if name.startswith("autopar.")} == names
+    assert set(STATISTICS) <= names and set(semantic_examples()) == {one.name for one in SEMANTIC}
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@each
+def test_a_compiler_traces_the_op_or_calls_it(one: SemanticOp) -> None:
+    """What Inductor is given computes the same; a traced op is in aten's terms, an opaque one stands as it is."""
+    torch.manual_seed(0)
+    args, target = semantic_examples()[one.name], op(one.name)
+    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+    def call(*values: torch.Tensor) -> Any:
+        rest = iter(values)
+        return decomposed(target, "here")(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+    want = tensors(KERNELS[target].run(*args))
+    graph = make_fx(call)(*given)
+    for got, expected in zip(tensors(graph(*given)), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    ours = {node.target for node in graph.graph.nodes if str(node.target).startswith("autopar.")}
+    opaque = {op("checked_copy")} if one.name == "checked_index" else {target}
+    assert ours == (set() if KERNELS[target].traced is not None else opaque)
+
+
+@each
+def test_aliasing_is_what_the_kernel_does(one: SemanticOp) -> None:
+    args = semantic_examples()[one.name]
+    memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+    results = tensors(KERNELS[op(one.name)].run(*args))
+    shared = any(result.untyped_storage().data_ptr() in memory for result in results)
+    assert shared == one.returns_operand == (not is_fresh(op(one.name)))
+
+
+@each
+def test_random_ops_are_those_that_take_a_seed(one: SemanticOp) -> None:
+    assert one.random == ("Tensor seed" in one.schema)
+    if one.statistic is not None:
+        assert isinstance(semantic_examples()[one.name][one.statistic], torch.Tensor)
+
+
+@each
+def test_the_gradient_is_that_of_the_op(one: SemanticOp) -> None:
+    """Against differences, in float64; the forward pass of the function calls the op."""
+    if not one.gradient:
+        return
+    torch.manual_seed(0)
+    function = getattr(functions, one.gradient)
+    args = [_leaf(arg) for arg in semantic_examples()[one.name]]
+    args = {"Embedding": [*args, -1], "Dropout": args[:4]}.get(one.gradient, args)
+    with _Calls() as seen:
+        function.apply(*args)
+    assert op(one.name) in seen.ops
+    assert torch.autograd.gradcheck(function.apply, args, fast_mode=True)
+
+
+def _leaf(arg: Any) -> Any:
+    floats = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    return arg.detach().double().requires_grad_() if floats else arg
