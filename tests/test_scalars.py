@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import Ranks, ranks_of
+from processes import Ranks
 from side_by_side import assert_close
 from torch import Tensor, nn
 
@@ -260,12 +260,6 @@ def on_one_rank(rank: int) -> None:
     model = anneal(annealed.loss_fn, annealed.put, mesh="dp=2")
     annealed.put(2.0 + rank, model)
     model.forward_backward(torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.gloo
