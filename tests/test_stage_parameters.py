@@ -176,7 +176,9 @@ FEW = OPTIMIZERS[1::5]  # foreach SGD, fused AdamW, foreach RAdam, centered RMSp
 
 
 @pytest.mark.parametrize(
-    ("mesh", "names"), [("pp=2,tp=2", OPTIMIZERS), ("tp=2,pp=2", FEW), ("pp=2,dp=2", FEW), ("pp=4", FEW)]
+    ("mesh", "names"),
+    [("pp=2,tp=2", OPTIMIZERS), ("tp=2,pp=2", FEW), ("pp=2,dp=2", FEW), ("pp=4", FEW)],
+    ids=lambda given: given if isinstance(given, str) else str(len(given)),
 )
 def test_every_optimizer_takes_the_steps_of_one_device(four: Ranks, mesh: str, names: Any) -> None:
     """Where a parameter lies matters to no optimizer by itself: all of them on one mesh, each kind on the others."""
