@@ -13,11 +13,11 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # And what takes minutes: the programs that Inductor compiles.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m ""
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -20,12 +20,6 @@ from autopar.parallel.agreement import name_ranks
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 def make(mesh: str = "dp=2", **options: Any) -> autopar.ParallelModule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -63,7 +63,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spawn(work: Any, path: Path) -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "autopar.parallel.module"])
+    server()  # whose forks start in milliseconds, where `spawn` imports torch in each process
     mp.start_processes(work, args=(str(path),), nprocs=2, start_method="forkserver")
 
 

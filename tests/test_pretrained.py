@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import nn
 
 import autopar
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 def llama(tied: bool) -> nn.Module:
