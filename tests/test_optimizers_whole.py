@@ -188,6 +188,9 @@ def _from_one_device_and_back(rank: int, mesh: str, options: dict[str, Any]) -> 
     adamw[1].load_state_dict(copy.deepcopy(adamw[0].state_dict()))
     for _ in range(2):
         step(model, adamw[1])
+    for p in model.parameters():  # what was loaded whole takes no more memory than the parameter
+        sizes = {state.to_local().numel() for state in adamw[1].state[p].values() if state.shape == p.shape}
+        assert sizes == {p.to_local().numel()}
     state = model.full_state_dict()
     everywhere = [state]
     torch.distributed.broadcast_object_list(everywhere, src=0)

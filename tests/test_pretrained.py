@@ -11,6 +11,7 @@ from processes import Ranks
 from torch import nn
 
 import autopar
+from autopar.errors import AutoparError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
@@ -31,8 +32,28 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _save(rank: int, folder: str, mesh: str, tied: bool) -> None:
-    plain, model = llama(tied), autopar.parallelize(llama(tied), mesh, loss_fn=_loss)
+def _alone(rank: int, folder: str, mesh: str, zero: int) -> list[str]:
+    """What is said to those who leave out the weights: `save_pretrained` itself would write this rank's parts."""
+    model = autopar.parallelize(llama(True), mesh, loss_fn=_loss, zero=zero)
+    model.forward_backward(torch.arange(32).view(4, 8))
+    said = []
+    for save in (lambda: model.save_pretrained(folder), lambda: model.original.save_pretrained(folder)):
+        with pytest.raises((AttributeError, AutoparError)) as caught:
+            save()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("tp=2", 0), ("dp=2", 1)])
+def test_what_to_write_is_said(two: Ranks, tmp_path: Path, mesh: str, zero: int) -> None:
+    for said in two.run(_alone, str(tmp_path), mesh, zero):
+        for text in said:
+            assert "`model.original.save_pretrained(folder, state_dict=weights)`" in text, text
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def _save(rank: int, folder: str, mesh: str, tied: bool, options: dict[str, int]) -> None:
+    plain, model = llama(tied), autopar.parallelize(llama(tied), mesh, loss_fn=_loss, **options)
     x = torch.arange(32).view(4, 8)
     for one in (plain, model):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
@@ -50,6 +71,8 @@ def _save(rank: int, folder: str, mesh: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_trained_model_is_saved_whole(two: Ranks, tmp_path: Path, mesh: str, tied: bool) -> None:
-    two.run(_save, str(tmp_path), mesh, tied)
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("pp=2", {}), ("dp=2", {"zero": 1})])
+def test_a_trained_model_is_saved_whole(
+    two: Ranks, tmp_path: Path, mesh: str, options: dict[str, int], tied: bool
+) -> None:
+    two.run(_save, str(tmp_path), mesh, tied, options)
