@@ -36,6 +36,7 @@ golden: $(STAMP)
 
 # The site, in build/site; a dead link is an error. Its tools live in an environment of their own: they read the source
 # and never import it, so that neither torch nor autopar is installed there.
+# To read it with its search: python -m http.server -d build/site
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --strict
 
