@@ -29,7 +29,7 @@ from benchmarks.journeys.side import Side, parallel
 def torch_save(side: Side) -> None:
     """Each rank saves what it has, and loads it.
 
-    With stages torch.load gives states of other stages as DTensors of torch's own, which are whole on their ranks alone.
+    With stages torch.load gives states of other stages as DTensors of torch's own, whole on the ranks of those alone.
     """
     with_states = side.optimizer is not None and "pp" not in side.setup["mesh"]
     state: dict[str, Any] = {"model": side.model.state_dict()}
@@ -78,7 +78,7 @@ def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
         gather = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.is_parallel)
     state = {name: value.clone() for name, value in state.items()}
     _disturb(side)
-    set_model_state_dict(side.model, state, options=gather)
+    set_model_state_dict(side.model, dict(state), options=gather)  # which writes into the dict
     return {} if offload else state
 
 

@@ -81,7 +81,7 @@ class Pair:
             _run(action.run, self.theirs, args)
         except BaseException as other:
             if type(other) is type(error):
-                return Report("both fail", f"{type(error).__name__}: {' '.join(str(error).split())}")
+                return Report("both fail", f"both fail: {type(error).__name__}: {' '.join(str(error).split())}")
         return _broken("", error)
 
     @property
