@@ -63,7 +63,7 @@ def scale_gradients(side: Side, factor: float) -> None:
             p.grad = p.grad * factor
 
 
-@action("ready", "gradients")
+@action("ready", "exact", "gradients")
 def read_gradients(side: Side) -> list[Tensor]:
     return [p.grad for _, p in side.trained()]
 

@@ -15,10 +15,10 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> dict[str, Any]:
-    """A literal that `Side` reads."""
+def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A literal that `Side` reads. meshes: of which to draw."""
     kind = draw(st.integers(0, 19))
-    mesh = draw(st.sampled_from(COMMON if kind < 13 else MESHES if kind < 19 else RARE))
+    mesh = draw(st.sampled_from(meshes or (COMMON if kind < 13 else MESHES if kind < 19 else RARE)))
     head = draw(st.sampled_from([*["regress"] * 6, *["tokens"] * 4, *["gpt"] * 4, "llama"]))
     options: dict[str, Any] = {}
     if "dp" in mesh and mesh != "dp=1":
