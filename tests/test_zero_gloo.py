@@ -124,3 +124,21 @@ def _optimizer(rank: int, name: str, options: dict[str, Any]) -> None:
 def test_optimizers(ranks: dict[int, Ranks], name: str, options: dict[str, Any]):
     """Adafactor's factors are those of the whole matrix."""
     ranks[3].run(_optimizer, name, options)
+
+
+def _evaluated_first(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    """Outputs before any step: what is added to them last is gathered after the micro-batches."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x = torch.randn(12, 4, 12, dtype=torch.float64)
+    model = autopar.parallelize(
+        copy.deepcopy(plain), mesh, loss_fn=lambda m, x: m(x).pow(2).mean(), microbatches=2, **options
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.forward_backward(x).detach(), plain(x).pow(2).mean().detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("fsdp=2", {}), ("dp=2,pp=2", {"zero": 3})], ids=str)
+def test_outputs_before_any_step(ranks: dict[int, Ranks], mesh: str, options: dict[str, Any]) -> None:
+    ranks[4 if "," in mesh else 2].run(_evaluated_first, mesh, options)
