@@ -76,3 +76,24 @@ def test_a_trained_model_is_saved_whole(
     two: Ranks, tmp_path: Path, mesh: str, options: dict[str, int], tied: bool
 ) -> None:
     two.run(_save, str(tmp_path), mesh, tied, options)
+
+
+def _checkpointed(rank: int) -> None:
+    """`gradient_checkpointing_enable` puts hooks into a list of the model, beside torch's tables of them.
+
+    transformers' loss is in float32.
+    """
+    plain = llama(False).double()
+    model = autopar.parallelize(llama(False).double(), "dp=2", loss_fn=_loss)
+    x = torch.arange(32).view(4, 8)
+    for one in (plain, model.original):
+        one.gradient_checkpointing_enable()
+    loss = _loss(plain, x)
+    loss.backward()
+    torch.testing.assert_close(model.forward_backward(x).detach(), loss.detach(), rtol=1e-5, atol=0)
+    for name, whole in model.full_gradients().items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_of_transformers(two: Ranks) -> None:
+    two.run(_checkpointed)
