@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autopar.api import parallelize as parallelize
     from autopar.compiled import Compiled as Compiled
     from autopar.compiled import load as load
+    from autopar.compiler.options import StepOptions as StepOptions
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.errors import AutoparError as AutoparError
     from autopar.ir.layout import Layout as Layout
@@ -31,6 +32,7 @@ _HOME = {
     "Layout": "autopar.ir.layout",
     "Mesh": "autopar.ir.mesh",
     "ParallelModule": "autopar.parallel.module",
+    "StepOptions": "autopar.compiler.options",
     "Report": "autopar.verification.verify",
     "compile": "autopar.api",
     "load": "autopar.compiled",

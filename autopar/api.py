@@ -14,7 +14,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, Compiler, StepOptions, choices_of
+from autopar.compiler.options import CHECK_EVERY, Compiler, StepKeywords, choices_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.parallel.module import ParallelModule
@@ -22,7 +22,7 @@ from autopar.parallel.module import ParallelModule
 Factory = Callable[..., nn.Module]
 
 
-class Options(StepOptions, total=False):
+class Options(StepKeywords, total=False):
     """What `parallelize` takes by keyword."""
 
     loss_fn: LossFn | None
@@ -49,7 +49,7 @@ def parallelize(
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
     check_replicas: int | None = CHECK_EVERY,
-    **step: Unpack[StepOptions],
+    **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
 
@@ -66,30 +66,9 @@ def parallelize(
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
 
-    And of the step, in the order of `autopar.compiler.options.StepOptions`:
-
-    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
-    sequence_parallel: True splits norms, dropout and residuals over tp on the sequence: reduce-scatter and all-gather
-      in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks no
-      longer all compute outweighs the starts of more collectives (`passes/search/step_cost.py`); a note says so.
-    specialize: values that the model reads from tensors (`if mask.any():`, `.item()`) are those of the first batch of
-      each signature, and each step is checked to have the same; BatchError if not. Needs batch="global".
-    microbatches: the parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
-      of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
-    schedule: of a pipeline (an axis pp): "gpipe" (arXiv 1811.06965), "1f1b" or "interleaved-1f1b" (2104.04473),
-      "zb-h1", "zb-h2" or "zb-v" (2401.10241); a CSV of actions such as 0F0; or a function, see docs/pipelines.md.
-    stages: modules, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by default the cut with the
-      fastest slowest stage. chunks: stages on each rank. stage_memory: bytes that a stage may hold.
-    zero: of which states a rank of the data axis keeps only its part (arXiv 1910.02054): 1 the optimizer's, 2 and
-      gradients, 3 and parameters. With two data axes, "dp=2,fsdp=4", states are split over fsdp and replicated over
-      dp; an axis fsdp means zero=3 if nothing else is said. Parameters are DTensors of the parts: any element-wise
-      optimizer works. reshard_after_forward: False keeps what zero=3 gathered until the backward pass.
-    recompute: what the backward pass computes again instead of keeping it: "none", "selective" (arXiv 2205.05198),
-      "full", the bytes that a rank may keep (an int), or their part of what "none" keeps (a float); or those by
-      pattern of modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
-    precision: "bf16" or "fp16" computes in it, with parameters and norms, softmax and loss in fp32; None as the model
-      is. reduce_dtype: of the sums of gradients over ranks and micro-batches.
-    bucket_bytes: of gradients or parameters that move together; None leaves it to the sizes of the model.
+    And of the step (each is explained in `autopar.StepOptions`): shard, sequence_parallel, specialize; microbatches,
+    schedule, stages, chunks, stage_memory; zero, reshard_after_forward, bucket_bytes; recompute; precision,
+    reduce_dtype.
 
     Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
@@ -125,14 +104,14 @@ def _decorator(mesh: MeshLike, options: dict[str, Any]) -> Callable[[Factory], C
 
 
 def compile(
-    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepOptions]
+    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepKeywords]
 ) -> Compiled:
     """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
 
     model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
     batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
       tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
-    options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
+    options: those of a step, see `autopar.StepOptions`. `specialize=True` needs a batch with data.
 
     Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
     RuleError for a custom op that is called as none of its registered patterns says.

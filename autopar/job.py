@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import CHECK_EVERY, Compiler, ScheduleLike, SequenceParallel, StepOptions
-from autopar.ir.plan import Recompute
+from autopar.compiler.options import CHECK_EVERY, Compiler, StepOptions
 
 
 @dataclass(frozen=True)
-class Job:
-    """A model to train.
+class Job(StepOptions):
+    """A model to train, and how its step is computed (`StepOptions`).
 
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
     compile, check_replicas: as of `autopar.parallelize`.
-    sequence_parallel, ...: how a step is computed, each as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -35,27 +33,6 @@ class Job:
 
     compile: Compiler | None = None
     check_replicas: int | None = CHECK_EVERY
-    sequence_parallel: SequenceParallel = False
-    specialize: bool = False
-
-    microbatches: int | None = None
-    schedule: ScheduleLike = "1f1b"
-    stages: Sequence[str] | None = None
-    chunks: int | None = None
-    stage_memory: int | None = None
-
-    zero: int | None = None
-    reshard_after_forward: bool = True
-    recompute: Recompute = "none"
-    precision: str | None = None
-    reduce_dtype: torch.dtype = torch.float32
-    bucket_bytes: int | None = None
-
-    @property
-    def step(self) -> StepOptions:
-        """What the job decides beside the mesh, as keyword arguments of `autopar.parallelize` and others."""
-        names = StepOptions.__annotations__.keys() & {each.name for each in fields(self)}
-        return cast(StepOptions, {name: getattr(self, name) for name in sorted(names)})
 
     def batch_of(self, step: int) -> Any:
         """The batch of a step."""

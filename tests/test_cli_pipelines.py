@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import autopar
 from autopar.cli import commands as cli
 from autopar.cli.options import Options
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import StepKeywords, StepOptions, choices_of
 from autopar.errors import PlanError
 from autopar.ir.plan import Memory
 from autopar.report.inspection import collectives_text
@@ -121,7 +121,7 @@ def test_ranks_get_the_same_options():
         "chunks": 2, "stages": ["a,b", "c;d"], "stage_memory": 7,
     }  # fmt: skip
     assert Options(**options).arguments() == [
-        "--seed", "3", "--sequence-parallel", "--compile", "inductor", "--microbatches", "4", "--schedule", "zb-h1",
+        "--seed", "3", "--compile", "inductor", "--sequence-parallel", "--microbatches", "4", "--schedule", "zb-h1",
         "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7",
     ]  # fmt: skip
 
@@ -242,3 +242,8 @@ def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, o
     shown = call("inspect", *options, "--timeline", "--over", tmp_path / "trace")
     assert "measured: " in shown and shown.count("  idle ") == 4
     assert "cannot read" in call("inspect", *options, "--over", tmp_path, code=1)
+
+
+def test_the_keywords_of_type_checkers_are_the_options() -> None:
+    given = {each.name: each.type for each in fields(StepOptions)}
+    assert {name: kind.__forward_arg__ for name, kind in StepKeywords.__annotations__.items()} == given

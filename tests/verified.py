@@ -13,7 +13,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import StepOptions, choices_of
+from autopar.compiler.options import StepKeywords, choices_of
 from autopar.torch_compat import tree_map
 from autopar.verification.reference import OptimizerFactory
 from autopar.verification.verify import Report, cast, verify_compiled
@@ -28,7 +28,7 @@ def verified(
     steps: int = 2,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
-    **options: Unpack[StepOptions],
+    **options: Unpack[StepKeywords],
 ) -> list[tuple[Report, Compiled]]:
     """The report of each mesh, which must be right, and what was compiled for it. The model becomes float64."""
     model, batch = model.double(), tree_map(lambda leaf: cast(leaf, torch.float64), batch)

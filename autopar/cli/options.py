@@ -5,79 +5,72 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, get_type_hints
+from dataclasses import fields, replace
+from typing import Annotated, Any
 
 import typer
 
 from autopar.cli.target import load_job
-from autopar.compiler.options import compiler_of
-from autopar.ir.plan import DTYPES, Policy, Recompute
+from autopar.compiler.options import Flag, StepOptions, compiler_of, read_stages
 from autopar.job import Job
-from autopar.passes.schedules import SCHEDULES
 
-_SCHEDULES = f"{', '.join(SCHEDULES)}, or a CSV file"
+OWN = {  # what a run takes beside its steps
+    "seed": (0, Flag("of the initial weights and of random ops", int)),
+    "compile": (None, Flag("run the programs as code that Inductor writes", str, "inductor")),
+    "check_replicas": (None, Flag("compare what ranks hold alike every N steps; 0 never does", int, "N")),
+}
+STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}
 
 
-@dataclass(frozen=True, slots=True)
+def _flags() -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of each option of a command. What is True by default is turned off by "no_"."""
+    found = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
+    for name, each in STEP.items():
+        is_on = each.default is True
+        found.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None))
+    return found
+
+
+def _typed(name: str, flag: Flag, default: Any) -> tuple[str, Any, Any]:
+    if flag.kind is bool:  # named, or typer would add one that says no
+        how = typer.Option(f"--{name.replace('_', '-')}", help=flag.help)
+        return name, Annotated[bool, how], False
+    kind = flag.kind if default is not None else flag.kind | None
+    return name, Annotated[kind, typer.Option(metavar=flag.metavar, help=flag.help)], default
+
+
+FLAGS = _flags()
+
+
 class Options:
-    """The options of a job; what is None or False leaves to the job what it says itself."""
+    """What a command line says of a job, by the names of `FLAGS`; what is None or False is left to the job."""
 
-    seed: Annotated[int, typer.Option(help="of the initial weights and of random ops")] = 0
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="split activations over tp on the sequence, between the weights")
-    ] = False
-    specialize: Annotated[
-        bool, typer.Option("--specialize", help="take values that the model reads from tensors from the example batch")
-    ] = False
-    compile: Annotated[
-        str | None,
-        typer.Option("--compile", metavar="inductor", help="run the programs as code that Inductor writes"),
-    ] = None
-    microbatches: Annotated[
-        int | None, typer.Option(metavar="N", help="parts of a rank's batch, one after another")
-    ] = None
-    schedule: Annotated[str | None, typer.Option(metavar="NAME|FILE.csv", help=f"of the axis pp: {_SCHEDULES}")] = None
-    chunks: Annotated[int | None, typer.Option(metavar="V", help="stages on a rank")] = None
-    stages: Annotated[
-        list[str] | None,
-        typer.Option(metavar='"a,b;c,d"', help="modules of the stages, ';' between stages; or once for each stage"),
-    ] = None
-    stage_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="that a stage may hold")] = None
-    zero: Annotated[
-        int | None, typer.Option(metavar="0-3", help="split optimizer states (1), gradients (2), parameters (3)")
-    ] = None
-    no_reshard_after_forward: Annotated[
-        bool, typer.Option("--no-reshard-after-forward", help="with --zero 3: keep what was gathered for the backward")
-    ] = False
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="none|selective|full|BYTES|PART|MODULE=...,MODULE=...",
-            help="what the backward pass computes again; a whole number is bytes, one with a point a part",
-        ),
-    ] = None
-    precision: Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32", help="to compute in")] = None
-    reduce_dtype: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp16", help="of sums of gradients")] = None
-    bucket_bytes: Annotated[int | None, typer.Option(metavar="BYTES", help="that move together")] = None
-    check_replicas: Annotated[
-        int | None, typer.Option(metavar="N", help="compare what ranks hold alike every N steps; 0 never does")
-    ] = None
+    def __init__(self, **given: Any) -> None:
+        self.given = {name: given.pop(name, default) for name, _, default in FLAGS}
+        assert not given, given
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["given"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and self.given == other.given
+
+    __hash__ = None  # type: ignore[assignment]
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""
-        compiler = compiler_of(self.compile)
-        said: dict[str, Any] = {name: value for name, value in self._said().items() if name != "seed"}
-        said |= {"compile": compiler} if compiler is not None else {}
-        said |= {"stages": self._stages()} if self.stages is not None else {}
-        if said.pop("no_reshard_after_forward", False):
-            said["reshard_after_forward"] = False
-        if self.recompute is not None:
-            said["recompute"] = _recompute(self.recompute)
-        if self.reduce_dtype is not None:
-            said["reduce_dtype"] = DTYPES.get(self.reduce_dtype, self.reduce_dtype)
-        return replace(load_job(target, self.seed), **said)
+        said = self._said()
+        seed, compiler = said.pop("seed", 0), compiler_of(said.pop("compile", None))
+        found: dict[str, Any] = {"compile": compiler} if compiler is not None else {}
+        for name, value in said.items():
+            if name.startswith("no_"):
+                found[name.removeprefix("no_")] = False
+            else:
+                found[name] = STEP[name].metadata["flag"].read(value) if name in STEP else value
+        return replace(load_job(target, seed), **found)
 
     def arguments(self) -> list[str]:
         """The same options for the process of a rank."""
@@ -85,46 +78,24 @@ class Options:
         found = []
         for name, value in self._said().items():
             flag = f"--{name.replace('_', '-')}"
-            if name == "stages":
-                value = ";".join(self._stages())
+            if isinstance(value, (list, tuple)):
+                value = ";".join(read_stages(value))
             found += [flag] if value is True else [flag, str(value)]
         return found
 
     def _said(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
-    def _stages(self) -> tuple[str, ...]:
-        return tuple(part.strip() for entry in self.stages or () for part in entry.split(";") if part.strip())
-
-
-def _recompute(text: str) -> Recompute:
-    """`full`, `1000000`, `0.5` or `blocks.0-3=full,*=selective`."""
-    if "=" not in text:
-        return _policy(text)
-    pairs = (entry.partition("=") for entry in text.split(","))
-    return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
-
-
-def _policy(text: str) -> Policy:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text.strip()
+        return {name: value for name, value in self.given.items() if value is not None and value is not False}
 
 
 def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The parameter `options` of a command becomes the fields of `Options`, but those in `without`."""
-    hints = get_type_hints(Options, include_extras=True)
-    taken = [each for each in fields(Options) if each.name not in without]
+    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`."""
+    taken = [flag for flag in FLAGS if flag[0] not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
         added = [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
-            )
-            for each in taken
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, kind, default in taken
         ]
         kept = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -134,7 +105,7 @@ def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[...
 
         @functools.wraps(command)
         def called(**given: Any) -> None:
-            found = {each.name: given.pop(each.name) for each in taken}
+            found = {name: given.pop(name) for name, *_ in taken}
             command(**given, options=Options(**found))
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature

@@ -16,7 +16,7 @@ from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import StepOptions, choices_of
+from autopar.compiler.options import StepKeywords, choices_of
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
@@ -35,7 +35,7 @@ def verify(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
-    **options: Unpack[StepOptions],
+    **options: Unpack[StepKeywords],
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
 
@@ -44,7 +44,7 @@ def verify(
     (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. Under
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`). The model is copied and not changed; `optimizer` makes
-    one from parameters (AdamW by default, see `descent`). `options` are those of a step, as of `autopar.parallelize`.
+    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`.
     On a difference the report names the first node that differs.
     """
     check_model(model)
