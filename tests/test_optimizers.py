@@ -48,7 +48,6 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     # What these take on a GPU unless told otherwise is lists; fused kernels are there on a CPU, too.
     ("Adam", {"foreach": True, "amsgrad": True}),
     ("Adam", {"fused": True, "amsgrad": True, "weight_decay": 0.1}),
-    ("AdamW", {"foreach": True, "lr": torch.tensor(0.01)}),
     ("NAdam", {"foreach": True}),
     ("RAdam", {"foreach": True}),
     ("Adagrad", {"foreach": True}),
