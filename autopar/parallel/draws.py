@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.parallel.calls import Call
 from autopar.parallel.place import World
 from autopar.parallel.placed import PlacedTensor, is_split
 from autopar.torch_compat import local_of
-
-if TYPE_CHECKING:
-    from autopar.parallel.operators import Call
 
 _FUNCTIONS_OF_ONE_SHAPE = frozenset({"rand_like", "randn_like", "randint_like"})
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from autopar.parallel.calls import Call
 from autopar.parallel.placed import PlacedTensor, ViewOf
 from autopar.parallel.schemas import FUSED, Op
 from autopar.torch_compat import local_of, spec_of
-
-if TYPE_CHECKING:
-    from autopar.parallel.operators import Call
 
 
 def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:

@@ -15,19 +15,15 @@ number, such as a step count, and is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
 from autopar.parallel import draws, lists, reductions
-from autopar.parallel.place import World
-from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, placed, refusal, tensors_in, whole_value
-from autopar.parallel.schemas import ALIASES, FILLS, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
+from autopar.parallel.calls import Call
+from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, refusal, tensors_in
+from autopar.parallel.schemas import ALIASES, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
 from autopar.torch_compat import OpOverload, change_in_place, local_of, spec_of
 
 
@@ -51,152 +47,6 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op.is_pointwise and (out := _on_parts(call)) is not NotImplemented:
         return out
     return call.on_whole_values()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an op. `args` and `kwargs` have our tensors for all DTensors; `given` the caller's own, by ours."""
-
-    func: Any
-    op: Op
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    first: PlacedTensor
-    given: dict[int, Any]
-    bases: dict[int, torch.Tensor] = field(default_factory=dict)  # whole values of what views show, by base
-
-    @staticmethod
-    def of(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        first = next(tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, PlacedTensor))
-        given: dict[int, Any] = {}
-        made: dict[int, Any] = {}
-
-        def ours(value: Any) -> Any:
-            if isinstance(value, DTensor):
-                if id(value) not in made:
-                    made[id(value)] = value if isinstance(value, PlacedTensor) else placed(value, first)
-                    given[id(made[id(value)])] = value
-                return made[id(value)]
-            return type(value)(map(ours, value)) if type(value) in (list, tuple) else value
-
-        return Call(func, op, ours(tuple(args)), {name: ours(value) for name, value in kwargs.items()}, first, given)
-
-    @property
-    def world(self) -> World:
-        return self.first.place.world
-
-    @property
-    def name(self) -> str:
-        return self.op.name
-
-    def tensors(self) -> list[torch.Tensor]:
-        return list(tensors_in(self.args, self.kwargs))
-
-    def written(self) -> list[torch.Tensor]:
-        """What the op writes."""
-        found = []
-        for key in self.op.writes:
-            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
-            found += [value] if isinstance(value, torch.Tensor) else list(value or ())
-        return found
-
-    def map(self, change: Callable[[torch.Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors, each changed once."""
-        memo: dict[int, Any] = {}
-
-        def one(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if id(value) not in memo:
-                    memo[id(value)] = change(value)
-                return memo[id(value)]
-            return type(value)(map(one, value)) if type(value) in (list, tuple) else value
-
-        return tuple(map(one, self.args)), {name: one(value) for name, value in self.kwargs.items()}
-
-    def agree(self) -> None:
-        """Check that plain operands are the same on every rank."""
-        unread = self.written() if self.name in FILLS or any(isinstance(key, str) for key in self.op.writes) else []
-        plain = [
-            tensor
-            for tensor in self.tensors()
-            if tensor.ndim and not isinstance(tensor, DTensor) and not any(tensor is other for other in unread)
-        ]
-        self.world.agree(self.name, plain)
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole value of an operand; a view shows the same memory as others of its base."""
-        if not isinstance(tensor, PlacedTensor):
-            return tensor
-        base = tensor.base if isinstance(tensor, ViewOf) else tensor
-        key = id(local_of(base))
-        if key not in self.bases:
-            fills = self.name in FILLS and base is tensor and base is self.args[0] and is_split(base)
-            value = whole_value(base, self.name) if not fills else _empty(base)
-            self.bases[key] = value
-        return tensor.of(self.bases[key]) if isinstance(tensor, ViewOf) else self.bases[key]
-
-    def on_whole_values(self) -> Any:
-        """Run the op on whole values, and split again what it wrote."""
-        self.agree()
-        before = {}
-
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            value = self.whole(tensor)
-            before[id(value)] = tensor
-            return value
-
-        args, kwargs = self.map(change)
-        shapes = [(tensor, tensor.shape) for tensor in self.written()]
-        try:
-            out = self.func(*args, **kwargs)
-        except RuntimeError as error:
-            if "resize storage" not in str(error):
-                raise
-            raise self._other_shape(shapes[0][1]) from error
-        self._write_back()
-        for tensor, shape in shapes:
-            if isinstance(tensor, PlacedTensor) and self.whole(tensor).shape != shape:
-                raise self._other_shape(shape)
-
-        def result(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                known = before.get(id(value))
-                if known is not None and (self.op.writes or known is value):
-                    return self.given.get(id(known), known)
-                return self.wrap_whole(value)
-            return type(value)(map(result, value)) if type(value) in (list, tuple) else value
-
-        return result(out)
-
-    def _other_shape(self, shape: torch.Size) -> AutoparError:
-        return AutoparError(f"'{self.name}' would change the shape of a tensor of a parallel model, {shape}.")
-
-    def _write_back(self) -> None:
-        for tensor in self.written():
-            if isinstance(tensor, PlacedTensor):
-                base = tensor.base if isinstance(tensor, ViewOf) else tensor
-                if not base.place.is_whole and base.place.is_here:
-                    local = local_of(base)
-                    local.copy_(base.place.part(self.bases[id(local)]))
-
-    def wrap_whole(self, value: torch.Tensor) -> Any:
-        """What every rank holds whole, as one of ours."""
-        if value.device.type == "meta":
-            return value
-        if value.layout is not torch.strided:
-            raise refusal(f"{self.name} with a result of {value.layout}")
-        return self.first.around(value, self.world.everywhere(value.ndim), value.shape)
-
-    def wrap_parts(self, out: Any, like: PlacedTensor) -> Any:
-        """What was computed on the parts of `like`, as tensors that lie there."""
-        if isinstance(out, torch.Tensor):
-            assert out.shape == local_of(like).shape, (self.name, out.shape, like.shape)
-            return like.around(out, like.place, like.shape)
-        return type(out)(self.wrap_parts(item, like) for item in out) if isinstance(out, (list, tuple)) else out
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _alias(func: Any, op: Op, tensor: PlacedTensor) -> Any:

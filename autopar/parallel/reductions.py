@@ -7,16 +7,14 @@ bit. A reduction along some dims takes whole values instead (operators.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.parallel.calls import Call
 from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, tensors_in, whole_value
 from autopar.torch_compat import local_of
-
-if TYPE_CHECKING:
-    from autopar.parallel.operators import Call
 
 Number = Callable[[torch.Tensor], torch.Tensor]
 
