@@ -13,7 +13,10 @@ import torch
 import autopar
 
 torch.set_num_threads(1)
-model, loss_fn, batch = models.mlp()
-for mesh, options in (("dp=2,tp=2", {"zero": 3}), ("pp=2", {"microbatches": 2})):
-    report = autopar.verify(model, mesh, loss_fn=loss_fn, batch=batch, steps=1, **options)  # type: ignore[arg-type]
-    assert report.ok, report
+if (
+    torch.version.cuda is None
+):  # a build for CUDA starts autograd's threads at the first backward pass, which no fork has
+    model, loss_fn, batch = models.mlp()
+    for mesh, options in (("dp=2,tp=2", {"zero": 3}), ("pp=2", {"microbatches": 2})):
+        report = autopar.verify(model, mesh, loss_fn=loss_fn, batch=batch, steps=1, **options)  # type: ignore[arg-type]
+        assert report.ok, report

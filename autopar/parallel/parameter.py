@@ -188,6 +188,7 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        _check_backward(ctx.like)
         return ctx.like.around(ctx.place.part(gradient), ctx.place, ctx.shape)
 
 
@@ -199,7 +200,20 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        _check_backward(ctx.like)
         return ctx.like.around(gradient.contiguous(), ctx.place, ctx.shape)
+
+
+def _check_backward(tensor: Any) -> None:
+    """Refuse a backward pass from a plain tensor where torch itself takes the ops of DTensors in it (before 2.13): the
+    gradient would become one of torch's own, which knows nothing of our layouts."""
+    with no_torch_function():  # as autograd sees it
+        is_ours = isinstance(tensor.detach(), PlacedTensor)
+    if not is_ours:
+        raise AutoparError(
+            f"torch {torch.__version__} cannot bring a gradient from a plain tensor to a parameter of a parallel "
+            f"model: use torch 2.13, or compute with the parameters themselves, `(weight * weight).sum().backward()`."
+        )
 
 
 class _Nothing(torch.Tensor):
