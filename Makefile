@@ -1,11 +1,12 @@
-# What there is to do here: make demo, test, test-all, check, golden, install.
+# What there is to do here: make demo, test, test-all, check, golden, docs, install.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS_VENV := .venv-docs
 JOBS   ?= 2  # test processes
 
-.PHONY: demo test test-all check types golden install clean
+.PHONY: demo test test-all check types golden docs install clean
 
 # Four local processes train a small GPT, then one device does the same.
 demo: $(STAMP)
@@ -33,6 +34,11 @@ types: $(STAMP)
 golden: $(STAMP)
 	AUTOPAR_GOLDEN=write $(BIN)/python -m pytest tests -k golden
 
+# The site, in build/site; a dead link is an error. Its tools live in an environment of their own: they read the source
+# and never import it, so that neither torch nor autopar is installed there.
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
 install: $(STAMP)
 
 # torch first: where pip is given a CPU build of one version, the plain range would pass it by and fetch CUDA's packages.
@@ -44,5 +50,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
+$(DOCS_VENV)/.installed: pyproject.toml
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c "import tomllib; \
+	    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	    > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install -q -r $(DOCS_VENV)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .ruff_cache

@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.api import compile as compile
     from autopar.api import parallelize as parallelize
-    from autopar.cli.job import Job as Job
-    from autopar.compiler.compile import compile as compile
-    from autopar.compiler.compiled import Compiled as Compiled
-    from autopar.compiler.compiled import load as load
+    from autopar.compiled import Compiled as Compiled
+    from autopar.compiled import load as load
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.errors import AutoparError as AutoparError
     from autopar.ir.layout import Layout as Layout
     from autopar.ir.mesh import Mesh as Mesh
+    from autopar.job import Job as Job
     from autopar.parallel.module import ParallelModule as ParallelModule
     from autopar.verification.verify import Report as Report
     from autopar.verification.verify import verify as verify
@@ -26,14 +26,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AutoparError": "autopar.errors",
-    "Compiled": "autopar.compiler.compiled",
-    "Job": "autopar.cli.job",
+    "Compiled": "autopar.compiled",
+    "Job": "autopar.job",
     "Layout": "autopar.ir.layout",
     "Mesh": "autopar.ir.mesh",
     "ParallelModule": "autopar.parallel.module",
     "Report": "autopar.verification.verify",
-    "compile": "autopar.compiler.compile",
-    "load": "autopar.compiler.compiled",
+    "compile": "autopar.api",
+    "load": "autopar.compiled",
     "parallelize": "autopar.api",
     "register_rule": "autopar.custom_ops.registry",
     "verify": "autopar.verification.verify",

@@ -1,4 +1,4 @@
-"""`autopar.parallelize`: a function on a module, or a decorator on what makes one."""
+"""`autopar.parallelize`, a function on a module or a decorator on what makes one, and `autopar.compile`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import StepOptions, choices_of
+from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, check_model, compile_step
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.options import CHECK_EVERY, Compiler, StepOptions, choices_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
-from autopar.parallel.execution import Compiler
 from autopar.parallel.module import ParallelModule
-from autopar.parallel.replicas import CHECK_EVERY
 
 Factory = Callable[..., nn.Module]
 
@@ -122,3 +122,21 @@ def _decorator(mesh: MeshLike, options: dict[str, Any]) -> Callable[[Factory], C
         return build
 
     return decorate
+
+
+def compile(
+    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepOptions]
+) -> Compiled:
+    """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
+
+    model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
+    batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
+      tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
+    options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
+
+    Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
+    RuleError for a custom op that is called as none of its registered patterns says.
+    """
+    check_model(model)
+    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture
+    return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, choices)[1])

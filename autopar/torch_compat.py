@@ -16,6 +16,7 @@
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
+- `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
@@ -74,6 +75,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "backward",
+    "change_in_place",
     "compile_with_inductor",
     "custom_function",
     "global_module_hooks",
@@ -113,6 +115,13 @@ def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad
     """A DTensor of a class around `local`. (`__init__` does nothing, but for 10 us.)"""
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=requires_grad)
     return made
+
+
+def change_in_place(tensor: Any, change: Callable[[Any], Any], part: torch.Tensor, spec: Any) -> None:
+    """Let a DTensor hold another local part, of another shape; `change` gives the tensor itself that shape."""
+    with torch._C._DisableTorchDispatch():
+        change(tensor)
+    tensor._local_tensor, tensor._spec = part, spec
 
 
 def take_in_lists(kind: type[DTensor]) -> None:

@@ -33,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder 
 from models import Llama, token_loss  # noqa: E402
 
 from autopar.capture import capture  # noqa: E402
-from autopar.compiler.compiled import Compiled  # noqa: E402
+from autopar.compiled import Compiled  # noqa: E402
 from autopar.ir.mesh import parse_mesh  # noqa: E402
 from autopar.ir.plan import Plan, Staging  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.plan import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
-from autopar.parallel.staged import given_of
 from autopar.runtime.executor import Code, Executable
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
+from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 
 WIDTH, ROUNDS = 4, 50
@@ -75,7 +75,7 @@ def given(compiled: autopar.Compiled, model: nn.Module, x: Tensor) -> list[Given
     def part_of(entry: Input, layout: Any, coord: Any) -> Tensor:
         return x.chunk(compiled.plan.microbatches)[coord[MICROBATCH]]
 
-    return [given_of(compiled, coord, value_of, part_of) for coord in compiled.mesh.coords()]
+    return [given_of(compiled.program, compiled.pipeline, coord, value_of, part_of) for coord in compiled.mesh.coords()]
 
 
 def step_us(mesh: VirtualMesh, codes: list[RankCode], starts: list[Given]) -> float:

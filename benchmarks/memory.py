@@ -1,7 +1,8 @@
 """`python -m benchmarks.memory`: what each rank was said to hold, and what it held, for many ways to compute a step.
 
-Every rank measures itself over Gloo: a tracker of live tensors (`autopar/report/memory/track.py`) in the second step and in
-the optimizer's. The estimate is `Compiled.memory`. Exit code 1 if errors are above the limits, or a combination fails.
+Every rank measures itself over Gloo: a tracker of live tensors (`autopar/report/memory/track.py`) in the second step
+and in the optimizer's. The estimate is `Compiled.memory`. Exit code 1 if errors are above the limits, or a combination
+fails.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch.multiprocessing as mp
 
 import autopar
 from autopar.compiler.meshes import mesh_of
-from autopar.report.inspection import human, table_text
-from autopar.report.memory.measure import measure
+from autopar.ir.measure import human
+from autopar.report.text import table_text
+from benchmarks.measured import measure
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_LIMIT, MAX_LIMIT = 0.01, 0.03

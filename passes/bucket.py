@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.ir.measure import local_bytes
 from autopar.ir.ops import op
 from autopar.ir.plan import BUCKET_BYTES, Plan
-from autopar.ir.program import CAST, Builder, Program, part_shape, record
+from autopar.ir.program import CAST, Builder, Program, operand_nodes, record
 from autopar.passes.flat import Flat
 
 MADE_BY = "bucket"
@@ -54,7 +55,7 @@ class _Bucket:
 
     def run(self) -> Program:
         self.sums = self._sums()
-        total = sum(self._bytes(node) for node in self.sums)
+        total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
         if self.plan.memory.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
         for node in self.program.graph.nodes:
@@ -74,7 +75,7 @@ class _Bucket:
     def _sums(self) -> dict[fx.Node, None]:
         """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""
         output = self.program.graph.output_node()
-        outputs = zip(self.program.results, self.program.outputs, strict=True)
+        outputs = self.program.leaving
         leaving = {node: None for node, out in outputs if node is not None and out.kind in ("gradient", "part")}
         found: dict[fx.Node, None] = {}
         for node in reversed(self.program.nodes):
@@ -87,16 +88,8 @@ class _Bucket:
                 self.casts.append(node)
         return found
 
-    def _bytes(self, node: fx.Node) -> int:
-        """Of what is summed, on one rank."""
-        summed = record(node.args[0])  # type: ignore[arg-type]
-        elements = 1
-        for size in part_shape(summed.type, summed.layout, self.mesh):
-            elements *= size
-        return elements * summed.type.dtype.itemsize
-
     def _add(self, node: fx.Node) -> None:
-        bytes_ = self._bytes(node)
+        bytes_ = local_bytes(operand_nodes(node)[0], self.mesh)
         if bytes_ >= self.limit:  # alone it needs no copy
             self._start(_Open([node]))
             return
@@ -139,7 +132,7 @@ class _Bucket:
 
     def _names(self, nodes: list[fx.Node]) -> list[str]:
         by_node: dict[fx.Node, str] = {}
-        for result, out in zip(self.program.results, self.program.outputs, strict=True):
+        for result, out in self.program.leaving:
             while result is not None and result not in by_node:
                 by_node[result] = out.name
                 result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Are the layouts of every call what its rule allows? Inferred anew, apart from the pass that chose them."""
+"""Check the layouts of every call against its rule, inferred anew, apart from the pass that chose them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that move together: their operands as one flat value, started and awaited once."""
+"""Coalesce collectives: their operands as one flat value, started and awaited once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import op
+from autopar.ir.ops import collective_name, op
 from autopar.ir.program import Builder, Record, TensorType, record, set_record
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ class Flat:
             part = self.build.call(aten.cat.default, rows, *dims, like=like.with_(operands=operands), name="flat")
             like = like.with_(layouts=(self._moved(first, given),))
             args = args if first.target is op("all_reduce") else (args[0], 0, 1, *args[3:])
-        name = f"{_name(first)}_start"
+        name = f"{collective_name(first.target)}_start"
         return self.build.call(op(name), part, *args, like=like.with_(operands=record(part).layouts), name=name)
 
     def finish(self, nodes: Sequence[fx.Node], start: fx.Node) -> None:
@@ -103,7 +104,7 @@ class Flat:
     def _piece(self, item: fx.Node, node: fx.Node) -> fx.Node:
         """A row as the result of the collective that it stands for."""
         old = record(node)
-        shape, name = list(local_shape(old.type.shape, old.layout, self.mesh)), _PIECES[_name(node)]
+        shape, name = list(self._local(node)), _PIECES[collective_name(node.target)]
         if node.target is op("all_gather"):
             _, _, dim, outer = node.args
             assert isinstance(dim, int) and isinstance(outer, int)
@@ -130,7 +131,7 @@ class Flat:
         return self.build.call(aten.reshape.default, value, shape, like=like, name="flat_part")
 
     def _local(self, node: Any) -> tuple[int, ...]:
-        return local_shape(record(node).type.shape, record(node).layout, self.mesh)
+        return local_type(node, self.mesh).shape
 
     def _ranks(self, node: fx.Node) -> int:
         return self.mesh[str(node.args[1])]
@@ -142,7 +143,3 @@ _PIECES = {"all_reduce": "gradient", "reduce_scatter": "gradient", "all_gather":
 def _local(like: Record, type_: TensorType, layout: Layout, operand: Layout) -> Record:
     """The record of a value made of local pieces."""
     return like.with_(types=(type_,), layouts=(layout,), operands=(operand,), origin="", reason="")
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.target.__name__).split(".")[0]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""localize: the arguments of every call become those of one rank's pieces."""
+"""localize: partition the program to local shapes, the arguments of every call those of one rank's parts."""
 
 from __future__ import annotations
 

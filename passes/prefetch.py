@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from itertools import groupby
 
 from torch import fx
 
+from autopar.ir.measure import local_bytes
+from autopar.ir.modules import unit_of
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, is_given, part_shape, record
+from autopar.ir.program import Builder, Program, is_given, record
 from autopar.passes.flat import Flat
 
 MADE_BY = "prefetch"
@@ -71,13 +72,12 @@ class _Prefetch:
         """The gathers by layer, in the order of their first use; those of a layer in bundles that move together."""
         gathers = [node for node in self.program.calls() if self._is_early(node)]
         found = []
-        for _, nodes in groupby(gathers, key=lambda node: (record(node).phase, _layer(record(node).module))):
+        for _, nodes in groupby(gathers, key=lambda node: (record(node).phase, unit_of(record(node).module))):
             bundles: list[list[fx.Node]] = []
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
-                elements = math.prod(part_shape(record(node).type, record(node).layout, self.program.mesh))
                 dtype = record(node).type.dtype
-                if elements * dtype.itemsize >= self.small:
+                if local_bytes(node, self.program.mesh) >= self.small:
                     bundles.append([node])
                 elif dtype in small:
                     small[dtype].append(node)
@@ -91,10 +91,3 @@ class _Prefetch:
         """True for a gather of what is there before the step begins: a parameter, or one in another dtype."""
         moves = node.target is op("all_gather") and node.args[1] == self.axis
         return moves and is_given(node.all_input_nodes[0])
-
-
-def _layer(module: str) -> str:
-    """`blocks.3` of `blocks.3.attn.q`; `head` of `head.norm`."""
-    parts = module.split(".")
-    last = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[: last + 1])

@@ -80,11 +80,7 @@ def _sharded(program: Program, node: fx.Node, classes: Classes, results: Compose
 
 def _result_layouts(program: Program, classes: Classes, results: Composed) -> list[Layout]:
     """A gradient leaves in its parameter's layout, everything else whole."""
-    by_name = {
-        entry.name: results[classes.of[node]][0]
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    by_name = {entry.name: results[classes.of[node]][0] for node, entry in program.parameters()}
     output = program.graph.output_node()
     found = []
     for node, out in zip(operand_nodes(output), program.outputs, strict=True):

@@ -49,7 +49,7 @@ class _Reshard:
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
         self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
-        results = zip(program.results, program.outputs, strict=True)
+        results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
 
@@ -121,7 +121,7 @@ class _Reshard:
     def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value of the forward pass that the backward pass gathers again."""
         if node in self.stored:
-            return self.plan.gathers_again and record(user).phase == "backward"
+            return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
         return self.plan.sequence_parallel and node.op != "placeholder" and phases == ("forward", "backward")
 
@@ -144,7 +144,7 @@ class _Reshard:
 
 def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
     """The parameters that ZeRO split, and what they are in another dtype."""
-    entries = zip(program.placeholders, program.inputs, strict=True)
+    entries = program.entries
     parameters = {node for node, entry in entries if entry.kind == "parameter"}
     split = [node for node in program.nodes if is_given(node) and plan.zero_axis in record(node).layout.axes]
     return frozenset(node for node in split if parameters.intersection([node, *node.all_input_nodes]))

@@ -1,4 +1,4 @@
-"""What values say of the keys by which rows are sorted: counted and added up, they are the ends of the groups."""
+"""Facts on the keys by which rows are sorted: counted and added up, they are the ends of the groups."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class _Zero:
         self.kept: dict[fx.Node, Layout] = {}  # parameters that are split
         self.stored: dict[str, Layout] = {}  # the same by name
         self.whole: list[str] = []
-        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        for node, entry in program.entries:
             self._decide(node, entry)
         self.placeholders: dict[fx.Node, fx.Node] = {}
         self.short: dict[fx.Node, dict[str, fx.Node]] = {}  # padded parameters, with what users of a phase take
@@ -172,7 +172,7 @@ class _Zero:
     def _gradients(self) -> dict[fx.Node, dict[Layout, None]]:
         """The nodes that leave as gradients of split parameters, with the layouts in which they leave."""
         found: dict[fx.Node, dict[Layout, None]] = {}
-        for result, out in zip(self.program.results, self.program.outputs, strict=True):
+        for result, out in self.program.leaving:
             if result is not None and out.kind == "gradient" and out.name in self.stored:
                 found.setdefault(result, {})[self.stored[out.name]] = None
         return found
@@ -195,7 +195,7 @@ class _Zero:
         self._use(node)
         operands = list(record(node).operands)
         results = []
-        for i, (result, out) in enumerate(zip(self.program.results, self.program.outputs, strict=True)):
+        for i, (result, out) in enumerate(self.program.leaving):
             assert result is not None
             leaves = self.build.value[result]
             if out.kind == "gradient" and out.name in self.stored:

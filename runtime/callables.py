@@ -112,7 +112,7 @@ def function_of(target: Any) -> Function:
 
 
 def _is_foreign(target: Any) -> bool:
-    """True for an op of a user's own: many kernels are written for contiguous operands, and few say so."""
+    """True for a custom op: many kernels are written for contiguous operands, and few say so."""
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "autopar", "prims")
 
 

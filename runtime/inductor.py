@@ -20,10 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import BatchError, CompileError, RankError
-from autopar.ir.layout import local_shape
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op
-from autopar.ir.program import Program, record
+from autopar.ir.program import Program
 from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
 from autopar.runtime.distributed import Group
@@ -106,8 +106,8 @@ def check_toolchain(device: torch.device) -> None:
 
 
 def _example(node: fx.Node, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    known = record(node)
-    return torch.empty(local_shape(known.type.shape, known.layout, mesh), dtype=known.type.dtype, device=device)
+    local = local_type(node, mesh)
+    return torch.empty(local.shape, dtype=local.dtype, device=device)
 
 
 class _RankTrace(fx.Interpreter):

@@ -1,4 +1,4 @@
-"""When the values of a graph die, and which may be overwritten: liveness over sets of values that may share memory."""
+"""Find when the values of a graph die and which may be overwritten: liveness over values that may share memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's instructions read, wait for, write and free, worked out once: a step only looks values up."""
+"""A rank's instruction list, compiled: for each instruction the values that it reads, waits for, writes and frees."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, devi
 
 def sums_of(program: Program, joins: Mapping[str, Join]) -> dict[str, fx.Node]:
     """The calls that can add to the sum over the micro-batches by themselves, by the name of the sum."""
-    results = zip(program.results, program.outputs, strict=True)
+    results = program.leaving
     return {
         out.name: node
         for node, out in results
@@ -105,7 +105,7 @@ def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.No
     moved = {name for instruction in lists if instruction.op != "RUN" for name in instruction.values}
     return frozenset(
         node
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        for node, entry in program.entries
         if entry.kind == "step" and entry.name not in moved
         if entry.name in pipeline.joins and pipeline.joins[entry.name].kind == "sum"
     )
@@ -153,7 +153,7 @@ def _line(
 def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:
     """The values of a graph's placeholders. What is not split is the same in all micro-batches."""
     found: list[Key] = []
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "saved":
             found.append((entry.name, microbatch))
         elif entry.kind == "batch":

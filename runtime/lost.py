@@ -1,4 +1,4 @@
-"""What a backend says of a peer that is gone, told apart from every other RuntimeError."""
+"""Tell a backend's error about a lost peer from every other RuntimeError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph asks of its micro-batch, or of all of them: answered on the rank itself, in time instead of space."""
+"""Collectives over the micro-batch axis `mb`: computed locally, since one rank holds all micro-batches."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.ir.layout import local_part
+from autopar.ir.measure import local_bytes
 from autopar.ir.program import Program, record
-from autopar.report.inspection import bytes_of
 from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import lifetimes
 from autopar.runtime.virtual import VirtualMesh
@@ -77,7 +77,7 @@ def estimated_peak(program: Program) -> int:
     for node in program.calls():
         share = lives.share[node]
         if share not in lives.foreign:
-            sizes[share] = max(sizes[share], bytes_of(node, program))
+            sizes[share] = max(sizes[share], local_bytes(node, program.mesh))
             first.setdefault(share, lives.position[node])
     changes: dict[int, int] = defaultdict(int)
     for share, bytes_ in sizes.items():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan, Staging
 from autopar.ir.program import Program

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import Captured, capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.ir.plan import Memory
@@ -108,7 +108,7 @@ def captured(name: str, double: bool = True) -> tuple[Made, Captured]:
 
 
 def compiled(name: str, mesh: str, double: bool = True, **options: Any) -> Compiled:
-    return lower(captured(name, double)[1], mesh_of(mesh), choices_of(**options))
+    return Compiled.of(lower(captured(name, double)[1], mesh_of(mesh), choices_of(**options)))
 
 
 @functools.cache

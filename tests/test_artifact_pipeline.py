@@ -15,8 +15,8 @@ from test_artifact import reseal
 
 import autopar
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import parse_mesh
@@ -81,7 +81,7 @@ def test_it_runs_with_the_same_numbers(mesh: str, schedule: str, tmp_path: Path)
     batch = tuple(cast(leaf, torch.float64) for leaf in batch)
     captured = capture(model, loss_fn, batch, {}, lift=torch.float64)
     choices = choices_of(microbatches=3, schedule=schedule)
-    made = lower(captured, parse_mesh(mesh), choices)
+    made = Compiled.of(lower(captured, parse_mesh(mesh), choices))
     made.save(tmp_path / "out")
     found = []
     for one in (made, autopar.load(tmp_path / "out")):

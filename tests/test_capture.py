@@ -18,7 +18,7 @@ import torch
 from capture_case import Case, Net, squares
 from torch import Tensor, nn
 
-from autopar.compiler.compile import compile
+from autopar.api import compile
 from autopar.errors import CaptureError
 from autopar.verification.verify import verify
 

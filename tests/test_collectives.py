@@ -24,9 +24,11 @@ from models import Llama, NanoGPT, token_loss
 from models_special import ZOO
 from torch import Tensor, nn
 
+from autopar.api import compile
 from autopar.capture import Captured, capture
-from autopar.compiler.compile import batch_arguments, compile, lower
-from autopar.compiler.compiled import Collective, Compiled
+from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.lowered import Collective
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.program import record
@@ -113,7 +115,7 @@ def gradient_bytes(found: Compiled) -> int:
     """What one rank holds of all gradients."""
     total = 0
     wanted = record(found.program.graph.output_node()).operands
-    results = zip(found.program.results, found.program.outputs, strict=True)
+    results = found.program.leaving
     tensors = [(node, out) for node, out in results if node is not None]
     for (node, out), layout in zip(tensors, wanted, strict=True):
         if out.kind == "gradient":
@@ -211,7 +213,7 @@ def test_grouped_queries(name: str) -> None:
 def test_no_weight_moves_and_each_gradient_byte_moves_once(name: str, mesh: str) -> None:
     model, case = captured_case(name)
     found = lower(case, parse_mesh(mesh))
-    weights = {n.name for n, entry in zip(found.program.placeholders, found.program.inputs, strict=True)
+    weights = {n.name for n, entry in found.program.entries
                if entry.kind == "parameter"}  # fmt: skip
     assert not weights & {row.value for row in found.collectives}
     moved = [row for row in found.collectives if row.axis == "dp" and math.prod(row.shape) > 1]

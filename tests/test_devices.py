@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.compiler.compile import compile
-from autopar.compiler.compiled import Compiled
+from autopar.api import compile
+from autopar.compiled import Compiled
 from autopar.ir.layout import local_shape
 from autopar.ir.ops import op
 from autopar.ir.program import record

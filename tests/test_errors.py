@@ -15,8 +15,8 @@ from models_special import ZOO
 from refusals import line_of, refused
 from torch import Tensor, nn
 
-from autopar.compiler.compile import compile
-from autopar.compiler.compiled import Compiled
+from autopar.api import compile
+from autopar.compiled import Compiled
 from autopar.errors import BatchError, LayoutError, MeshError
 from autopar.ir.mesh import parse_mesh
 from autopar.verification.verify import verify

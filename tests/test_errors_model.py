@@ -13,7 +13,7 @@ import torch
 from refusals import line_of, refused
 from torch import Tensor, nn
 
-from autopar.compiler.compile import compile
+from autopar.api import compile
 from autopar.errors import AutoparError, CaptureError
 from autopar.verification.verify import verify
 

@@ -14,7 +14,7 @@ from train_gpt import loss_fn
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import ValueNameError
 from autopar.passes.search.explain import (
     CHOSEN,

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from custom_op_kernels import scale
 from experts import experts_case
 from gpt import GPT, GPTConfig
 from models import mlp, square_loss
-from own_ops import scale
 from torch import Tensor, nn
 from train_gpt import loss_fn
 
 import autopar
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import Choices
-from autopar.custom_ops.registry import OWN_OPS
+from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import parse_mesh
@@ -47,11 +47,11 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def with_own_op() -> Iterator[None]:
-    known = dict(OWN_OPS.rules)
+    known = dict(CUSTOM_OPS.rules)
     autopar.register_rule("own_tests::scale", "... h, h -> ... h", linear=["x", "w"])
     yield
-    OWN_OPS.rules.clear()
-    OWN_OPS.rules.update(known)
+    CUSTOM_OPS.rules.clear()
+    CUSTOM_OPS.rules.update(known)
 
 
 def gpt(mesh: str, rows: int = 8, **options: Any) -> Compiled:
@@ -78,7 +78,8 @@ def own() -> Compiled:
 
 def uneven() -> Compiled:
     model, loss, (x, y) = mlp()
-    return lower(capture(model, loss, (x[:5], y[:5]), {}), parse_mesh("dp=2,tp=2"), replace(Choices(), uneven=True))
+    captured = capture(model, loss, (x[:5], y[:5]), {})
+    return Compiled.of(lower(captured, parse_mesh("dp=2,tp=2"), replace(Choices(), uneven=True)))
 
 
 CASES: dict[str, Callable[[], Compiled]] = {

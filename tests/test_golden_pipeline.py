@@ -16,15 +16,15 @@ from test_golden import draw, on_one_device
 from torch import Tensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.plan import MICROBATCH, Plan, Staging
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
-from autopar.parallel.staged import given_of
 from autopar.passes import make_pipeline, run_passes
 from autopar.runtime.pipeline import compile_rank
+from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 
 FOLDER = Path(__file__).parent / "golden_pipeline"
@@ -82,16 +82,19 @@ def test_a_pipeline_computes_the_same(name: str):
     pipeline, program = found.pipeline, found.program
     assert pipeline is not None
     random = torch.Generator().manual_seed(sum(map(ord, name)))
-    values = {
-        entry: draw(record(node).type.shape, record(node).type.dtype, random)
-        for node, entry in zip(captured.placeholders, captured.inputs, strict=True)
-    }
+    values = {entry: draw(record(node).type.shape, record(node).type.dtype, random) for node, entry in captured.entries}
 
     def part_of(entry: Input, layout: Layout, coord: dict[str, int]) -> Tensor:
         return local_part(values[entry], layout, program.mesh, {MICROBATCH: 0, **coord})
 
     given = [
-        given_of(found, coord, lambda entry, layout, coord=coord: part_of(entry, layout, coord), part_of)
+        given_of(
+            found.program,
+            found.pipeline,
+            coord,
+            lambda entry, layout, coord=coord: part_of(entry, layout, coord),
+            part_of,
+        )
         for coord in found.mesh.coords()
     ]
     codes = [compile_rank(pipeline, place) for place in range(pipeline.flow.size)]

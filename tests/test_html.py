@@ -21,12 +21,12 @@ from torch import nn
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.report.page import page_text
 from autopar.report.page.page import page_data
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PAGE = Path(autopar.__file__).parent / "page"
+PAGE = Path(autopar.__file__).parent / "report" / "page"
 MOST_SECONDS = 3.0  # until a person can use the page of an 80-layer model
 NASTY = "</script><img src=x onerror=alert(1)> \u2028'\"{DATA}"
 

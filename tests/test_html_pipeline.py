@@ -10,7 +10,7 @@ from models import gpt
 from test_html import browser, embedded, shown  # noqa: F401  one is a fixture
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.report.inspection_pipeline import memory_of_rank
 from autopar.report.page import page_text
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.containers import take_call_apart
-from autopar.compiler.compiled import collectives_of
+from autopar.compiler.lowered import collectives_of
 from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op

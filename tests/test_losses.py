@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.verification.verify import verify
 
 MESHES = ["tp=2", "tp=4", "dp=3,tp=2"]

@@ -12,7 +12,7 @@ from processes import Ranks, ranks_of
 from torch import nn
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import PlanError, RankError
 from autopar.report.memory.formula import WHOLE, saved_by_module
 from autopar.report.memory.report import CATEGORIES, GRADIENTS, INPUTS, PARAMETERS, STATES, MemoryReport

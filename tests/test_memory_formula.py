@@ -12,16 +12,16 @@ from models import mlp
 from torch import nn
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
+from autopar.ir.modules import unit_of
 from autopar.report.memory.formula import (
     WHOLE,
     Sizes,
     activation_formulas,
     fit,
-    layer_of,
     saved_by_module,
     states_formula,
 )
@@ -143,7 +143,7 @@ def test_a_fit_is_exact_or_refused():
 
 
 def test_names_of_layers_and_sizes():
-    assert [layer_of(path) for path in ("blocks.0.attn.q", "head", "", "a.b")] == ["blocks.0", "head", "", "a.b"]
+    assert [unit_of(path) for path in ("blocks.0.attn.q", "head", "", "a.b")] == ["blocks.0", "head", "", "a"]
     ids = torch.zeros(6, 5, dtype=torch.int64)
     assert sizes_of((ids, ids)) == {"b": 6, "s": 5}
     assert sizes_of({"x": torch.zeros(4, 3)}) == {"b": 4}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import Choices, choices_of
 from autopar.verification.verify import verify_compiled

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError
@@ -144,7 +144,7 @@ def test_products_are_short_and_norms_and_losses_are_not(name: str) -> None:
 
 
 def test_parameters_are_cast_once_and_first_of_all(program: Compiled) -> None:
-    for node, entry in zip(program.program.placeholders, program.program.inputs, strict=True):
+    for node, entry in program.program.entries:
         casts = [user for user in node.users if user.target is aten._to_copy.default]
         assert record(node).types[0].dtype is not BF16
         assert len(casts) <= 1, entry.name
@@ -154,7 +154,7 @@ def test_parameters_are_cast_once_and_first_of_all(program: Compiled) -> None:
 
 
 def test_what_leaves_has_the_dtype_of_the_model(program: Compiled) -> None:
-    for node, out in zip(program.program.results, program.program.outputs, strict=True):
+    for node, out in program.program.leaving:
         assert node is not None
         assert record(node).type.dtype is F32, out
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from verified import verified
 
+from autopar.api import compile
 from autopar.capture import capture
-from autopar.compiler.compile import compile
 from autopar.errors import CaptureError
 from autopar.passes.rules import TABLE
 from autopar.passes.search.items import build_classes

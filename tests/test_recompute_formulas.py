@@ -11,8 +11,8 @@ from test_sequence_parallel import Layer
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Memory
@@ -43,7 +43,7 @@ def captured(layers: int, sizes: Sizes) -> Captured:
 @functools.cache
 def lowered(layers: int, sizes: Sizes, t: int, sequence_parallel: bool) -> Compiled:
     choices = choices_of(sequence_parallel=sequence_parallel)
-    return lower(captured(layers, sizes), parse_mesh(f"tp={t}"), choices)
+    return Compiled.of(lower(captured(layers, sizes), parse_mesh(f"tp={t}"), choices))
 
 
 def with_policy(layers: int, sizes: Sizes, t: int, sequence_parallel: bool, policy: str | float) -> Program:
@@ -106,7 +106,7 @@ def test_what_full_gathers_again_is_gathered_once() -> None:
     counts = []
     for policy in ("none", "full"):
         program = with_policy(2, SIZES[0], 4, True, policy)
-        gathers = [n for n in program.calls() if "all_gather" in str(n.target) and record(n).phase == "backward"]
+        gathers = [n for n in program.calls() if "all_gather" in str(n.target) and record(n).is_backward]
         counts.append(len(gathers))
     assert counts[0] == counts[1]
 

@@ -18,7 +18,7 @@ from models import labels, square_loss, token_loss, tokens, uneven
 from torch import Tensor, fx, nn
 
 from autopar.capture import Captured, capture
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import VerificationError
 from autopar.ir.layout import PARTIAL_KINDS
 from autopar.ir.mesh import parse_mesh

@@ -18,6 +18,7 @@ from side_by_side import assert_close
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import RankError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -262,6 +263,19 @@ def on_one_rank(rank: int) -> None:
     model.forward_backward(torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
 
 
+def refused_once(rank: int) -> int:
+    """A call that ranks do not agree on, at the second change of a number, and two changes after it."""
+    annealed = Annealed(ARITHMETIC["loss * beta"])
+    model = anneal(annealed.loss_fn, annealed.put, mesh="dp=2", steps=2)
+    batch = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    annealed.put(7.0, model)
+    with pytest.raises(RankError):
+        model.forward_backward(*batch) if rank else model.full_state_dict()
+    annealed.put(8.0, model)
+    model.forward_backward(*batch)
+    return len(model.programs)
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     with ranks_of(2) as ranks:
@@ -280,6 +294,12 @@ def test_another_number_on_one_rank_is_a_rank_error(two: Ranks) -> None:
         assert outcome.error is not None
         assert outcome.error.startswith("RankError: ranks disagree on the batch and modes")
         assert "closure of loss_fn) = 3.0' where the others have" in outcome.error
+
+
+@pytest.mark.gloo
+def test_a_refused_call_counts_no_change(two: Ranks) -> None:
+    """Or one rank would make the number an input where the others do not."""
+    assert len(set(two.run(refused_once))) == 1
 
 
 def test_forward_and_signatures_share_what_is_known() -> None:

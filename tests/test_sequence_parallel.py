@@ -15,9 +15,10 @@ from refusals import refused
 from torch import Tensor, nn
 from verified import verified
 
+from autopar.api import compile
 from autopar.capture import Captured, capture
-from autopar.compiler.compile import compile, lower
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
+from autopar.compiler.compile import lower
 from autopar.compiler.options import Choices
 from autopar.errors import LayoutError
 from autopar.ir.mesh import parse_mesh

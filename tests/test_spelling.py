@@ -54,7 +54,7 @@ def test_constant_tensors_have_no_operand(function: Callable[[Tensor], Tensor]):
 
 
 def test_the_loss_is_not_reduced_for_its_own_gradient():
-    from autopar.compiler.compile import compile
+    from autopar.api import compile
 
     compiled = compile(Around(torch.relu), "dp=2", loss_fn=loss, batch=(torch.randn(12, 8),))
     first = next(node for node in compiled.program.calls() if "all_reduce" in str(node.target))
@@ -136,7 +136,7 @@ def test_bags_of_one_size_are_split_by_dp_and_tp(mode: str, weighted: bool):
     def bag_loss(model: nn.Module, index: Tensor, weights: Tensor) -> Tensor:
         return model(index, weights).square().mean()
 
-    from autopar.compiler.compile import compile
+    from autopar.api import compile
 
     model, batch = Bags(), (torch.arange(60).view(12, 5) % 10, torch.rand(12, 5))
     assert verify(model, "dp=3,tp=2", loss_fn=bag_loss, batch=batch).ok

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.compiler.compile import compile
+from autopar.api import compile
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout, parse_layout, whole
 from autopar.ir.mesh import parse_mesh
@@ -78,7 +78,7 @@ def test_parsed_values():
     assert record(mm).module == "up" and record(mm).source == "gpt.py:41" and record(mm).origin == "mm"
     assert record(split).several and split.kwargs == {"dim": 1}
     assert record(coord).types == (None,) and record(coord).layouts == (None,)
-    assert record(program.nodes[6]).phase == "backward"
+    assert record(program.nodes[6]).is_backward
     reduce = record(program.nodes[7])
     assert (reduce.made_by, reduce.reason, reduce.phase) == ("reshard", "a sum, over tp", "forward")
     assert record(program.nodes[-1]).operands == (whole(0),)

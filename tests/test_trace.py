@@ -12,15 +12,15 @@ import torch
 from models import mlp
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
 from autopar.ir.plan import MICROBATCH
-from autopar.parallel.staged import given_of
 from autopar.report.timeline.show import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
+from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 
 
@@ -47,7 +47,7 @@ def recorders(compiled: Compiled) -> list[Recorder]:
         given = []
         for coord in compiled.mesh.coords():
             value_of = functools.partial(part_of, coord={**coord, MICROBATCH: 0})
-            given.append(given_of(compiled, coord, value_of, part_of))
+            given.append(given_of(compiled.program, compiled.pipeline, coord, value_of, part_of))
         for one in made:
             one.step = step
         VirtualMesh(compiled.mesh).run_pipeline(codes, given, made)

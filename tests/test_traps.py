@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from verified import verified
 
 from autopar.api import parallelize
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import CaptureError
 from autopar.verification.verify import Report, verify
 

@@ -7,9 +7,9 @@ import torch
 from experts import PERMUTED, SEEN, UNSEEN, experts_case
 from torch import Tensor, nn
 
+from autopar.api import compile
 from autopar.capture import capture
-from autopar.compiler.compile import compile
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record

@@ -10,7 +10,7 @@ from models import mlp, square_loss
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler.compiled import Compiled
+from autopar.compiled import Compiled
 
 WEIGHTS = {"buffer": "[tp,-]", "constant": "[tp,-]", "where": "[tp,-]", "drawn": "[tp,-]", "batch": "[-,-]"}
 

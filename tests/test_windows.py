@@ -11,8 +11,8 @@ from models import square_loss
 from torch import Tensor, nn
 
 from autopar import verify
+from autopar.api import compile
 from autopar.capture.raised_windows import as_strided
-from autopar.compiler.compile import compile
 
 
 def dense(draw: random.Random, memory: Tensor) -> Tensor:

@@ -15,14 +15,15 @@ from torch.nn import functional
 
 import autopar
 from autopar.capture import Captured, capture
+from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.options import choices_of
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
-from autopar.ir.program import part_shape, record
+from autopar.ir.program import record
 from autopar.passes.zero import stored_layout
 from autopar.runtime import mesh_ops, virtual
 from autopar.verification.verify import verify_compiled
@@ -75,7 +76,7 @@ def captured(rows: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
 
 
 def compiled(mesh: str, rows: int = 12, **options: Any) -> Compiled:
-    return lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options))
+    return Compiled.of(lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options)))
 
 
 def check(mesh: str, rows: int, steps: int, **options: Any) -> None:
@@ -182,9 +183,7 @@ def test_a_step_of_micro_batches_reduces_once_or_each_time():
 def test_states_are_divided(zero: int):
     found = rows(zero)
     held = sum(
-        torch.Size(part_shape(record(node).type, record(node).layout, found.program.mesh)).numel()
-        for node, entry in zip(found.program.placeholders, found.program.inputs, strict=True)
-        if entry.kind == "parameter"
+        local_type(node, found.program.mesh).numel for node, entry in found.program.entries if entry.kind == "parameter"
     )
     assert held == PARAMETERS // (4 if zero else 1)
 

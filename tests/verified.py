@@ -10,8 +10,8 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.capture import LossFn
+from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import StepOptions, choices_of
 from autopar.torch_compat import tree_map

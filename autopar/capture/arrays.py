@@ -1,4 +1,4 @@
-"""What a model meets in place of a numpy array of the batch while it is traced."""
+"""Stand in for a numpy array of the batch while the model is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module keeps in Python: remembered before a capture, compared after it, and put back."""
+"""Save the Python attributes of modules before a capture, compare them after it, and restore them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the model did, call by call, so that two runs can be compared.
+"""Record the torch calls of one run of the model, so that two runs can be compared.
 
 A call's key is made of its function, its numbers and the keys of its tensors; a key says whether the batch, a weight
 or a buffer is behind it. What is made of constants alone counts only where it is used, so that a mask which the first

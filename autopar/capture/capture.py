@@ -366,7 +366,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _without_seed(program: Program) -> Program:
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "seed":
             program.graph.erase_node(node)
     return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))

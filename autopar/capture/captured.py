@@ -1,4 +1,4 @@
-"""What a capture gives."""
+"""The result of a capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is given, taken apart into leaves and a form, and put together again with other leaves.
+"""Take the arguments of a call apart into leaves and a form, and put a form together with other leaves.
 
 Taken apart are the nodes of torch's pytree (lists, dicts, tuples, namedtuples, what libraries register there) and any
 object that keeps what it has in attributes, or in a list, dict or tuple that it extends: transformers' BatchEncoding,

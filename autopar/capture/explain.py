@@ -1,4 +1,4 @@
-"""A failed capture in the user's terms: the line, what stands there, and what to write instead."""
+"""Explain a failed capture in the user's terms: the line, what stands there, and what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured step read in Python: attributes, globals, closures and hooks, as they were, and what has changed."""
+"""Guards: the attributes, globals, closures and hooks that a captured step read, and what has changed since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's line on which something changes, found by running again line by line."""
+"""Find the user's line on which something changes, by running again line by line."""
 
 from __future__ import annotations
 

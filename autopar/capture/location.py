@@ -1,4 +1,4 @@
-"""Where a node comes from: the module that ran, the user's line, forward or backward.
+"""Trace each node to the module that ran, the user's line, and the forward or backward pass.
 
 Forward hooks follow the module path; each torch function that runs leaves its place on the autograd nodes that it
 made, and the backward of such a node is charged to the same place. The place travels to the graph's nodes by way

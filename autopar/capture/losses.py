@@ -1,4 +1,4 @@
-"""What a model or a loss function returned, and whether it can be trained."""
+"""Split what a model or a loss function returned into loss and metrics, and check that it can be trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the tracer recorded to a program: functional, without dead or idle nodes, every value typed."""
+"""Turn the tracer's recording into a program: functional, without dead or idle nodes, every value typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors from outside of the model that require a gradient, which a compiled step would not give them."""
+"""Find tensors outside of the model that require a gradient, which a compiled step would not give them."""
 
 from __future__ import annotations
 

@@ -38,9 +38,14 @@ _MADE = Construct(
 class Inlined(nn.Module):
     """A module that holds a rank's part of `original`; while another model's step is traced, that runs in its place."""
 
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original = (original,)  # in a tuple, so that it is no submodule and names stay as they are
+
     @property
     def original(self) -> nn.Module:
-        raise NotImplementedError
+        """The user's module, whose parameters are DTensors."""
+        return self._original[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which functions of the user's ran: what they read from outside of the step is among the names in their code."""
+"""Collect the user's functions that ran: what they read from outside of the step is named in their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python numbers that a program takes as inputs: where they stand, and what stands there while a step is captured."""
+"""Make inputs of Python numbers: where they stand, and what stands there while a step is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls spelled so that they tie the fewest layouts together: what an op only reads the shape of is no operand."""
+"""Rewrite calls to canonical forms without false data dependencies: `ones_like(x)` becomes `full(shape, 1)`."""
 
 from __future__ import annotations
 

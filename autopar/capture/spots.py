@@ -1,4 +1,4 @@
-"""The places in Python where a step reads values: found from a model, its loss function and the functions that ran."""
+"""Find the places in Python that a step reads, from a model, its loss function and the functions that ran."""
 
 from __future__ import annotations
 

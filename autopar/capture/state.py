@@ -1,4 +1,4 @@
-"""The tensors of a module."""
+"""List the parameters, buffers and plain tensors of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes of a traced step: to a buffer they are right, to the batch noted, to a weight or a kept tensor refused."""
+"""Check the writes of a traced step: right to a buffer, noted to the batch, refused to a weight or a kept tensor."""
 
 from __future__ import annotations
 

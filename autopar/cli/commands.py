@@ -13,19 +13,19 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from autopar.cli.job import Job
 from autopar.cli.launch import Stopped, launch, report
 from autopar.cli.options import Options, takes_options
 from autopar.cli.preflight import check_options, check_run, idle_options
 from autopar.cli.training import train
+from autopar.compiled import Compiled, load
 from autopar.compiler.compile import batch_arguments, compile_step
-from autopar.compiler.compiled import Compiled, load
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.errors import AutoparError, TargetError
+from autopar.ir.measure import human
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import diff_programs, print_program
-from autopar.report.inspection import human
+from autopar.job import Job
 from autopar.report.inspection_pipeline import rank_texts
 from autopar.report.memory.show import formula_texts, memory_texts
 from autopar.report.page import page_text
@@ -217,7 +217,7 @@ def _compile(target: str, mesh: str, options: Options) -> Compiled:
     parsed = mesh_of(mesh)
     job = _job(target, parsed, options)
     choices = choices_of(**job.step)  # what is cheap to find is found before the capture
-    return compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, choices)[1]
+    return Compiled.of(compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, choices)[1])
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:

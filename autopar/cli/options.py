@@ -1,4 +1,4 @@
-"""What every command of the command line takes: written once, and put into each command's own parameters."""
+"""The options that every command takes: declared once, and put into each command's parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.cli.job import Job
 from autopar.cli.target import load_job
+from autopar.compiler.options import compiler_of
 from autopar.ir.plan import DTYPES, Policy, Recompute
-from autopar.parallel.execution import compiler_of
+from autopar.job import Job
 from autopar.passes.schedules import SCHEDULES
 
 _SCHEDULES = f"{', '.join(SCHEDULES)}, or a CSV file"

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.cli.job import Job
 from autopar.cli.options import Options
 from autopar.errors import TargetError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import DATA_AXES, PIPELINE
+from autopar.job import Job
 from autopar.settings import Settings
 
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes

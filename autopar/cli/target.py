@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 
 from autopar.capture.location import is_user_file
-from autopar.cli.job import Job
 from autopar.errors import AutoparError, TargetError
+from autopar.job import Job
 
 
 def load_job(target: str, seed: int = 0) -> Job:

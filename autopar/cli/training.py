@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.api import parallelize
 from autopar.capture.containers import take_call_apart
-from autopar.cli.job import Job
 from autopar.compiler.compile import batch_arguments
+from autopar.job import Job
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.recorder import Recorder
 

@@ -1,11 +1,11 @@
-"""From a module to the programs of all ranks."""
+"""Compile a module into the programs of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.constraints import (
     check_batch,
     check_zero,
@@ -24,10 +23,10 @@ from autopar.compiler.constraints import (
     parse_shard,
     patterns_of,
 )
-from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import Choices, StepOptions, choices_of
+from autopar.compiler.lowered import Lowered
+from autopar.compiler.options import Choices
 from autopar.compiler.precision_check import check_parameters
-from autopar.custom_ops.registry import OWN_OPS, check_calls
+from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
 from autopar.errors import ArtifactError, CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -37,28 +36,10 @@ from autopar.passes.search.step_cost import step_cost
 from autopar.settings import Settings
 
 
-def compile(
-    model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None = None, batch: Any, **options: Unpack[StepOptions]
-) -> Compiled:
-    """Compile one training step for every rank of a mesh, without processes, ranks or device memory.
-
-    model, batch: may be on the meta device; only shapes, dtypes and Python values are read.
-    batch: the global batch: a tuple of the positional arguments after the model, a dict of keyword arguments, or one
-      tensor. loss_fn: called as `loss_fn(model, *batch)`; None if the module itself returns the loss.
-    options: those of a step, see `autopar.parallelize`. `specialize=True` needs a batch with data.
-
-    Raises MeshError, LayoutError, BatchError, ScheduleError, PlanError or CaptureError for what cannot be compiled;
-    RuleError for an op of your own that is called as none of its registered patterns says.
-    """
-    check_model(model)
-    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture
-    return compile_step(model, loss_fn, *batch_arguments(batch), parsed, choices)[1]
-
-
 def compile_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
     choices: Choices, *, train: bool = True, lift: torch.dtype | None = None,
-) -> tuple[Captured, Compiled]:  # fmt: skip
+) -> tuple[Captured, Lowered]:  # fmt: skip
     """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
 
     train, lift: as of `capture`.
@@ -100,7 +81,7 @@ def check_model(model: object) -> None:
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 
 
-def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Compiled:
+def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Lowered:
     """Take a captured program through the passes."""
     choices = choices or Choices()
     check_parameters(captured.program, choices.memory)
@@ -122,11 +103,11 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
         memory=choices.memory,
         frozen=captured.frozen,
         patterns=patterns,
-        rules=OWN_OPS.rows(),
+        rules=CUSTOM_OPS.rows(),
         stored=choices.stored,
     )
     check_zero(plan)
-    compiled = Compiled(plan, run_passes(check_calls(captured.program), plan))
+    compiled = Lowered(plan, run_passes(check_calls(captured.program), plan))
     if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
         if choices.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
@@ -141,13 +122,13 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     return compiled
 
 
-def whole_sequence(compiled: Compiled) -> Compiled:
+def whole_sequence(compiled: Lowered) -> Lowered:
     """The same program compiled without sequence parallelism."""
     plan = replace(compiled.plan, sequence_parallel=False)
-    return Compiled(plan, run_passes(compiled.history[0][1], plan))
+    return Lowered(plan, run_passes(compiled.history[0][1], plan))
 
 
-def cheaper(split: Compiled, whole: Compiled) -> Compiled:
+def cheaper(split: Lowered, whole: Lowered) -> Lowered:
     """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
     costs = step_cost(split.program), step_cost(whole.program)
     chosen, is_on = (split, "on") if costs[0].total <= costs[1].total else (whole, "off")
@@ -155,7 +136,7 @@ def cheaper(split: Compiled, whole: Compiled) -> Compiled:
     return chosen.with_note(note)
 
 
-def dump(compiled: Compiled, directory: Path) -> None:
+def dump(compiled: Lowered, directory: Path) -> None:
     """Write the program after each pass, as `00-capture.txt` and so on."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

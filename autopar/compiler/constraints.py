@@ -1,4 +1,4 @@
-"""The user's layouts: patterns over parameter names, checked against the model before any search."""
+"""Check the user's layouts, batch and micro-batches against the model and the mesh, before any search."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _parameters(program: Program) -> list[tuple[Input, TensorType, str]]:
     found = []
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "parameter":
             sources = [record(user).source for user in node.users if record(user).source]
             found.append((entry, record(node).type, f", used at {sources[0]}" if sources else ""))
@@ -118,7 +118,7 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
 
 def check_batch(program: Program, mesh: Mesh) -> None:
     """Raise BatchError if the batch cannot be split over the axes that split it."""
-    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
+    entries = [(entry, record(node).type) for node, entry in program.entries]
     size = batch_size(entries)
     for axis, ranks in mesh.axes:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
@@ -145,7 +145,7 @@ def check_zero(plan: Plan) -> None:
 
 def divides_batch(program: Program, mesh: Mesh) -> bool:
     """True if the axes that split the batch divide it."""
-    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
+    entries = [(entry, record(node).type) for node, entry in program.entries]
     return (batch_size(entries) or 0) % batch_ranks(mesh) == 0
 
 
@@ -166,7 +166,7 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: 
     stages = dict(mesh.axes).get(PIPELINE, 1)
     if wanted == 1 or (wanted is None and stages == 1):
         return 1
-    entries = [(entry, record(node).type) for node, entry in zip(program.placeholders, program.inputs, strict=True)]
+    entries = [(entry, record(node).type) for node, entry in program.entries]
     size = batch_size(entries)
     if size is None:
         if wanted is None or uneven:
@@ -199,7 +199,7 @@ def no_sequence(program: Program, mesh: Mesh) -> str:
     axis, size = axes[0]
     shapes = [
         f"batch tensor {entry.name} {list(record(node).type.shape)}"
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        for node, entry in program.entries
         if entry.kind == "batch"
     ]
     return (

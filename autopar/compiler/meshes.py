@@ -1,4 +1,4 @@
-"""The mesh as users give it: a string, a dict, a named DeviceMesh or a `Mesh`, with axes whose meaning is known."""
+"""Read the mesh as users give it: a string, a dict, a named DeviceMesh or a `Mesh`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user decides beside the model, the mesh and the batch: read and checked once, for every way in."""
+"""The options of a training step, validated once for `parallelize`, `compile`, `verify`, `Job` and the CLI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
-from autopar.errors import LayoutError, PlanError, ScheduleError, one_of
+from autopar.errors import CompileError, LayoutError, PlanError, ScheduleError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.plan import PRECISIONS, RECOMPUTE, Memory, Recompute, Staging
 from autopar.passes.schedules import UserSchedule, check_schedule_name
@@ -18,6 +18,9 @@ from autopar.passes.schedules import UserSchedule, check_schedule_name
 Shard = Mapping[str, "str | Layout"]
 SequenceParallel = bool | Literal["auto"]
 ScheduleLike = str | Path | UserSchedule
+Compiler = Literal["inductor"]
+COMPILERS: tuple[Compiler, ...] = ("inductor",)
+CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
 class StepOptions(TypedDict, total=False):
@@ -126,3 +129,13 @@ def _check_policy(policy: Any) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def compiler_of(name: str | None) -> Compiler | None:
+    """The compiler of that name; None is our executor. Raises CompileError if there is none."""
+    found: Compiler | None = next((compiler for compiler in COMPILERS if compiler == name), None)
+    if found is None and name is not None:
+        raise CompileError(
+            f'compile={name!r}: write "inductor", or leave it out: the programs then run on autopar\'s own executor.'
+        )
+    return found

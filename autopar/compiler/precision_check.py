@@ -1,4 +1,4 @@
-"""What mixed precision needs of a model and of a device, looked at before anything is computed."""
+"""Check that a model and a device can compute in mixed precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_parameters(program: Program, memory: Memory) -> None:
     trained = {out.name for out in program.outputs if out.kind == "gradient"}
     wrong = [
         f"'{entry.name}' ({record(node).type.dtype})"
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
+        for node, entry in program.entries
         if entry.name in trained and record(node).type.dtype in _OTHER
     ]
     if wrong:

@@ -1,4 +1,4 @@
-"""The check of a user's rule at its registration: brute force on small random operands, forward and backward."""
+"""Check a custom op's rule at its registration: brute force on small random operands, forward and backward."""
 
 from __future__ import annotations
 

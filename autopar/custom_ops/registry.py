@@ -1,8 +1,8 @@
-"""`register_rule`: how the ops of a user's own may be split. The one registry of autopar.
+"""`register_rule`: how the custom ops may be split. The one registry of autopar.
 
 Everything else here is passed along. But what an op is, torch keeps for the whole process, and so its rule is kept for
-the whole process too: in `OWN_OPS`, which only `compiler.lower` (for the plan of the passes) and `compiled.load` (for
-the ops that a saved program may name) read.
+the whole process too: in `CUSTOM_OPS`, which only `compiler.lower` (for the plan of the passes) and `compiled.load`
+(for the ops that a saved program may name) read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Registered:
 
 
 @dataclass(slots=True)
-class OwnOps:
+class CustomOps:
     """Rules by the name that graphs have for the op, e.g. "mylib.norm.default"."""
 
     rules: dict[str, Registered] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class OwnOps:
         return frozenset(self.rules)
 
 
-OWN_OPS = OwnOps()
+CUSTOM_OPS = CustomOps()
 
 
 def register_rule(
@@ -68,11 +68,11 @@ def register_rule(
     sizes: Mapping[str, int] | None = None,
     args: Mapping[str, Any] | None = None,
     device: str = "cpu",
-    registry: OwnOps = OWN_OPS,
+    registry: CustomOps = CUSTOM_OPS,
 ) -> Registered:
     """Say how an op of torch.library may be split: `register_rule("mylib::norm", "b s h, h -> b s h", whole="h")`.
 
-    pattern: the names of the dims of each tensor argument and result (docs/own_ops.md); several if it is called in
+    pattern: the names of the dims of each tensor argument and result (docs/custom_ops.md); several if it is called in
       several ways. A name that a result lacks leaves it partial: to be summed, or as `partial` says.
     linear: sets of tensor arguments (a name alone is a set of one) through which partial sums pass:
       f(a1 + a2, b) = f(a1, b) + f(a2, b).
@@ -100,8 +100,8 @@ def register_rule(
     return registry.rules[signature.op]
 
 
-def check_calls(program: Program, registry: OwnOps = OWN_OPS) -> Program:
-    """Check the rules of a captured program's own ops for the values that its calls have in integers, flags and words.
+def check_calls(program: Program, registry: CustomOps = CUSTOM_OPS) -> Program:
+    """Check the rules of a program's custom ops for the values that its calls have in integers, flags and words.
 
     A rule that holds for one `dim` need not hold for another. Raises RuleError with the line of the call. Values with
     which the op cannot be run on small operands become a note. (Numbers such as an eps are not looked at.)

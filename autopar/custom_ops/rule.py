@@ -1,4 +1,4 @@
-"""The rule of a user's op: what was said of it, and the row of the table that this makes."""
+"""Make a row of the rule table from the rule of a custom op."""
 
 from __future__ import annotations
 

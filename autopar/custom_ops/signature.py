@@ -1,4 +1,4 @@
-"""An op of the user by its name, and what its schema says of its arguments."""
+"""Find a custom op by its name, and read its schema."""
 
 from __future__ import annotations
 

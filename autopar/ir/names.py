@@ -62,12 +62,12 @@ def target_name(target: Any) -> str:
 
 
 @cache
-def find_target(name: str, own_ops: frozenset[str] = frozenset()) -> Callable[..., Any]:
-    """The op of a name on the allow-list or in `own_ops`; raises `ArtifactError` for every other name."""
+def find_target(name: str, custom_ops: frozenset[str] = frozenset()) -> Callable[..., Any]:
+    """The op of a name on the allow-list or in `custom_ops`; raises `ArtifactError` for every other name."""
     if name in PYTHON:
         return PYTHON[name]
     match = _NAME.match(name)
-    if match and (name in own_ops or (match[1] in _NAMESPACES and match[2] not in _REFUSED)):
+    if match and (name in custom_ops or (match[1] in _NAMESPACES and match[2] not in _REFUSED)):
         # getattr on torch.ops also finds Python's own attributes (`__class__`), hence the type checks
         packet = getattr(getattr(torch.ops, match[1]), match[2], None)
         if isinstance(packet, _PACKET) and match[3] in packet.overloads():
@@ -76,6 +76,6 @@ def find_target(name: str, own_ops: frozenset[str] = frozenset()) -> Callable[..
                 return overload
     raise ArtifactError(
         f"'{name}' is not an op that a program may hold: these are the ops of aten and autopar, "
-        f"{', '.join(sorted(PYTHON))}, and your own ops that have a rule in this process. If it is one of these, "
+        f"{', '.join(sorted(PYTHON))}, and custom ops that have a rule in this process. If it is one of these, "
         f"import its module and call autopar.register_rule before loading."
     )

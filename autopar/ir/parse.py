@@ -46,12 +46,12 @@ OUTPUT_RECORD = Record((None,))
 parse_layout = lru_cache(maxsize=4096)(parse_layout_uncached)
 
 
-def parse_program(text: str, own_ops: frozenset[str] = frozenset()) -> Program:
+def parse_program(text: str, custom_ops: frozenset[str] = frozenset()) -> Program:
     """The program of a text; raises `ArtifactError` naming the line that cannot be read.
 
-    own_ops: names of ops that it may hold, besides those of aten and autopar.
+    custom_ops: names of ops that it may hold, besides those of aten and autopar.
     """
-    reader = _Reader(own_ops)
+    reader = _Reader(custom_ops)
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -69,7 +69,7 @@ def parse_program(text: str, own_ops: frozenset[str] = frozenset()) -> Program:
 class _Reader:
     """The part of a program read so far, and a cursor in the current line."""
 
-    own_ops: frozenset[str]
+    custom_ops: frozenset[str]
     level: Level | None = None
     mesh: Mesh = field(default_factory=lambda: Mesh(()))
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -133,7 +133,7 @@ class _Reader:
         self.nodes[name] = node
 
     def _call(self, name: str, target: str) -> fx.Node:
-        found = find_target(target, self.own_ops)
+        found = find_target(target, self.custom_ops)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for _ in self._items(")"):

@@ -1,4 +1,4 @@
-"""What the user and the planner decided, apart from any graph."""
+"""The decisions of the user and the planner, apart from any graph."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Plan:
     microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
     in which order they run. memory: what a rank keeps. frozen: parameters that are not trained, by first name. stored:
     how parameters lie between steps, ZeRO's split included, where that is decided already. rules: the rows of the
-    user's own ops, by op, beside those of `passes/rules`.
+    user's custom ops, by op, beside those of `passes/rules`.
     """
 
     mesh: Mesh

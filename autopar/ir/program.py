@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.ir import aliasing
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
@@ -37,10 +38,7 @@ class TensorType:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def bytes_(self) -> int:
@@ -84,6 +82,11 @@ class Record:
         """The layout of the only result."""
         assert len(self.layouts) == 1 and self.layouts[0] is not None
         return self.layouts[0]
+
+    @property
+    def is_backward(self) -> bool:
+        """True for what the backward pass computes."""
+        return self.phase == "backward"
 
     @property
     def is_tensor(self) -> bool:
@@ -178,6 +181,20 @@ class Program:
         output = self.graph.output_node()
         return tuple(output.args[0])  # type: ignore[arg-type]
 
+    @property
+    def entries(self) -> list[tuple[fx.Node, Input]]:
+        """The placeholders, each with the input that it stands for."""
+        return list(zip(self.placeholders, self.inputs, strict=True))
+
+    @property
+    def leaving(self) -> list[tuple[fx.Node | None, Output]]:
+        """The outputs, each with the node that is returned for it."""
+        return list(zip(self.results, self.outputs, strict=True))
+
+    def parameters(self) -> Iterator[tuple[fx.Node, Input]]:
+        """The placeholders that are parameters."""
+        return ((node, entry) for node, entry in self.entries if entry.kind == "parameter")
+
     def with_(self, **changes: Any) -> Program:
         return replace(self, **changes)
 
@@ -268,16 +285,3 @@ class Builder:
     def new(self, arg: Any) -> Any:
         """An argument with its old nodes replaced by the new ones."""
         return fx.node.map_arg(arg, lambda old: self.value[old])
-
-
-def part_shape(type_: TensorType, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one rank's part of a value."""
-    return local_shape(type_.shape, layout, mesh)
-
-
-def tables(program: Program) -> Mapping[str, list[str]]:
-    """The names of the inputs by kind."""
-    found: dict[str, list[str]] = {}
-    for entry in program.inputs:
-        found.setdefault(entry.kind, []).append(entry.name)
-    return found

@@ -133,7 +133,7 @@ def _comment(name: str, known: Record, wants: str) -> str:
     if known.source:
         fields.append(known.source if _BARE_SOURCE.match(known.source) else f"at {quote(known.source)}")
     if known.phase != "forward":
-        fields.append("backward" if known.phase == "backward" else f"phase {quote(known.phase)}")
+        fields.append("backward" if known.is_backward else f"phase {quote(known.phase)}")
     if known.made_by != "capture":
         fields.append(f"by {known.made_by if _WORD.match(known.made_by) else quote(known.made_by)}")
     if known.origin != usual_origin(name, known.made_by):

@@ -1,4 +1,4 @@
-"""What each level promises, checked after every pass."""
+"""Check what each level promises, after every pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, fits
-from autopar.ir.ops import is_mesh_op, mesh_op_name
+from autopar.ir.ops import collective_name, is_mesh_op
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
 
@@ -85,11 +85,7 @@ def _check_layouts(node: fx.Node, program: Program) -> None:
 
 
 def _check_gradients(program: Program) -> None:
-    layouts = {
-        entry.name: record(node).layout
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    layouts = {entry.name: record(node).layout for node, entry in program.parameters()}
     wanted = record(program.graph.output_node()).operands
     for layout, out in zip(wanted, program.outputs, strict=True):
         expected = layouts.get(out.name) if out.kind == "gradient" else Layout(((),) * len(layout.dims))
@@ -111,7 +107,8 @@ def _check_operands(node: fx.Node) -> None:
 def _check_move(node: fx.Node, program: Program) -> None:
     """A collective gives the layout that it says, inferred from what it does."""
     has = record(operand_nodes(node)[0]).layout
-    inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
+    name = collective_name(node.target)
+    inferred = moved_layout(name, node.args[1:], has)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
     elif _canonical(inferred) != record(node).layout:

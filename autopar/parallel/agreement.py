@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Asked before anything runs, so that a difference is an error and never a hang."""
+"""Check that all ranks mean the same before anything runs: a difference is an error and never a hang."""
 
 from __future__ import annotations
 

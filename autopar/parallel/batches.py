@@ -1,4 +1,4 @@
-"""What a batch is, told to other ranks: its signature, its size on all ranks, whether they hold the same data."""
+"""Batch signatures, and the checks that all ranks were given the same batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.capture.containers import Form, Node, Parts
 from autopar.capture.leaves import key_of, text_of
 from autopar.capture.spots import Numbers
 from autopar.capture.stand_in import is_number
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.plan import MICROBATCH
@@ -111,10 +111,10 @@ def of_local_batch(layout: Layout) -> Layout:
     return Layout(tuple(tuple(f for f in dim if isinstance(f, int) or f == MICROBATCH) for dim in layout.dims))
 
 
-def check_split(compiled: Compiled, parts: Parts) -> None:
+def check_split(compiled: Lowered, parts: Parts) -> None:
     """Raise BatchError if the program takes other shapes than those of a local batch."""
     program = compiled.program
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "batch":
             leaf = int(entry.name)
             given = tuple(parts.leaves[leaf].shape)

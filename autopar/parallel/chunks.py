@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks of a tensor: the blocks of the whole of which this rank's part is made.
+"""Shard metadata for torch.distributed.checkpoint: the blocks of the global tensor that this rank holds.
 
 torch's own DTensor has one block a rank. A fused weight `[3:tp,-]` has three: a third of each third.
 """

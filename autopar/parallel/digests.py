@@ -1,4 +1,4 @@
-"""A number for the data of a batch, so cheap that every step can compare it between ranks.
+"""Digest the data of a batch, so cheaply that every step can compare it between ranks.
 
 Tensors are read as 64-bit words and summed with an odd factor for each place, modulo 2^64: one word that differs makes
 another sum, and so do words in another order. Of a long tensor most steps read a sample, whose places move from step to

@@ -1,4 +1,4 @@
-"""Process groups, and parameters as DTensors: where the compiler's layouts meet torch.distributed."""
+"""Make process groups, and turn parameters into DTensors with the compiler's layouts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Distributor:
     def gather(
         self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
     ) -> torch.Tensor | None:
-        """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this."""
+        """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this, in a call that
+        announced itself."""
         first = dist.get_rank() == 0
         part = part.detach()
         if home is not None:
@@ -103,15 +104,15 @@ class Distributor:
             return part.cpu().clone() if first else None
         part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
-        self.world.talk("full_state_dict")
         dist.gather(part, parts, dst=0)
         return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
 
     def gather_everywhere(
         self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
     ) -> torch.Tensor:
-        """The whole tensor, of `shape`, on every rank; those that are not at its home hold no part of it."""
-        return self.world.place(layout, home).gather(part.detach(), torch.Size(shape), "full_state_dict")
+        """The whole tensor, of `shape`, on every rank; those that are not at its home hold no part of it. In a call
+        that announced itself."""
+        return self.world.place(layout, home).gather(part.detach(), torch.Size(shape), None)
 
     def relayout(
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,

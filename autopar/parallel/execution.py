@@ -1,16 +1,17 @@
-"""How a rank's program runs: on our executor, or as code that Inductor writes."""
+"""Run a rank's program: on our executor, or as code that Inductor writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.compiler.compiled import STEP, Compiled
+from autopar.compiler.lowered import STEP, Lowered
+from autopar.compiler.options import compiler_of
 from autopar.errors import CompileError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import PIPELINE
@@ -21,11 +22,9 @@ from autopar.parallel.partners import Owners
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver, Group
 from autopar.runtime.executor import Executable, Outputs
+from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
 from autopar.runtime.recorder import Recorder
-
-Compiler = Literal["inductor"]
-COMPILERS: tuple[Compiler, ...] = ("inductor",)
 
 
 class Runner(Protocol):
@@ -85,7 +84,7 @@ class Running:
     """One compiled signature, ready to run. `shared`: the outputs that are not memory of their own, once known."""
 
     captured: Captured
-    compiled: Compiled
+    compiled: Lowered
     runner: Runner | PipelineRunner
     slots: tuple[tuple[Input, Layout], ...]
     constants: Constants
@@ -115,16 +114,6 @@ class Running:
         return own_memory(outputs, self.shared)
 
 
-def compiler_of(name: str | None) -> Compiler | None:
-    """The compiler of that name; None is our executor. Raises CompileError if there is none."""
-    found: Compiler | None = next((compiler for compiler in COMPILERS if compiler == name), None)
-    if found is None and name is not None:
-        raise CompileError(
-            f'compile={name!r}: write "inductor", or leave it out: the programs then run on autopar\'s own executor.'
-        )
-    return found
-
-
 def check_compiler(name: str | None, device: torch.device) -> None:
     """Raise CompileError for a compiler that there is not, or not on this machine."""
     if compiler_of(name) is None:
@@ -135,7 +124,7 @@ def check_compiler(name: str | None, device: torch.device) -> None:
 
 
 def make_runner(
-    compiled: Compiled, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
+    compiled: Lowered, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
 ) -> Runner | PipelineRunner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
     program, pipeline = compiled.program, compiled.pipeline
@@ -157,32 +146,3 @@ def make_runner(
     # A compiler may reorder. It never did: but ranks that wait for different things would hang.
     agreement.check("order of collectives that Inductor wrote", made.collectives)
     return made
-
-
-def shared_outputs(outputs: Outputs, inputs: list[torch.Tensor]) -> frozenset[int]:
-    """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
-    given = {_place(tensor)[0] for tensor in inputs}
-    seen: set[tuple[int, int]] = set()
-    found = set()
-    for i, value in enumerate(outputs):
-        if value is None:
-            continue
-        memory, start = _place(value)
-        alone = memory not in given and (memory, start) not in seen
-        if not (alone and value.is_contiguous()):
-            found.add(i)
-        seen.add((memory, start))
-    return frozenset(found)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins, also one without data: torch has one Python object for a storage while that lives."""
-    return id(tensor.untyped_storage()), int(tensor.storage_offset())
-
-
-def own_memory(outputs: Outputs, shared: frozenset[int]) -> Outputs:
-    """The outputs, those that share memory copied."""
-    if not shared:
-        return outputs
-    dense = torch.contiguous_format
-    return tuple(v.clone(memory_format=dense) if i in shared else v for i, v in enumerate(outputs))

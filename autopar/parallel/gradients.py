@@ -1,4 +1,4 @@
-"""Where gradients begin and end: what autograd can be asked for around a step, and what is refused in words of ours.
+"""Refuse, in words of ours, what autograd is asked for around a step and cannot give.
 
 A step gives the gradients of parameters, and no others: it is one program, of which autograd sees nothing. So what a
 forward pass returns requires a gradient wherever one device's would, and says what to write instead when it is asked

@@ -1,4 +1,4 @@
-"""The scale of the loss under precision="fp16": gradients that overflow skip the step, on all ranks alike."""
+"""Scale the loss under precision="fp16": a step whose gradients overflow is skipped, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class LossScale:
         if not is_good:
             before, self.scale, self.good = self.scale, self.scale * 0.5, 0
             self.skipped += 1
-            _log.warning(
-                "gradients overflowed at loss scale %g: this step is skipped, the next has %g", before, self.scale
-            )
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                _log.warning(
+                    "gradients overflowed at loss scale %g: this step is skipped, the next has %g", before, self.scale
+                )
             if self.scale < LEAST:
                 raise PlanError(
                     f'precision="fp16": gradients are not finite at a loss scale of {before:g} either, after '

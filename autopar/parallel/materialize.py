@@ -1,4 +1,4 @@
-"""Values for a model that was built on the meta device."""
+"""Initialise the parameters of a model that was built on the meta device."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from torch import nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
+from autopar.compiled import Compiled
 from autopar.compiler.compile import check_model
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import Choices
+from autopar.compiler.options import CHECK_EVERY, Choices
 from autopar.compiler.precision_check import check_device
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.plan import CPU, GPU
@@ -28,7 +28,8 @@ from autopar.parallel.gradients import check_plain, finished, guarded
 from autopar.parallel.loss_scale import LossScale, give_gradients
 from autopar.parallel.programs import Programs, StepSettings
 from autopar.parallel.random_state import RandomState
-from autopar.parallel.replicas import CHECK_EVERY, Replicas, every_of
+from autopar.parallel.replicas import Replicas, every_of
+from autopar.parallel.states import States
 from autopar.parallel.store import ParameterStore
 from autopar.runtime.recorder import Recorder
 
@@ -56,7 +57,7 @@ class ParallelModule(Inlined):
         seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
         check_replicas: int | None = CHECK_EVERY,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(model)
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
@@ -65,7 +66,6 @@ class ParallelModule(Inlined):
         self._random = RandomState(seed)
         self._scale = LossScale() if choices.memory.precision == "fp16" else None
         self._last_aux: Any = None
-        self._original = (model,)  # in a tuple, so that it is no submodule and names stay as they are
         agreement = Agreement(self._device)
         agreement.together("model", lambda: check_model(model))
         agreement.together("model", lambda: check_plain(model, ParallelModule))
@@ -85,6 +85,7 @@ class ParallelModule(Inlined):
         self._store.distribute(agreement, seed)
         self._adopt(model)
         self._announcer.watch(model.parameters())
+        States(self._store).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 
@@ -141,7 +142,7 @@ class ParallelModule(Inlined):
 
         Parameters take their final layouts. Every rank must call this with batches of the same shapes.
         """
-        return self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled
+        return Compiled.of(self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled)
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
@@ -155,7 +156,7 @@ class ParallelModule(Inlined):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        self._announcer.call("full_gradients")
+        self._announcer.call("full_gradients", self._store.with_gradients(), what="parameters that have gradients")
         return self._store.whole_gradients()
 
     def check_replicas(self) -> None:
@@ -163,11 +164,6 @@ class ParallelModule(Inlined):
         does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
         self._announcer.call("check_replicas")
         self._replicas.check(self._random.steps)
-
-    @property
-    def original(self) -> nn.Module:
-        """The user's module, whose parameters are now DTensors."""
-        return self._original[0]
 
     @property
     def last_aux(self) -> Any:
@@ -200,7 +196,7 @@ class ParallelModule(Inlined):
     def compiled(self) -> Compiled | None:
         """The training program used last."""
         running = self._programs.last_trained
-        return running.compiled if running else None
+        return Compiled.of(running.compiled) if running else None
 
     @property
     def programs(self) -> tuple[Running, ...]:

@@ -1,4 +1,4 @@
-"""Numbers in Python that change from step to step: from their second change on they are inputs of the programs."""
+"""Count the changes of Python numbers: from the second on a number is an input of the programs."""
 
 from __future__ import annotations
 

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.parallel import draws, lists, reductions
 from autopar.parallel.place import World
 from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, placed, refusal, tensors_in, whole_value
-from autopar.parallel.schemas import ALIASES, FILLS, LIKES, NAMESPACES_OF_COLLECTIVES, Op, op_of
-from autopar.torch_compat import OpOverload, local_of
+from autopar.parallel.schemas import ALIASES, FILLS, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
+from autopar.torch_compat import OpOverload, change_in_place, local_of, spec_of
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,6 +41,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op.name in ALIASES and isinstance(args[0], PlacedTensor):
         return _alias(func, op, args[0])
     call = Call.of(func, op, args, kwargs)
+    if op.name in TURNS:
+        return _turn(call)
     if op.moves_memory or op.namespace in NAMESPACES_OF_COLLECTIVES:
         raise refusal(op.name)
     for way in (_like, _view, draws.draw, reductions.unscale, reductions.norms, lists.on_parts, reductions.reduce):
@@ -144,11 +147,16 @@ class Call:
 
         args, kwargs = self.map(change)
         shapes = [(tensor, tensor.shape) for tensor in self.written()]
-        out = self.func(*args, **kwargs)
+        try:
+            out = self.func(*args, **kwargs)
+        except RuntimeError as error:
+            if "resize storage" not in str(error):
+                raise
+            raise self._other_shape(shapes[0][1]) from error
         self._write_back()
         for tensor, shape in shapes:
             if isinstance(tensor, PlacedTensor) and self.whole(tensor).shape != shape:
-                raise AutoparError(f"'{self.name}' would change the shape of a tensor of a parallel model, {shape}.")
+                raise self._other_shape(shape)
 
         def result(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -159,6 +167,9 @@ class Call:
             return type(value)(map(result, value)) if type(value) in (list, tuple) else value
 
         return result(out)
+
+    def _other_shape(self, shape: torch.Size) -> AutoparError:
+        return AutoparError(f"'{self.name}' would change the shape of a tensor of a parallel model, {shape}.")
 
     def _write_back(self) -> None:
         for tensor in self.written():
@@ -193,7 +204,21 @@ def _alias(func: Any, op: Op, tensor: PlacedTensor) -> Any:
         return tensor
     if isinstance(tensor, ViewOf):
         return tensor.view_by((func, (), {}, None))
-    return type(tensor).make(type(tensor), func(local_of(tensor)), tensor.place, tensor._spec)
+    return type(tensor).make(type(tensor), func(local_of(tensor)), tensor.place, spec_of(tensor))
+
+
+def _turn(call: Call) -> Any:
+    """Another shape in place, for what every rank holds whole: functions of torch do it to what they computed."""
+    tensor: Any = call.args[0]
+    is_whole = isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and tensor.place.is_whole
+    if not is_whole or isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        raise refusal(call.name)
+    part = local_of(tensor).detach()  # another tensor of the same memory: a detached one of ours may hold this one
+    call.func(part, *call.args[1:], **call.kwargs)
+    turned = call.wrap_whole(part)
+    change_in_place(tensor, lambda outer: call.func(outer, *call.args[1:], **call.kwargs), part, spec_of(turned))
+    tensor.place = turned.place
+    return call.given.get(id(tensor), tensor)
 
 
 def _like(call: Call) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors that their axes do not divide: padded in programs, without padding where users see them.
+"""Pad tensors that their axes do not divide: in programs, and never where users see them.
 
 As in `torch.chunk` and DTensor, every rank but the last ones has ceil(size / ranks) of a dim.
 """

@@ -157,24 +157,6 @@ class ParameterTensor(_Held):
         return made  # type: ignore[no-any-return]
 
 
-def _turning(name: str) -> Callable[..., Any]:
-    """A method that changes a shape in place: for what every rank holds whole, as a result of `qr` is."""
-    turn = getattr(torch.Tensor, name.removesuffix("_"))
-
-    def method(self: ParameterTensor, *args: Any) -> ParameterTensor:
-        if self.requires_grad or not self.place.is_whole:
-            raise refusal(name)
-        part = turn(local_of(self), *args)
-        torch.utils.swap_tensors(self, self.around(part, self.place.world.everywhere(part.ndim), part.shape))
-        return self
-
-    return method
-
-
-for _name in ("squeeze_", "t_", "transpose_", "unsqueeze_"):
-    setattr(ParameterTensor, _name, _turning(_name))
-
-
 class ViewTensor(_Held, ViewOf):
     """A view of a split tensor: read anew each time, and written through to it."""
 

@@ -1,10 +1,10 @@
-"""Whose a tensor of a program is: the model's own, or that of another model in its loss (docs/several_models.md)."""
+"""Find the owner of a program's tensor: the model itself, or another model in its loss (docs/several_models.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.partners import Inlined, Partner
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices, Shard
 from autopar.errors import CaptureError, MeshError, PlanError
 from autopar.ir.layout import Layout, whole
@@ -24,11 +24,21 @@ from autopar.ir.program import PARTNER
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.store import ParameterStore
 
-if TYPE_CHECKING:
-    from autopar.parallel.module import ParallelModule
-    from autopar.parallel.programs import Programs
-
 Lines = list[str]
+
+
+class _Settings(Protocol):
+    @property
+    def choices(self) -> Choices: ...
+
+
+class _Programs(Protocol):
+    """What is asked of a parallel partner's programs."""
+
+    store: ParameterStore
+
+    @property
+    def settings(self) -> _Settings: ...
 
 
 class PlainStore:
@@ -122,7 +132,7 @@ class Owners:
                 shard.update({prefix + pattern: layout for pattern, layout in self.shards[owner].items()})
         return replace(choices, shard=shard, stored=stored)
 
-    def place(self, compiled: Compiled) -> None:
+    def place(self, compiled: Lowered) -> None:
         """Parallel models that have no layouts yet take those of this program. Every rank must call this."""
         for owner, store in self.stores.items():
             if isinstance(store, ParameterStore) and not store.is_placed:
@@ -218,5 +228,5 @@ def _store_of(partner: Partner) -> Store:
     return _programs_of(partner).store if isinstance(partner.module, Inlined) else PlainStore(partner.module)
 
 
-def _programs_of(partner: Partner) -> Programs:
-    return cast("ParallelModule", partner.module)._programs
+def _programs_of(partner: Partner) -> _Programs:
+    return cast(_Programs, partner.module._programs)

@@ -1,4 +1,4 @@
-"""Where a tensor that users hold lies: on which ranks, in which layout; how the whole value is had, and a part of it.
+"""The place of a tensor that users hold: its ranks and its layout; gathers the global value, and cuts parts of it.
 
 A `Place` is made once by its `World` for each layout and owner stage, so that two tensors lie alike if their places are
 the same object.
@@ -68,11 +68,13 @@ class World:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def talk(self, what: str) -> None:
-        """Called just before each collective that a tensor makes outside of a step; `what` the user called.
+    def talk(self, what: str | None) -> None:
+        """Called just before each collective that a tensor makes outside of a step. `what` the user called; None where
+        that call, which makes many, announced itself.
 
         Raises RankError on every rank if other ranks are in other calls."""
-        self.announce(what)
+        if what is not None:
+            self.announce(what)
 
     def gather_bytes(self, value: torch.Tensor) -> list[torch.Tensor]:
         """What each rank has, of one shape and dtype on all."""
@@ -190,7 +192,7 @@ class Place:
         )
         return self.world.place(Layout(kept), self.home).part(value)
 
-    def gather(self, part: torch.Tensor, shape: torch.Size, what: str) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, shape: torch.Size, what: str | None) -> torch.Tensor:
         """The whole value of which every rank holds its `part`; `part` itself where each holds all of it.
 
         Every rank must call this."""

@@ -6,7 +6,7 @@ them. Operators (operators.py) know no more of it than what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ class PlacedTensor(DTensor):
 
     __slots__ = ("place",)
     place: Place
+    # What a class of the family has (parameter.py): a tensor of it around another part, which lies at another place,
+    # and a view that reads and writes this tensor.
+    around: Callable[[torch.Tensor, Place, Sequence[int]], Any]
+    view_by: Callable[[Step], Any]
 
     @staticmethod
     def make(kind: type[PlacedTensor], part: torch.Tensor, place: Place, spec: Any, requires_grad: bool = False) -> Any:
@@ -30,14 +34,6 @@ class PlacedTensor(DTensor):
         made: Any = with_spec(kind, part, spec, requires_grad)
         made.place = place
         return made
-
-    def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> Any:
-        """A tensor of this family around another part, which lies at another place."""
-        raise NotImplementedError
-
-    def view_by(self, step: Step) -> Any:
-        """A view that reads and writes this tensor."""
-        raise NotImplementedError
 
 
 # A view function with its arguments behind the first, and which of its results (None: there is one only).

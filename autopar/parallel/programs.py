@@ -20,8 +20,8 @@ from autopar.capture.raising import default_dtype
 from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
 from autopar.compiler.compile import capture_step, lower
-from autopar.compiler.compiled import Compiled
 from autopar.compiler.constraints import batch_ranks
+from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices, SequenceParallel
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part
@@ -48,11 +48,11 @@ from autopar.parallel.partners import Joined, Owners, as_trained, check_partners
 from autopar.parallel.partners import describe as describe_partners
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas
-from autopar.parallel.staged import given_of
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.variants import Constants, Variants
 from autopar.runtime.distributed import Group, make_groups
 from autopar.runtime.pipeline import Given
+from autopar.runtime.staged import given_of
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
@@ -86,6 +86,7 @@ class Programs:
         self.variants = Variants()
         self._groups: dict[str, Group] = {}
         self._given: Numbers = {}  # the numbers among the arguments of the call at hand
+        self._said: set[str] = set()
         self._digests = Digests(store.distributor.mesh, store.distributor.coord, settings.is_local, settings.device)
 
     @property
@@ -107,7 +108,8 @@ class Programs:
         if (*key, number) in self.running:
             self.running[*key, number] = self.running.pop((*key, number))  # the last used stands last
             return self.running[*key, number], parts
-        if not self.variants.knows(key) and any(train == known[0] for known in self.running):
+        is_new = not self.variants.knows(key) and any(train == known[0] for known in self.running)
+        if is_new and dist.get_rank() == 0:
             _log.warning("new input signature (%s): compiling again", ", ".join(describe(parts)))
         with torch.inference_mode(False):  # what is made here is trained later
             running, guards = self._compile(parts, train)
@@ -139,6 +141,7 @@ class Programs:
             tell_apart(self.agreement, parts, self._digests.part, self.settings.is_local, self.random.steps)
         if fault:
             raise AutoparError(fault)
+        self.variants.use(key, number)
         return number
 
     def _keep(self, key: Any, number: int, running: Running, guards: Guards) -> None:
@@ -187,7 +190,7 @@ class Programs:
         first = not self.running
         settings, where = self.settings, self.store.distributor
 
-        def make(scalars: Scalars) -> tuple[Captured, Compiled, Guards, Constants]:
+        def make(scalars: Scalars) -> tuple[Captured, Lowered, Guards, Constants]:
             ranks = batch_ranks(where.mesh) if settings.is_local else 1
             choices = settings.choices
             with scalars:
@@ -209,20 +212,24 @@ class Programs:
         build = partial(self.variants.numbers.build, make, is_able=not settings.choices.specialize)
         captured, compiled, guards, constants = self.agreement.together("program", build)
         self.agreement.check("program", compiled.lines())
-        if dist.get_rank() == 0:
-            for note in compiled.notes:
-                _log.warning("%s", note)
+        self._say(compiled.notes)
         self.joined.add(captured.partners)
         owners = Owners.of(self.store, captured.partners)
         owners.place(compiled)
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._groups.update(make_groups(where.mesh, missing, where.device_mesh))
         program = compiled.program
-        slots = tuple(
-            (entry, record(node).layout) for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        )
+        slots = tuple((entry, record(node).layout) for node, entry in program.entries)
         runner = make_runner(compiled, self._groups, settings.compiler, self.agreement, settings.device)
         return Running(captured, compiled, runner, slots, constants, owners), guards
+
+    def _say(self, notes: Sequence[str]) -> None:
+        """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""
+        if dist.get_rank() == 0:
+            for note in notes:
+                if note not in self._said:
+                    _log.warning("%s", note)
+            self._said.update(notes)
 
     def _bound(self, choices: Choices) -> Choices:
         """The choices of every program but the first, whose layouts and stages bind the others."""
@@ -254,6 +261,7 @@ class Programs:
             layout = of_local_batch(layout) if is_local else layout
             return local_part(leaf, layout, running.compiled.program.mesh, coord).to(device)
 
-        if running.compiled.pipeline is not None:
-            return given_of(running.compiled, where.coord, value_of, part_of)
+        pipeline = running.compiled.pipeline
+        if pipeline is not None:
+            return given_of(running.compiled.program, pipeline, where.coord, value_of, part_of)
         return [value_of(entry, layout) for entry, layout in running.slots]

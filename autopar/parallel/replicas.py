@@ -1,4 +1,4 @@
-"""Do replicas still hold the same? A digest of each parameter and buffer, compared over the axes that replicate it.
+"""Compare replicas: a digest of each parameter and buffer, over the axes that replicate it.
 
 Every rank computes the same updates in the same order, so that replicas are equal bit by bit; what differs was written
 by some ranks only. If the ranks along each single axis agree, all replicas do: one all-reduce an axis is enough, and
@@ -20,7 +20,6 @@ from autopar.parallel.agreement import Agreement, lost_peers, name_ranks
 from autopar.parallel.store import ParameterStore
 from autopar.torch_compat import local_of
 
-CHECK_EVERY = 100  # training steps
 PIECE = 1 << 22  # elements whose products are in memory at a time
 SHOWN = 8  # parameters in a message
 SMALL = 1 << 24  # elements: of larger ones a message does not say by how much they differ

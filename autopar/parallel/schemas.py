@@ -1,4 +1,4 @@
-"""What the schema of an op says, and what it does not: the exceptions are data."""
+"""Read from an op's schema what it writes, shows and draws; what schemas do not say is data here."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ FILLS = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
     | {"uniform_", "zero_"}
 )
+TURNS = frozenset({"squeeze_", "t_", "transpose_", "unsqueeze_"})
 _STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "rename_", "share_memory_", "resize"})
 _REDUCING_LISTS = frozenset({"_foreach_max", "_foreach_norm", "_foreach_powsum"})
 NAMESPACES_OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import state_of
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, whole
 from autopar.ir.program import Input
@@ -58,7 +58,7 @@ class ParameterStore:
                 assign(model, name, made, entry.kind)
         self.structure = Structure(model)
 
-    def adopt(self, compiled: Compiled, prefix: str = "") -> None:
+    def adopt(self, compiled: Lowered, prefix: str = "") -> None:
         """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
         Every rank must call this."""
         homes, searched = compiled.homes, compiled.searched
@@ -122,14 +122,19 @@ class ParameterStore:
                 found.update(dict.fromkeys(entry.names, value))
         return {name: found[name] for name in self.model.state_dict(keep_vars=True) if name in found}
 
+    def with_gradients(self) -> list[str]:
+        """The parameters that have gradients, by first name."""
+        return [name for name, parameter in self.parameters().items() if isinstance(parameter.grad, DTensor)]
+
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
         found = {}
-        for name, parameter in self.parameters().items():
-            if isinstance(parameter.grad, DTensor):
-                value = self._gather(name, parameter.grad)
-                if value is not None:
-                    found[name] = value
+        for name in self.with_gradients():
+            gradient = self.model.get_parameter(name).grad
+            assert gradient is not None
+            value = self._gather(name, gradient)
+            if value is not None:
+                found[name] = value
         return found
 
     def refuse_assign(self, _module: Any, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:

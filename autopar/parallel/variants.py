@@ -1,4 +1,4 @@
-"""The programs of one signature: compiled for what the step read in Python, found again while it is so."""
+"""Keep the programs of one signature by what each step read in Python, and find the one that fits now."""
 
 from __future__ import annotations
 
@@ -123,22 +123,31 @@ class Variants:
         return key in self._known
 
     def find(self, key: Key) -> tuple[int, list[str]]:
-        """The number of the program to run, a new one where none fits; and what ranks must agree on."""
+        """The number of the program to run, a new one where none fits; and what ranks must agree on.
+
+        Changes nothing: the ranks may not agree, and what programs are made of must stay the same on all of them.
+        """
         known = self._known.get(key, [])
-        for position, variant in enumerate(known):
+        for variant in known:
             if variant.guards.holds():
-                known.insert(0, known.pop(position))
                 return variant.number, [variant.line, *variant.constants.lines()]
-        self._next += 1
         if not known:
-            return self._next, [_FIRST]
+            return self._next + 1, [_FIRST]
         first = min(known, key=lambda variant: variant.number)
-        changes = known[0].guards.changes()
-        changed = "; ".join(map(str, changes[:_NAMED]))
-        if dist.get_rank() == 0:
-            _log.warning("%s: compiling again", changed)
-        self.numbers.saw(changes)
-        return self._next, [_line(first, first.guards.changes())]
+        return self._next + 1, [_line(first, first.guards.changes())]
+
+    def use(self, key: Key, number: int) -> None:
+        """Note that all ranks run the program that `find` gave."""
+        known = self._known.get(key, [])
+        if number <= self._next:
+            known.sort(key=lambda variant: variant.number != number)
+            return
+        self._next = number
+        if known:
+            changes = known[0].guards.changes()
+            if dist.get_rank() == 0:
+                _log.warning("%s: compiling again", "; ".join(map(str, changes[:_NAMED])))
+            self.numbers.saw(changes)
 
     def add(self, key: Key, number: int, guards: Guards, constants: Constants) -> None:
         """Remember a program that was compiled."""

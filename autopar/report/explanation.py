@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.compiler.compiled import Collective, Compiled, collectives_of
+from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
+from autopar.ir.measure import human
 from autopar.ir.ops import is_collective
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
@@ -18,7 +19,6 @@ from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
-from autopar.report.inspection import human
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 SHOWN = 5  # names in a list
@@ -60,7 +60,7 @@ class Explanation:
         return "\n".join(_text(self))
 
 
-def explain(compiled: Compiled, value: str) -> Explanation:
+def explain(compiled: Lowered, value: str) -> Explanation:
     """Explain a parameter, a module or a node by name. Raises ValueNameError for what the program does not have."""
     names = [name for name, _ in compiled.history]
     if names[0] != "capture":
@@ -78,7 +78,7 @@ def explain(compiled: Compiled, value: str) -> Explanation:
 class _Finder:
     """Finds what a name means. Users see the nodes of any program; decisions are about those that were searched."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Lowered) -> None:
         self.compiled = compiled
         history, names = dict(compiled.history), [name for name, _ in compiled.history]
         self.searched = compiled.history[names.index("propagate") - 1][1]
@@ -88,7 +88,7 @@ class _Finder:
         self.nodes = {node.name: node for node in self.searched.graph.nodes if node.op != "output"}
         self.origins = {record(node).origin: node for node in reversed(self.nodes.values()) if record(node).origin}
         self.layouts = {node.name: node for node in self.sharded.graph.nodes}
-        pairs = list(zip(self.searched.placeholders, self.searched.inputs, strict=True))
+        pairs = self.searched.entries
         self.entries = dict(pairs)
         self.inputs = {name: node for node, entry in pairs if entry.kind != "batch" for name in entry.names}
         paths = [name.rpartition(".")[0] for name in self.inputs]
@@ -196,7 +196,7 @@ class _Finder:
         links: dict[str, str] = {}
         here = self.layouts[node.name]
         entry = self.entries.get(node)
-        for result, out in zip(self.sharded.results, self.sharded.outputs, strict=True):
+        for result, out in self.sharded.leaving:
             if entry is not None and out.kind == "gradient" and out.name == entry.name and result is not None:
                 links[result.name] = GRADIENT
         for operand, wanted in zip(operand_nodes(here), record(here).operands, strict=False):
@@ -218,7 +218,7 @@ class _Finder:
     def _bucket(self, name: str) -> int | None:
         """The bytes of the bucket in which a gradient leaves, if it shares one."""
         program = self.compiled.program
-        for node, out in zip(program.results, program.outputs, strict=True):
+        for node, out in program.leaving:
             while out.kind == "gradient" and out.name == name and node is not None and node.op == "call_function":
                 if record(node).made_by != "bucket":
                     break

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.compiler.compiled import STEP, Compiled
+from autopar.compiler.lowered import STEP, Lowered
+from autopar.ir.measure import human, local_bytes
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import root_of
 from autopar.passes.schedules import in_flight
-from autopar.report.inspection import Memory, bytes_of, bytes_text, collectives_text, human, memory_of, table_text
+from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of
+from autopar.report.text import table_text
 
 _HEAD, _TAIL = 24, 8  # the instructions shown of a long list
 
@@ -31,7 +33,7 @@ class Transfer:
     times: int
 
 
-def rank_texts(compiled: Compiled, rank: int, graph: str | None, full: bool) -> Iterator[tuple[str, str]]:
+def rank_texts(compiled: Lowered, rank: int, graph: str | None, full: bool) -> Iterator[tuple[str, str]]:
     """All that `inspect` says of a rank, as titles and texts."""
     pipeline, coord = compiled.pipeline, compiled.mesh.coord(rank)
     where = ",".join(f"{axis}={place}" for axis, place in coord.items())
@@ -70,7 +72,7 @@ def transfers_of(pipeline: Pipeline, place: int) -> tuple[Transfer, ...]:
     return tuple(Transfer(*key, times) for key, times in found.items())
 
 
-def transfers_text(compiled: Compiled, rank: int) -> str:
+def transfers_text(compiled: Lowered, rank: int) -> str:
     """The transfers of a rank, a line for those that are alike."""
     assert compiled.pipeline is not None
     coord = compiled.mesh.coord(rank)
@@ -89,7 +91,7 @@ def saved_bytes(pipeline: Pipeline, stage: int) -> int:
     works, types = pipeline.flow.works, pipeline.flow.types
     graph = pipeline.graphs[stage, "F"]
     made = {out.name: node for out, node in zip(graph.outputs, graph.results, strict=True) if out.kind == "saved"}
-    entries = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    entries = dict(graph.entries)
     elsewhere = {name for (_, kind), work in works.items() if kind == "F" for name in work.writes}
     sizes: dict[str, int] = {}
     for name in (name for kind in "BIW" if (stage, kind) in works for name in works[stage, kind].reads):
@@ -100,24 +102,24 @@ def saved_bytes(pipeline: Pipeline, stage: int) -> int:
             continue
         root = root_of(node)
         if root.op == "call_function":
-            sizes[root.name] = bytes_of(root, graph)
+            sizes[root.name] = local_bytes(root, graph.mesh)
         elif entries[root].kind == "saved":
             sizes[entries[root].name] = types[entries[root].name].bytes_
     return sum(sizes.values())
 
 
-def memory_of_rank(compiled: Compiled, place: int) -> Memory:
+def memory_of_rank(compiled: Lowered, place: int) -> Memory:
     """The bytes on a rank: parameters and gradients of its stages, and activations where there are most of them."""
     pipeline, program = compiled.pipeline, compiled.program
     assert pipeline is not None
     sizes = {"parameter": 0, "buffer": 0, "gradient": 0}
     trained = {out.name for out in program.outputs if out.kind == "gradient"}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind == "buffer":
-            sizes["buffer"] += bytes_of(node, program)
+            sizes["buffer"] += local_bytes(node, program.mesh)
         elif entry.kind == "parameter" and pipeline.rank_of(entry.name) == place:
-            sizes["parameter"] += bytes_of(node, program)
-            sizes["gradient"] += bytes_of(node, program) if entry.name in trained else 0
+            sizes["parameter"] += local_bytes(node, program.mesh)
+            sizes["gradient"] += local_bytes(node, program.mesh) if entry.name in trained else 0
     return Memory(sizes["parameter"], sizes["gradient"], sizes["buffer"], max(_held(pipeline, place), default=0))
 
 
@@ -132,7 +134,7 @@ def _held(pipeline: Pipeline, place: int) -> Iterator[int]:
             yield held
 
 
-def memory_text(compiled: Compiled, rank: int = 0) -> str:
+def memory_text(compiled: Lowered, rank: int = 0) -> str:
     """The bytes that a rank holds."""
     if compiled.pipeline is None:
         return bytes_text(memory_of(compiled.program))

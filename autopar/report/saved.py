@@ -1,18 +1,17 @@
-"""What a rank keeps of the forward pass for the backward pass, and what the backward pass computes again, with why."""
+"""List the activations that a rank keeps for the backward pass, and those that it recomputes, with the reasons."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.ops import is_collective
+from autopar.ir.measure import human, local_bytes
+from autopar.ir.modules import any_layer
+from autopar.ir.ops import is_collective, op_name
 from autopar.ir.program import Program, is_getitem, is_view, kept_values, record
-from autopar.report.inspection import bytes_of, human, table_text
-
-_LAYER = re.compile(r"(?<![^.'])\d+(?![^.'])")  # the number of a layer, in a path or in a path between quotes
+from autopar.report.text import table_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,12 @@ def saved_values(program: Program) -> tuple[Saved, ...]:
     """What is kept under a LOCAL program, in the order of its first use. Views are no values of their own."""
     return tuple(
         Saved(
-            node.name, _op(node), bytes_of(node, program), record(node).module, record(node).source, _why(node, users)
+            node.name,
+            _op(node),
+            local_bytes(node, program.mesh),
+            record(node).module,
+            record(node).source,
+            _why(node, users),
         )
         for node, users in kept_values(program).items()
     )
@@ -56,7 +60,7 @@ def recomputed_values(program: Program) -> tuple[Recomputed, ...]:
     """What the backward pass of a LOCAL program computes again, in its order. Views take no time and are left out."""
     return tuple(
         Recomputed(
-            node.name, _op(node), bytes_of(node, program), record(node).flops, record(node).module,
+            node.name, _op(node), local_bytes(node, program.mesh), record(node).flops, record(node).module,
             record(node).source, record(node).reason,
         )
         for node in program.calls()
@@ -80,7 +84,7 @@ def saved_text(program: Program) -> str:
 def _table(rows: Sequence[Saved | Recomputed]) -> str:
     alike: dict[tuple[object, ...], list[Saved | Recomputed]] = {}
     for row in rows:
-        key = (row.op, row.bytes, _LAYER.sub("*", row.module, 1), row.source, _LAYER.sub("*", row.why, 1))
+        key = (row.op, row.bytes, any_layer(row.module), row.source, any_layer(row.why))
         alike.setdefault(key, []).append(row)
     lines = []
     for same in sorted(alike.values(), key=lambda found: -len(found) * found[0].bytes):
@@ -95,7 +99,7 @@ def _op(node: fx.Node) -> str:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return f"{_op(source)}[{node.args[1]}]"
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
+    return op_name(node.target)
 
 
 def _why(node: fx.Node, users: Sequence[fx.Node]) -> str:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.containers import map_tensors
-from autopar.cli.job import Job
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import choices_of
 from autopar.ir.program import PARTNER
+from autopar.job import Job
 from autopar.parallel.module import ParallelModule
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Values

@@ -14,7 +14,7 @@ from autopar.capture import Captured
 from autopar.capture.capture import LossFn
 from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import StepOptions, choices_of
 from autopar.verification.borrowed import in_dtype
@@ -65,7 +65,7 @@ def verify(
 def verify_compiled(
     model: nn.Module,
     captured: Captured,
-    compiled: Compiled,
+    compiled: Lowered,
     *,
     loss_fn: LossFn | None,
     batch: Any,

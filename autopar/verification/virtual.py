@@ -15,15 +15,15 @@ from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.containers import take_call_apart
 from autopar.capture.raising import default_dtype
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, combine, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.parallel.padding import beginning, padded_part
-from autopar.parallel.staged import given_of, pipeline_of
 from autopar.runtime.executor import Executable, Outputs
 from autopar.runtime.pipeline import compile_rank
+from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import ZERO, Mismatch, Values, error_of, norm_of
@@ -33,7 +33,7 @@ from autopar.verification.reference import SCALE, OptimizerFactory
 class Virtual:
     """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors."""
 
-    def __init__(self, model: nn.Module, captured: Captured, compiled: Compiled, make: OptimizerFactory) -> None:
+    def __init__(self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory) -> None:
         self.model, self.captured, self.compiled = model, captured, compiled
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
@@ -74,7 +74,8 @@ class Virtual:
     def _run_pipeline(self, whole: list[torch.Tensor]) -> list[Outputs]:
         """As `_run`; an output is None on the ranks that do not have it."""
         compiled, mesh = self.compiled, self.compiled.mesh
-        pipeline, program = pipeline_of(compiled), compiled.program
+        pipeline, program = compiled.pipeline, compiled.program
+        assert pipeline is not None
         value = dict(zip(program.inputs, whole, strict=True))
 
         def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
@@ -84,7 +85,7 @@ class Virtual:
         for coord in mesh.coords():
             mine = {**coord, MICROBATCH: 0}
             value_of = functools.partial(part_of, coord=mine)
-            given.append(given_of(compiled, coord, value_of, part_of))
+            given.append(given_of(program, pipeline, coord, value_of, part_of))
         codes = [compile_rank(pipeline, place, device=self.device) for place in range(pipeline.flow.size)]
         finals = VirtualMesh(mesh).run_pipeline(codes, given)
         return [tuple(rank.get((out.kind, out.name)) for out in program.outputs) for rank in finals]
@@ -137,7 +138,7 @@ class Virtual:
 
         with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
             VirtualMesh(mesh).run(Executable(final.graph, device=self.device), _scatter(final, whole, mesh), collect)
-        leaving = zip(captured.results, captured.outputs, strict=True)
+        leaving = captured.leaving
         gradients = norm_of({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:
             if node in parts and all(part is not None for part in parts[node]):
@@ -146,7 +147,7 @@ class Virtual:
                 origins = [record(operand).origin for operand in operand_nodes(node)]
                 norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
                 floor = ZERO["node"] * max(norms, default=0.0)
-                if found.phase == "backward":
+                if found.is_backward:
                     floor = max(floor, ZERO["gradient"] * gradients)
                 error = _node_error(parts[node], found, mesh, value, floor)
                 if not error <= tolerance:

@@ -97,14 +97,14 @@ def _fill(row: Row) -> None:
 
 
 def _shares(row: Row, compiled: object) -> None:
-    from autopar.compiler.compiled import Compiled
+    from autopar.compiled import Compiled
     from autopar.ir.program import record
 
     assert isinstance(compiled, Compiled)
     row.tp_flops, row.dp_flops = _flops_split(compiled, "tp"), _flops_split(compiled, "dp")
     sharded = dict(compiled.history)["propagate"]
     total = split = 0
-    for node, entry in zip(sharded.placeholders, sharded.inputs, strict=True):
+    for node, entry in sharded.entries:
         if entry.kind == "parameter":
             bytes_ = record(node).type.bytes_
             total += bytes_
@@ -117,7 +117,7 @@ def _shares(row: Row, compiled: object) -> None:
 
 def _flops_split(compiled: object, axis: str) -> float:
     """Per cent of the matrix operations that an axis divides."""
-    from autopar.compiler.compiled import Compiled
+    from autopar.compiled import Compiled
     from autopar.ir.program import record
     from autopar.passes.rules import call_of, rule_of
 

@@ -40,13 +40,13 @@ def line(number: int, row: Row, seconds: float) -> tuple[str, str]:
     if row.failure:
         text += f"  {row.failure.text}\n{pprint.pformat(list(row.shortest), width=120, compact=True)}"
     elif row.refusals:
-        text += "  " + " | ".join(refusal[:160] for refusal in row.refusals)
+        text += "  " + " | ".join(refusal[:400] for refusal in row.refusals)
     return verdict, text
 
 
 def _shape(refusal: str) -> str:
     """A refusal without its names and numbers, so that alike ones are counted together."""
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'...'", " ".join(refusal.split())))[:240]
+    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'...'", " ".join(refusal.split())))[:400]
 
 
 def main() -> None:

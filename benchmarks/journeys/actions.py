@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
+from autopar.errors import AutoparError
 from benchmarks.journeys.side import Side
 
 
@@ -16,16 +17,17 @@ class Action:
     """`run(side, **args)` does it on one side; what it returns must be equal on both.
 
     draws: a strategy of literals for each argument. needs: facts of the pair (`Pair.facts`) that must hold, those
-    with a "!" not. partial: refused in its middle it may have changed something, which ends the journey.
-    must_refuse: no user can mean it; every rank must be told.
+    with a "!" not. must_refuse: the error that every rank must get, as no user can mean it.
+
+    One of several parts says `side.mark()` between them: refused in a later part, the parallel model must be as the
+    plain one is after the earlier parts.
     """
 
     name: str
     run: Callable[..., Any]
     draws: Mapping[str, SearchStrategy[Any]]
     needs: tuple[str, ...]
-    partial: bool
-    must_refuse: bool
+    must_refuse: type[AutoparError] | None
 
     def allowed(self, facts: frozenset[str]) -> bool:
         return all((need[1:] not in facts) if need.startswith("!") else (need in facts) for need in self.needs)
@@ -35,11 +37,11 @@ Registered = Callable[[Callable[..., Any]], Callable[..., Any]]
 ACTIONS: dict[str, Action] = {}
 
 
-def action(*needs: str, partial: bool = False, must_refuse: bool = False, **draws: SearchStrategy[Any]) -> Registered:
+def action(*needs: str, must_refuse: type[AutoparError] | None = None, **draws: SearchStrategy[Any]) -> Registered:
     """Put a function of a side into the table, under its own name."""
 
     def register(run: Callable[[Side], Any]) -> Callable[..., Any]:
-        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, partial, must_refuse)
+        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, must_refuse)
         return run
 
     return register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.side import Side
@@ -23,40 +23,40 @@ def clip_grad_value(side: Side, limit: float) -> None:
     clip_grad_value_(side.model.parameters(), limit)
 
 
-@action("ready", "gradients", limit=LIMITS, partial=True)
+@action("ready", "gradients", limit=LIMITS)
 def clip_by_sums(side: Side, limit: float) -> float:
     """The norm of many scripts: squares, summed to Python numbers."""
     norm = sum(p.grad.pow(2).sum().item() for _, p in side.trained()) ** 0.5
     if norm > limit:
-        for _, p in side.trained():
+        for _, p in side.each(side.trained()):
             p.grad.mul_(limit / norm)
     return norm
 
 
-@action("ready", "gradients", limit=LIMITS, partial=True)
+@action("ready", "gradients", limit=LIMITS)
 def clip_by_norms(side: Side, limit: float) -> float:
     norm = torch.stack([p.grad.norm() for _, p in side.trained()]).norm()
     if float(norm) > limit:
-        for _, p in side.trained():
+        for _, p in side.each(side.trained()):
             p.grad.mul_(limit / float(norm))
     return float(norm)
 
 
-@action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]), partial=True)
+@action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]))
 def clip_by_comparison(side: Side, limit: float) -> None:
-    for _, p in side.trained():
+    for _, p in side.each(side.trained()):
         p.grad[p.grad > limit] = limit
 
 
-@action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]), partial=True)
+@action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]))
 def clip_by_where(side: Side, limit: float) -> None:
-    for _, p in side.trained():
+    for _, p in side.each(side.trained()):
         p.grad.copy_(torch.where(p.grad.abs() > limit, p.grad.sign() * limit, p.grad))
 
 
-@action("ready", "gradients", factor=st.sampled_from([0.5, -1.0]), partial=True)
+@action("ready", "gradients", factor=st.sampled_from([0.5, -1.0]))
 def scale_gradients(side: Side, factor: float) -> None:
-    for i, (_, p) in enumerate(side.trained()):
+    for i, (_, p) in enumerate(side.each(side.trained())):
         if i % 2:
             p.grad *= factor
         else:
@@ -92,8 +92,9 @@ def numbers(side: Side, how: str) -> list[object]:
 
 
 @action("ready", "gradients")
-def norms_of_a_list(side: Side) -> list[object]:
-    return list(torch._foreach_norm([p.grad for _, p in side.trained()]))
+def norm_of_a_list(side: Side) -> Tensor:
+    """By the list functions of torch."""
+    return get_total_norm([p.grad for _, p in side.trained()], foreach=True)
 
 
 @action("ready", "exact")
@@ -104,49 +105,49 @@ def equal_to_itself(side: Side) -> list[bool]:
         ]
 
 
-@action("ready", factor=st.sampled_from([0.9, 0.99]), partial=True)
+@action("ready", factor=st.sampled_from([0.9, 0.99]))
 def decay(side: Side, factor: float) -> None:
-    for p in side.model.parameters():
+    for p in side.each(side.model.parameters()):
         p.data.mul_(factor)
 
 
-@action("ready", "exact", limit=st.sampled_from([0.05, 0.2]), partial=True)
+@action("ready", "exact", limit=st.sampled_from([0.05, 0.2]))
 def mask_weights(side: Side, limit: float) -> None:
     with torch.no_grad():
-        for p in side.model.parameters():
+        for p in side.each(side.model.parameters()):
             p.mul_(p.abs() > limit)
 
 
-@action("ready", "exact", partial=True)
+@action("ready", "exact")
 def first_row_to_zero(side: Side) -> None:
     with torch.no_grad():
-        for p in side.model.parameters():
+        for p in side.each(side.model.parameters()):
             if p.ndim:
                 p[0].zero_()
 
 
-@action("ready", scale=st.sampled_from([0.01, 0.1]), partial=True)
+@action("ready", scale=st.sampled_from([0.01, 0.1]))
 def add_noise(side: Side, scale: float) -> None:
     with torch.no_grad():
-        for p in side.model.parameters():
+        for p in side.each(side.model.parameters()):
             p.add_(torch.randn_like(p) * scale)
 
 
-@action("ready", kind=st.sampled_from(["normal_", "uniform_", "trunc_normal_", "xavier_uniform_"]), partial=True)
+@action("ready", "exact", kind=st.sampled_from(["normal_", "uniform_", "trunc_normal_", "xavier_uniform_"]))
 def initialise(side: Side, kind: str) -> None:
-    for p in side.model.parameters():
+    for p in side.each(side.model.parameters()):
         if p.ndim >= 2:
             getattr(torch.nn.init, kind)(p)
 
 
-@action("ready", way=st.sampled_from(["lerp", "mul_add", "formula"]), partial=True)
+@action("ready", way=st.sampled_from(["lerp", "mul_add", "formula"]))
 def average_weights(side: Side, way: str) -> None:
     """A moving average: started the first time, moved after that."""
     with torch.no_grad():
         if side.average is None:
             side.average = {name: p.detach().clone() for name, p in side.model.named_parameters()}
             return
-        for name, p in side.model.named_parameters():
+        for name, p in side.each(side.model.named_parameters()):
             if way == "lerp":
                 side.average[name].lerp_(p, 0.1)
             elif way == "mul_add":
@@ -155,12 +156,12 @@ def average_weights(side: Side, way: str) -> None:
                 side.average[name] = 0.9 * side.average[name] + 0.1 * p
 
 
-@action("ready", "average", partial=True)
+@action("ready", "average")
 def take_averages(side: Side) -> None:
     """Evaluate with the averages: they are copied into the weights."""
     assert side.average is not None
     with torch.no_grad():
-        for name, p in side.model.named_parameters():
+        for name, p in side.each(side.model.named_parameters()):
             p.copy_(side.average[name])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import Scale
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 SEEDS = st.integers(0, 5)
 VALUES = st.sampled_from([0.5, 2.0, -1.0])
@@ -22,13 +22,13 @@ def set_gain(side: Side, value: float) -> None:
     side.model.gain = value  # type: ignore[assignment]
 
 
-@action("ready", "chain", "training", value=VALUES, partial=True)
+@action("ready", "chain", "training", value=VALUES)
 def anneal_gain(side: Side, value: float) -> list[Tensor]:
     """The same before each of three steps."""
     losses = []
     for i in range(3):
         side.model.gain = value + 0.1 * i  # type: ignore[assignment]
-        losses.append(side.forward_backward(*side.batch(12, i)))
+        losses.append(side.forward_backward(*side.batch(ROWS, i)))
     return losses
 
 
@@ -38,21 +38,21 @@ def set_beta(side: Side, value: float) -> None:
     side.built.set_beta(value)
 
 
-@action("ready", value=st.sampled_from([0.2, 0.4]), partial=True)
+@action("ready", value=st.sampled_from([0.2, 0.4]))
 def anneal_beta(side: Side, value: float) -> list[Tensor]:
     """The same before each of four steps, as KL annealing does."""
     losses = []
     for i in range(4):
         side.built.set_beta(value * i)
-        losses.append(side.forward_backward(*side.batch(12, i)))
+        losses.append(side.forward_backward(*side.batch(ROWS, i)))
     return losses
 
 
-@action("ready", value=st.sampled_from([0.5, 2.0]), partial=True)
+@action("ready", value=st.sampled_from([0.5, 2.0]))
 def set_temperature(side: Side, value: float) -> Tensor:
     """A global that the loss reads."""
     models.set_temperature(value)
-    return side.forward_backward(*side.batch(12, 1))
+    return side.forward_backward(*side.batch(ROWS, 1))
 
 
 @action("ready", "scale", value=VALUES)
@@ -125,6 +125,7 @@ def write_weight(side: Side, value: float) -> None:
     """One weight, set by `nn.init` and by a number."""
     with torch.no_grad():
         nn.init.constant_(side.model.head.weight, value + 0.1)
+        side.mark()
         nn.init.zeros_(side.model.blocks[0].up.bias) if hasattr(side.model.blocks[0], "up") else None
 
 

@@ -25,21 +25,26 @@ from benchmarks.journeys.models import build
 from benchmarks.journeys.side import Side, parallel
 
 
-@action("ready", partial=True)
+@action("ready")
 def torch_save(side: Side) -> None:
-    """Each rank saves what it has, and loads it."""
+    """Each rank saves what it has, and loads it.
+
+    With stages torch.load gives states of other stages as DTensors of torch itself, whole on their ranks alone.
+    """
+    with_states = side.optimizer is not None and "pp" not in side.setup["mesh"]
     state: dict[str, Any] = {"model": side.model.state_dict()}
-    if side.optimizer is not None:
+    if with_states:
         state["optimizer"] = side.optimizer.state_dict()
     torch.save(state, side.path_of_rank("saved.pt"))
     _disturb(side)
     state = torch.load(side.path_of_rank("saved.pt"), weights_only=False)
     side.model.load_state_dict(state["model"])
-    if side.optimizer is not None:
+    side.mark()
+    if with_states:
         side.optimizer.load_state_dict(state["optimizer"])
 
 
-@action("ready", partial=True)
+@action("ready")
 def dcp_of_the_model(side: Side) -> None:
     """torch.distributed.checkpoint, of state_dict()."""
     state = side.model.state_dict()
@@ -47,10 +52,11 @@ def dcp_of_the_model(side: Side) -> None:
     _disturb(side)
     state = side.model.state_dict()
     dcp.load(state, checkpoint_id=side.last_path, no_dist=not side.is_parallel)
+    side.mark()
     side.model.load_state_dict(state)
 
 
-@action("ready", "optimizer", "stateful", partial=True)
+@action("ready", "optimizer", "stateful")
 def dcp_of_both(side: Side) -> None:
     """The same with an optimizer, by torch's get_state_dict and set_state_dict."""
     weights, states = get_state_dict(side.model, side.optimizer)
@@ -59,10 +65,11 @@ def dcp_of_both(side: Side) -> None:
     weights, states = get_state_dict(side.model, side.optimizer)
     loaded = {"m": weights, "o": states}
     dcp.load(loaded, checkpoint_id=side.last_path, no_dist=not side.is_parallel)
+    side.mark()
     set_state_dict(side.model, side.optimizer, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
 
 
-@action("ready", offload=st.booleans(), partial=True)
+@action("ready", offload=st.booleans())
 def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
     """get_model_state_dict with full_state_dict, and back in."""
     gather = StateDictOptions(full_state_dict=True, cpu_offload=offload and side.is_parallel)
@@ -75,7 +82,7 @@ def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
     return {} if offload else state
 
 
-@action("ready", "optimizer", "stateful", partial=True)
+@action("ready", "optimizer", "stateful")
 def whole_optimizer_state_of_torch(side: Side) -> dict[str, Any]:
     """get_optimizer_state_dict with full_state_dict, and back in."""
     gather = StateDictOptions(full_state_dict=True)
@@ -91,7 +98,7 @@ def optimizer_state_round_trip(side: Side) -> None:
     side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
 
 
-@action("ready", "exact", "optimizer", "!gpt", partial=True)
+@action("ready", "exact", "optimizer", "!gpt")
 def plain_optimizer_state(side: Side) -> None:
     """The states of a plain model's optimizer, as a run on one device saved them."""
     assert side.optimizer is not None and side.make is not None
@@ -103,7 +110,7 @@ def plain_optimizer_state(side: Side) -> None:
     side.optimizer.load_state_dict(other.state_dict())
 
 
-@action("ready", to=st.integers(0, 7), way=st.sampled_from(["by hand", "dcp", "whole", "broadcast"]), partial=True)
+@action("ready", to=st.integers(0, 7), way=st.sampled_from(["by hand", "dcp", "whole", "broadcast"]))
 def move(side: Side, to: int, way: str) -> None:
     """On another mesh of as many ranks, with weights, optimizer states and the random state."""
     random = parallel(side).random_state.state_dict() if side.is_parallel else None
@@ -119,11 +126,14 @@ def move(side: Side, to: int, way: str) -> None:
         if dist.is_initialized():
             dist.barrier()
         saved["m"] = torch.load(side.last_path)
+    side.mark()
     side.renew(side.other_mesh(to))
     if random is not None:
         parallel(side).random_state.load_state_dict(random)
+    side.mark()
     if make is not None:
         side.use(make)
+    side.mark()
     _load(side, saved, way, has_states)
 
 
@@ -151,6 +161,7 @@ def _load(side: Side, saved: dict[str, Any], way: str, has_states: bool) -> None
         side.model.load_state_dict(saved["m"])
     else:
         set_model_state_dict(side.model, saved["m"], options=options)
+    side.mark()
     if has_states:
         set_optimizer_state_dict(side.model, side.optimizer, saved["o"], options=options)
 
@@ -158,5 +169,6 @@ def _load(side: Side, saved: dict[str, Any], way: str, has_states: bool) -> None
 def _disturb(side: Side) -> None:
     """Other weights, so that loading nothing is seen."""
     with torch.no_grad():
-        for p in side.model.parameters():
+        for p in side.each(side.model.parameters()):
             p.add_(1.0)
+    side.mark()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 WHICH = st.integers(0, 20)
 FACTORS = st.sampled_from([0.5, 1.5])
@@ -26,7 +26,7 @@ def forward_pre_hook(side: Side, factor: float) -> None:
     side.handles["before"] = side.model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * factor,))
 
 
-@action("ready", "!hook root", factor=FACTORS)
+@action("ready", "!llama", "!hook root", factor=FACTORS)
 def forward_hook_of_the_root(side: Side, factor: float) -> None:
     """On the model that the user holds."""
     side.handles["root"] = side.model.register_forward_hook(lambda module, inputs, out: out * factor)
@@ -58,37 +58,48 @@ def post_accumulate_hook(side: Side, which: int, factor: float) -> None:
     side.handles["accumulated"] = parameter.register_post_accumulate_grad_hook(change)
 
 
+@action("ready", "!hook watching", which=WHICH)
+def watch_gradients(side: Side, which: int) -> None:
+    """One that only logs."""
+
+    def note(gradient: Tensor) -> None:
+        side.seen.append(gradient.norm().item())
+
+    side.handles["watching"] = _trainable(side, which).register_hook(note)
+
+
+@action("ready", "chain", seed=st.integers(0, 5))
+def watch_outputs(side: Side, seed: int) -> Tensor:
+    """One that logs what a block gives, for one step."""
+
+    def note(module: nn.Module, inputs: Any, out: Tensor) -> None:
+        side.seen.append(out.detach().abs().max().item())
+
+    handle = side.model.blocks[0].register_forward_hook(note)
+    try:
+        return side.forward_backward(*side.batch(ROWS, seed))
+    finally:
+        handle.remove()
+
+
 @action("ready", "optimizer", "!hook step")
 def optimizer_hook(side: Side) -> None:
     """One that decays before each step."""
 
     def decay(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            for p in group["params"]:
+            for p in side.each(group["params"]):
                 p.data.mul_(0.99)
+        side.mark()
 
     assert side.optimizer is not None
     side.handles["step"] = side.optimizer.register_step_pre_hook(decay)
 
 
-@action("ready", "hook forward")
-def remove_forward_hook(side: Side) -> None:
-    side.handles.pop("forward").remove()
-
-
-@action("ready", "hook root")
-def remove_hook_of_the_root(side: Side) -> None:
-    side.handles.pop("root").remove()
-
-
-@action("ready", "hook gradient")
-def remove_gradient_hook(side: Side) -> None:
-    side.handles.pop("gradient").remove()
-
-
-@action("ready", "hook accumulated")
-def remove_post_accumulate_hook(side: Side) -> None:
-    side.handles.pop("accumulated").remove()
+@action("ready", "hooks", which=WHICH)
+def remove_hook(side: Side, which: int) -> None:
+    names = sorted(side.handles)
+    side.handles.pop(names[which % len(names)]).remove()
 
 
 def _trainable(side: Side, which: int) -> nn.Parameter:

@@ -63,10 +63,9 @@ def _by_dims(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
 
 
-@action("ready", "optimizer", "gradients", partial=True)
+@action("ready", "optimizer", "gradients")
 def optimizer_step(side: Side) -> None:
-    assert side.optimizer is not None
-    side.optimizer.step()
+    side.step()
 
 
 @action("ready", "optimizer", set_to_none=st.booleans())
@@ -85,9 +84,10 @@ def new_scheduler(side: Side, kind: str) -> None:
     side.scheduler = SCHEDULERS[kind](side.optimizer)
 
 
-@action("ready", "scheduler", "optimizer", "gradients", partial=True)
+@action("ready", "scheduler", "optimizer", "gradients")
 def scheduler_step(side: Side) -> list[float]:
-    assert side.optimizer is not None and side.scheduler is not None
-    side.optimizer.step()
+    assert side.scheduler is not None
+    side.step()
+    side.mark()
     side.scheduler.step()
     return side.scheduler.get_last_lr()

@@ -2,67 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import output_of
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, Side
 
 SEEDS = st.integers(0, 5)
 
 
-@action("ready", "critic", "!dropout", seed=SEEDS, partial=True)
+@action("ready", "critic", "!dropout", seed=SEEDS)
 def train_critic(side: Side, seed: int) -> Tensor:
     """A step of the other network, whose loss calls this one."""
     critic, optimizer = side.critic, side.critic_optimizer
     optimizer.zero_grad()
-    x, y = side.batch(12, seed)
+    side.mark()
+    x, y = side.batch(ROWS, seed)
     if side.is_parallel:
         loss = critic.forward_backward(x, y)
     else:
         loss = side.built.critic_loss(critic, x, y)
         loss.backward()
+    side.mark()
     optimizer.step()
+    side.mark()
     return loss.detach()
 
 
-@action("ready", "critic", "optimizer", "!dropout", seed=SEEDS, partial=True)
+@action("ready", "critic", "optimizer", "!dropout", seed=SEEDS)
 def train_against_critic(side: Side, seed: int) -> list[Tensor]:
     """A round of a GAN: the other network, then this one, whose loss calls the other."""
     first = train_critic(side, seed)
     assert side.optimizer is not None
     side.optimizer.zero_grad()
-    second = side.forward_backward(*side.batch(12, seed))
-    side.optimizer.step()
+    second = side.forward_backward(*side.batch(ROWS, seed))
+    side.step()
     return [first, second]
 
 
-@action("ready", "!dropout", seed=SEEDS, partial=True)
-def backward_of_forward(side: Side, seed: int) -> Any:
+@action("ready", "!dropout", must_refuse=AutoparError, seed=SEEDS)
+def backward_of_forward(side: Side, seed: int) -> None:
     """Autograd by hand, which a parallel model has no graph for."""
-    x, y = side.batch(12, seed)
-    if side.is_parallel:
-        loss = side.built.loss_fn(side.model, x, y)
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
-        return None
-    return side.forward_backward(x, y) and None
+    loss = side.built.loss_fn(side.model, *side.batch(ROWS, seed))
+    side.mark()  # a forward pass may write buffers
+    (loss[0] if isinstance(loss, tuple) else loss).backward()
 
 
 @action("ready", "!dropout", seed=SEEDS)
 def forward_with_gradients_on(side: Side, seed: int) -> Tensor:
     """The outputs in whatever mode the model is, detached after that."""
-    x, _ = side.batch(12, seed)
+    x, _ = side.batch(ROWS, seed)
     return output_of(side.model, x).detach()
 
 
-@action("ready", "exact", "optimizer", "!dropout", "!pp", seed=SEEDS, partial=True)
+@action("ready", "exact", "optimizer", "!dropout", "!pp", seed=SEEDS)
 def lbfgs(side: Side, seed: int) -> Tensor:
     """An optimizer that calls the step itself."""
-    batch = side.batch(12, seed)
+    batch = side.batch(ROWS, seed)
     optimizer = torch.optim.LBFGS([p for p in side.model.parameters() if p.requires_grad], lr=0.05, max_iter=2)
 
     def closure() -> Tensor:
@@ -72,12 +71,12 @@ def lbfgs(side: Side, seed: int) -> Tensor:
     return torch.as_tensor(optimizer.step(closure)).detach()
 
 
-@action("ready", "exact", "smooth", seed=SEEDS, partial=True)
+@action("ready", "exact", "smooth", seed=SEEDS)
 def rprop(side: Side, seed: int) -> None:
     """An optimizer that looks at signs alone."""
     side.start("Rprop")
     for i in range(2):
         assert side.optimizer is not None
         side.optimizer.zero_grad()
-        side.forward_backward(*side.batch(12, seed + i))
-        side.optimizer.step()
+        side.forward_backward(*side.batch(ROWS, seed + i))
+        side.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import output_of
-from benchmarks.journeys.side import Side
+from benchmarks.journeys.side import ROWS, SCALE, Side, parallel
 
 SEEDS = st.integers(0, 5)
 
@@ -55,21 +55,29 @@ CONTAINERS: Mapping[str, Any] = {
     "mapping": lambda x, y: (BatchEncoding({"x": x, "y": y}),),
     "namespace": lambda x, y: (types.SimpleNamespace(x=x, y=y),),
     "arrays": lambda x, y: (x.numpy(), y.numpy()),
+    "with a number": lambda x, y: ({"x": x, "y": y, "weight": 0.25},),
+    "twice": lambda x, y: (x, x),
+    "twice in a dict": lambda x, y: ({"x": x, "y": x},),
+}
+NUMBERS: Mapping[str, Callable[[int], Any]] = {
+    "float": lambda i: 0.5 * i,
+    "int": lambda i: i,
+    "tensor": lambda i: torch.tensor(0.5 * i),
 }
 
 
 @action("ready", seed=SEEDS)
 def forward_backward(side: Side, seed: int) -> Tensor:
-    return side.forward_backward(*side.batch(12, seed))
+    return side.forward_backward(*side.batch(ROWS, seed))
 
 
-@action("ready", "optimizer", seed=SEEDS, partial=True)
+@action("ready", "optimizer", seed=SEEDS)
 def train(side: Side, seed: int) -> Tensor:
     """A whole step of a loop."""
     assert side.optimizer is not None
     side.optimizer.zero_grad()
-    loss = side.forward_backward(*side.batch(12, seed))
-    side.optimizer.step()
+    loss = side.forward_backward(*side.batch(ROWS, seed))
+    side.step()
     return loss
 
 
@@ -79,15 +87,35 @@ def last_batch(side: Side, seed: int) -> Tensor:
     return side.forward_backward(*side.batch(side.setup["rows"], seed))
 
 
-@action("ready", seed=SEEDS, kind=st.sampled_from(sorted(CONTAINERS)), partial=True)
+@action("ready", seed=SEEDS, kind=st.sampled_from(sorted(CONTAINERS)))
 def in_a_container(side: Side, seed: int, kind: str) -> list[Tensor]:
     """Two batches of one container, one after the other."""
-    return [side.forward_backward(*CONTAINERS[kind](*side.batch(12, seed + i))) for i in range(2)]
+    return [side.forward_backward(*CONTAINERS[kind](*side.batch(ROWS, seed + i))) for i in range(2)]
 
 
-@action("ready", seed=SEEDS, parts=st.integers(2, 3), partial=True)
+@action("ready", seed=SEEDS, kind=st.sampled_from(sorted(NUMBERS)))
+def anneal_an_argument(side: Side, seed: int, kind: str) -> list[Tensor]:
+    """A number beside the batch that each step changes, as the weight of a KL term."""
+    return [side.forward_backward(*side.batch(ROWS, seed), NUMBERS[kind](i)) for i in range(3)]
+
+
+@action("ready", "fp16", seed=SEEDS)
+def overflow(side: Side, seed: int) -> Tensor:
+    """A step whose scaled gradients overflow, of which nothing is left."""
+    try:
+        if side.is_parallel:
+            parallel(side).loss_scale.scale = 2.0**60
+        return side.forward_backward(*side.batch(ROWS, seed))
+    finally:
+        if side.is_parallel:
+            parallel(side).loss_scale.scale = SCALE
+        elif side.marks != side.stop:
+            side.model.zero_grad()
+
+
+@action("ready", seed=SEEDS, parts=st.integers(2, 3))
 def accumulate(side: Side, seed: int, parts: int) -> list[Tensor]:
-    return [side.forward_backward(*side.batch(12, seed + i)) for i in range(parts)]
+    return [side.forward_backward(*side.batch(ROWS, seed + i)) for i in range(parts)]
 
 
 @action("ready", seed=SEEDS)
@@ -95,7 +123,7 @@ def evaluate(side: Side, seed: int) -> Tensor:
     """The outputs of a batch in eval mode."""
     was = side.model.training
     side.model.eval()
-    x, _ = side.batch(12, seed)
+    x, _ = side.batch(ROWS, seed)
     try:
         with torch.no_grad():
             return output_of(side.model, x)
@@ -106,5 +134,5 @@ def evaluate(side: Side, seed: int) -> Tensor:
 @action("ready", "aux", seed=SEEDS)
 def metrics(side: Side, seed: int) -> Any:
     """What a loss function returns beside the loss."""
-    loss = side.forward_backward(*side.batch(12, seed))
+    loss = side.forward_backward(*side.batch(ROWS, seed))
     return [loss, dict(side.aux)]

@@ -20,13 +20,14 @@ def state_dict_values(side: Side) -> dict[str, Tensor]:
     return {name: side.whole(value) for name, value in side.model.state_dict().items()}
 
 
-@action("ready", partial=True)
+@action("ready")
 def state_dict_round_trip(side: Side) -> None:
     """Out, changed weights, and back in."""
     state = {name: value.clone() for name, value in side.model.state_dict().items()}
     with torch.no_grad():
-        for p in side.model.parameters():
+        for p in side.each(side.model.parameters()):
             p.add_(1.0)
+    side.mark()
     side.model.load_state_dict(state)
 
 

@@ -6,22 +6,36 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autopar.parallel.padding import padded_part, without_padding
 from autopar.torch_compat import local_of
-from benchmarks.journeys.side import Side, parallel
+from benchmarks.journeys.side import Side
 
-EXACT, ROUNDED, LOOSE = 1e-9, 1e-4, 0.05  # in float64; with norms in float32; in bf16
+EXACT, ROUNDED, HALF, SHORT = 1e-9, 1e-4, 0.01, 0.05  # in float64; with norms in float32; in fp16; in bf16
 ZERO, SMALL = 1e-6, 1e-3  # a state of this norm, or this part of the largest, may be that of a gradient of zero
 
 
 def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
     """A line for each thing that differs: weights, gradients, buffers, flags, optimizer states."""
-    store, known = parallel(ours)._store, dict(ours.model.named_parameters())
-    largest = max((float(p.grad.norm()) for _, p in theirs.trained()), default=0.0) * (1e-3 if tolerance < LOOSE else 1)
-    for name, parameter in theirs.model.named_parameters():
+    yield from _modules(ours.model, theirs.model, tolerance)
+    if theirs.critic is not None:
+        yield from (f"critic: {line}" for line in _modules(ours.critic, theirs.critic, tolerance))
+    yield from unequal("averages", ours, ours.average, theirs.average, tolerance)
+    yield from unequal("seen by hooks", ours, ours.seen, theirs.seen, tolerance, ZERO)
+    if tolerance < HALF:
+        yield from _optimizers(ours, ours.optimizer, theirs.optimizer, tolerance)
+        yield from _optimizers(ours, ours.critic_optimizer, theirs.critic_optimizer, tolerance)
+
+
+def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
+    """What differs of a parallel model and a plain one."""
+    store, known = ours._store, dict(ours.named_parameters())
+    gradients = [float(p.grad.norm()) for p in theirs.parameters() if p.grad is not None]
+    largest = max(gradients, default=0.0) * (SMALL if tolerance < HALF else 1)
+    for name, parameter in theirs.named_parameters():
         mine = known[name]
         if mine.requires_grad != parameter.requires_grad:
             yield f"requires_grad of '{name}': {mine.requires_grad}, plain {parameter.requires_grad}"
@@ -36,19 +50,15 @@ def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
         yield from _off(f"weight '{name}'", local_of(mine), part(parameter.detach()), tolerance, 0)
         if mine.grad is not None and parameter.grad is not None:
             yield from _off(f"gradient '{name}'", local_of(mine.grad), part(parameter.grad), tolerance, largest)
-    buffers = dict(ours.model.named_buffers())
-    for name, buffer in theirs.model.named_buffers():
+    buffers = dict(ours.named_buffers())
+    for name, buffer in theirs.named_buffers():
         yield from _off(f"buffer '{name}'", buffers[name], buffer, tolerance, 0)
-    modes = {name: module.training for name, module in theirs.model.named_modules()}
+    modes = {name: module.training for name, module in theirs.named_modules()}
     yield from (
         f"'{name}'.training: {module.training}"
-        for name, module in ours.model.named_modules()
+        for name, module in ours.named_modules()
         if module.training != modes[name]
     )
-    yield from unequal("averages", ours, ours.average, theirs.average, tolerance)
-    yield from unequal("seen by hooks", ours, ours.seen, theirs.seen, tolerance)
-    if tolerance < LOOSE:
-        yield from _optimizers(ours, theirs, tolerance)
 
 
 def _part(value: Tensor, store: Any, name: str) -> Tensor:
@@ -57,28 +67,28 @@ def _part(value: Tensor, store: Any, name: str) -> Tensor:
     return without_padding(padded_part(value, layout, where.mesh, where.coord), shape, layout, where.mesh, where.coord)
 
 
-def _optimizers(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
-    if ours.optimizer is None or theirs.optimizer is None:
+def _optimizers(side: Side, ours: Optimizer | None, theirs: Optimizer | None, tolerance: float) -> Iterator[str]:
+    if ours is None or theirs is None:
         return
-    counts = [[len(group["params"]) for group in side.optimizer.param_groups] for side in (ours, theirs)]
+    counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in (ours, theirs)]
     if counts[0] != counts[1]:
         yield f"optimizer: groups of {counts[0]} parameters, plain {counts[1]}"
         return
-    floors = _floors(theirs.optimizer)
-    pairs = zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True)
+    floors = _floors(theirs)
+    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
     for i, (mine, plain) in enumerate(pairs):
         numbers = {key: value for key, value in plain.items() if key != "params"}
-        yield from unequal(f"group {i}", ours, {key: mine.get(key) for key in numbers}, numbers, tolerance)
+        yield from unequal(f"group {i}", side, {key: mine.get(key) for key in numbers}, numbers, tolerance)
         for j, (p, q) in enumerate(zip(mine["params"], plain["params"], strict=True)):
-            held, wanted = ours.optimizer.state.get(p, {}), theirs.optimizer.state.get(q, {})
+            held, wanted = ours.state.get(p, {}), theirs.state.get(q, {})
             what = f"state of parameter {j} of group {i}"
             if set(held) != set(wanted):
                 yield f"{what}: has {sorted(held)}, plain {sorted(wanted)}"
             for key in (key for key in wanted if key in held):
-                yield from unequal(f"{what}, {key!r}", ours, held[key], wanted[key], tolerance, floors.get(key, ZERO))
+                yield from unequal(f"{what}, {key!r}", side, held[key], wanted[key], tolerance, floors.get(key, ZERO))
 
 
-def _floors(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _floors(optimizer: Optimizer) -> dict[str, float]:
     """By the name of a state, the norm below which it may be rounding alone."""
     floors: dict[str, float] = {}
     for state in optimizer.state.values():
@@ -106,7 +116,7 @@ def unequal(what: str, side: Side, mine: Any, plain: Any, tolerance: float, floo
         for i, (a, b) in enumerate(zip(mine, plain, strict=False)):
             yield from unequal(f"{what}, item {i}", side, a, b, tolerance, floor)
     elif isinstance(plain, float) and isinstance(mine, (int, float)):
-        if abs(mine - plain) > tolerance * max(abs(plain), 1e-12) and not (mine != mine and plain != plain):
+        if abs(mine - plain) > tolerance * max(abs(plain), floor, 1e-12) and not (mine != mine and plain != plain):
             yield f"{what}: {mine!r}, plain {plain!r}"
     elif type(mine) is not type(plain) or mine != plain:
         yield f"{what}: {mine!r}, plain {plain!r}"

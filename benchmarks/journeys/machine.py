@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from benchmarks.journeys.actions import ACTIONS
+from benchmarks.journeys.draws import backend_of
 from benchmarks.journeys.meshes import world
 from benchmarks.journeys.pools import Pools
 from benchmarks.journeys.ranks import Report, act, begin
@@ -41,33 +42,40 @@ class Row:
     first: Journey = ()
     refusals: Counter[str] = field(default_factory=Counter)
     known: dict[str, Report] = field(default_factory=dict)  # what came of the beginnings of journeys
+    taken: Journey = ()  # the one that the pools are on
     end: float | None = None
     without: frozenset[str] = frozenset()  # actions that are not drawn
 
     def take(self, journey: Journey) -> Report:
-        """The report on the last action of a journey, whose others were taken already."""
+        """The report on the last action of a journey. What is known of its beginning is not taken again."""
         key = repr(journey)
-        if self.end is not None and time.monotonic() > self.end:
-            if key not in self.known:
+        if key not in self.known:
+            if self.end is not None and time.monotonic() > self.end:
                 reject()  # the time for making it shorter is over
-            report = self.known[key]
-        else:
-            size = world(journey[0][1]["mesh"])
-            name, args = journey[-1]
-            if len(journey) == 1:
-                self._folder = tempfile.TemporaryDirectory()
-                report = self.pools.run(size, begin, args, self._folder.name)
-            else:
-                report = self.pools.run(size, act, name, args)
-            self.known[key] = report
-            self.actions += 1
+            start = len(journey) - 1 if self.taken == journey[:-1] else 0
+            for length in range(start + 1, len(journey) + 1):
+                self.known[key] = self._run(journey[:length])
+                if self.known[key].verdict in FAILED:
+                    break
+        report = self.known[key]
         if self.failure is None:
             self.first = journey
-            if report.verdict == "refused":
-                self.refusals[report.text] += 1
+            if report.verdict in ("refused", "both fail"):
+                self.refusals[f"{journey[-1][0]}: {report.text}"] += 1
         if report.verdict in FAILED:
             self._fail(journey, report)
         return report
+
+    def _run(self, journey: Journey) -> Report:
+        """Take the last action of a journey, after its others."""
+        size = world(journey[0][1]["mesh"])
+        name, args = journey[-1]
+        self.taken = journey
+        self.actions += 1
+        if len(journey) > 1:
+            return self.pools.run(size, act, name, args)
+        self._folder = tempfile.TemporaryDirectory()
+        return self.pools.run(size, begin, args, self._folder.name)
 
     def _fail(self, journey: Journey, report: Report) -> None:
         if self.end is None:
@@ -113,12 +121,12 @@ def run_row(pools: Pools, of: int, number: int, shrink_s: float = 60, without: I
     """Draw and take the journey of a row. A failing one is made shorter for some seconds."""
     row = Row(pools, shrink_s, without=frozenset(without))
     machine = seed(f"{of} {number}")(type("Journeys", (Machine,), {"row": row}))
-    chosen = settings(
-        max_examples=1, stateful_step_count=8 + number % 13, deadline=None, database=None,
-        verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck), print_blob=False,
-        phases=(Phase.generate, Phase.shrink) if shrink_s else (Phase.generate,),
-    )  # fmt: skip
-    with contextlib.suppress(JourneyFailed):
+    with backend_of(f"{of} {number}") as backend, contextlib.suppress(JourneyFailed):
+        chosen = settings(
+            max_examples=1, stateful_step_count=8 + number % 13, deadline=None, database=None, backend=backend,
+            verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck), print_blob=False,
+            phases=(Phase.generate, Phase.shrink) if shrink_s else (Phase.generate,),
+        )  # fmt: skip
         run_state_machine_as_test(machine, settings=chosen)
     return row
 

@@ -174,13 +174,13 @@ def output_of(module: nn.Module, x: Tensor) -> Tensor:
     return getattr(out, "logits", out)
 
 
-def unpack(batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """x and y of a batch, in whatever it came."""
+def unpack(batch: tuple[Any, ...]) -> tuple[Tensor, Tensor, Any]:
+    """x, y and a weight (or None) of a batch, in whatever it came."""
     if len(batch) == 1 and isinstance(batch[0], Mapping):
-        batch = (batch[0]["x"], batch[0]["y"])
+        batch = (batch[0]["x"], batch[0]["y"], batch[0].get("weight"))
     elif len(batch) == 1:
         batch = (batch[0].x, batch[0].y)
-    return torch.as_tensor(batch[0]), torch.as_tensor(batch[1])
+    return torch.as_tensor(batch[0]), torch.as_tensor(batch[1]), batch[2] if len(batch) > 2 else None
 
 
 def build(setup: Values) -> Built:
@@ -190,7 +190,7 @@ def build(setup: Values) -> Built:
     if setup["head"] == "gpt":
         from gpt import GPT, GPTConfig
 
-        model: nn.Module = GPT(GPTConfig(VOCABULARY, TIME, layers=2, heads=2, width=setup["width"]))
+        model: nn.Module = GPT(GPTConfig(VOCABULARY, TIME, layers=1, heads=2, width=setup["width"]))
     elif setup["head"] == "llama":
         model = _llama()
     else:
@@ -200,10 +200,12 @@ def build(setup: Values) -> Built:
             parameter += 0.2 * torch.randn_like(parameter)
 
     def loss_fn(module: nn.Module, *batch: Any) -> Any:
-        x, y = unpack(batch)
+        x, y, weight = unpack(batch)
         out = output_of(module, x)
-        error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y)
+        error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y[..., :3])
         loss = temperature * error + beta * out.pow(2).mean()
+        if weight is not None:
+            loss = loss + weight * out.mean()
         for critic in critics:
             loss = loss - 0.1 * critic(out).mean()
         return (loss, {"error": error.detach(), "out": out.detach()}) if auxiliary else loss

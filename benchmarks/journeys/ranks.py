@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 import warnings
@@ -17,8 +18,8 @@ from torch import nn
 from autopar.errors import AutoparError
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import ACTIONS, Action
-from benchmarks.journeys.compare import EXACT, LOOSE, ROUNDED, ZERO, differences, unequal
-from benchmarks.journeys.side import Side, parallel
+from benchmarks.journeys.compare import EXACT, HALF, ROUNDED, SHORT, ZERO, differences, unequal
+from benchmarks.journeys.side import Side, Stopped, parallel
 from benchmarks.journeys.table import load_actions
 
 load_actions()
@@ -28,7 +29,7 @@ load_actions()
 class Report:
     """What one rank made of an action. facts: what is true of the pair now, on which the next action may depend."""
 
-    verdict: str  # ok, refused, WRONG, BROKEN
+    verdict: str  # ok, refused, both fail (which ends the journey), WRONG, BROKEN
     text: str = ""
     facts: frozenset[str] = frozenset()
 
@@ -42,35 +43,37 @@ class Pair:
 
     def act(self, name: str, args: Mapping[str, Any]) -> Report:
         """One action on both, and the comparison. The parallel model goes first: refused, it did not happen."""
-        action, refusal = ACTIONS[name], ""
+        action, got, refusal, is_due = ACTIONS[name], None, "", False
         try:
             got = _run(action.run, self.ours, args)
         except AutoparError as error:
             report = _refused(error)
             if report.verdict == "BROKEN":
                 return report
-            refusal = report.text
+            refusal, is_due = report.text, bool(action.must_refuse and isinstance(error, action.must_refuse))
         except BaseException as error:  # some of torch's are no Exception
             return self._failed(action, args, error)
-        found: list[str] = []
-        if action.must_refuse:
-            found += [] if refusal else ["it was not refused"]
-        elif not refusal:
-            try:
-                want = _run(action.run, self.theirs, args)
-            except BaseException as error:
-                return _broken("the plain module: ", error)
-            found += unequal("result", self.ours, got, want, self.tolerance, ZERO)
-        if action.must_refuse and action.partial and refusal:
-            return Report("ok")  # as it should be, and nothing to go on with
-        found += differences(self.ours, self.theirs, self.tolerance)
-        if refusal and action.partial and found:
-            return Report("refused", refusal)  # in its middle: nothing to go on with
+        if action.must_refuse and not refusal:
+            return Report("WRONG", "it was not refused")
+        try:
+            found = self._compared(action, args, got, refusal)
+        except BaseException as error:
+            return _broken("comparing: ", error)
         if found:
-            return Report("WRONG", ("after a refusal: " if refusal else "") + "; ".join(found[:4]))
-        if action.must_refuse:
-            refusal = ""  # as it should be
-        return Report("refused" if refusal else "ok", refusal, self.facts())
+            return Report("WRONG", (f"after a refusal ({refusal}): " if refusal else "") + "; ".join(found[:4]))
+        return Report("refused" if refusal and not is_due else "ok", refusal, self.facts())
+
+    def _compared(self, action: Action, args: Mapping[str, Any], got: Any, refusal: str) -> list[str]:
+        """What differs after the plain module did the same, up to where the parallel one was refused."""
+        found: list[str] = []
+        if not refusal:
+            want = _run(action.run, self.theirs, args)
+            found += unequal("result", self.ours, got, want, self.tolerance, ZERO)
+        elif self.ours.marks:
+            with contextlib.suppress(Stopped):
+                _run(action.run, self.theirs, args, stop=self.ours.marks)
+                found.append(f"the plain module made fewer than {self.ours.marks} parts of it")
+        return found + list(differences(self.ours, self.theirs, self.tolerance))
 
     def _failed(self, action: Action, args: Mapping[str, Any], error: BaseException) -> Report:
         """What another error than ours means: broken, unless the plain module has the very same one."""
@@ -78,13 +81,14 @@ class Pair:
             _run(action.run, self.theirs, args)
         except BaseException as other:
             if type(other) is type(error):
-                return Report("ok", f"both: {type(error).__name__}: {error}")  # and nothing to go on with
+                return Report("both fail", f"{type(error).__name__}: {' '.join(str(error).split())}")
         return _broken("", error)
 
     @property
     def tolerance(self) -> float:
         setup = self.ours.setup
-        return LOOSE if setup["options"].get("precision") else ROUNDED if setup["head"] == "llama" else EXACT
+        precision = setup["options"].get("precision")
+        return {"bf16": SHORT, "fp16": HALF, None: ROUNDED if setup["head"] == "llama" else EXACT}[precision]
 
     def facts(self) -> frozenset[str]:
         """What actions ask for."""
@@ -95,6 +99,7 @@ class Pair:
         known = {
             "ready": True,
             "exact": not setup["options"].get("precision"),
+            "fp16": setup["options"].get("precision") == "fp16",
             "ranks": ranks,
             "replicated": ranks and any(store.layouts[n].is_whole and store.homes[n] is None for n in store.layouts),
             "pp": "pp" in side.setup["mesh"],
@@ -104,12 +109,14 @@ class Pair:
             "optimizer": side.optimizer is not None,
             "stateful": any(held.values()),
             "scheduler": side.scheduler is not None,
+            "hooks": bool(side.handles),
             "average": side.average is not None,
             "aux": bool(setup.get("aux")),
             "tokens": setup["head"] != "regress",
             "training": side.model.training,
             "critic": side.critic is not None,
             "gpt": setup["head"] == "gpt",
+            "llama": setup["head"] == "llama",
             "smooth": setup["head"] not in ("gpt", "llama") and not {"batchnorm", "norm"} & set(setup["blocks"]),
             "frozen": any(not p.requires_grad for p in side.model.parameters()),
             "chain": isinstance(side.model, models.Chain),
@@ -153,7 +160,8 @@ def act(rank: int, name: str, args: Mapping[str, Any]) -> Report:
     return _held["pair"].act(name, args)
 
 
-def _run(run: Any, side: Side, args: Mapping[str, Any]) -> Any:
+def _run(run: Any, side: Side, args: Mapping[str, Any], stop: int | None = None) -> Any:
+    side.marks, side.stop = 0, stop
     torch.manual_seed(len(args) + side.steps)
     return run(side, **args)
 

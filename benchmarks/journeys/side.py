@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,13 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Rprop": {"lr": 0.005},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
 }
+ROWS = 24  # of a batch: all meshes and micro-batches but a few divide them
+SCALE = 256.0  # of losses in fp16: with these models nothing overflows
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The plain side has come as far as the parallel one, which was refused there."""
 
 
 @dataclass
@@ -55,32 +62,49 @@ class Side:
     critic: Any = None  # the other model of a GAN, with its optimizer
     critic_optimizer: Any = None
     paths: int = 0
+    marks: int = 0
+    stop: int | None = None  # the mark at which this side is to stop
 
     def __post_init__(self) -> None:
         self.renew(self.setup["mesh"])
 
     def renew(self, mesh: str) -> None:
-        """A model as it was at the start, on a mesh."""
-        self.setup = {**self.setup, "mesh": mesh, "options": options_on(mesh, self.setup["options"])}
-        self.built = build(self.setup)
-        self.model = self.built.model
-        if self.is_parallel:
-            self.model = autopar.parallelize(
-                self.model, mesh, loss_fn=self.built.loss_fn, batch=self.setup.get("batch", "global"),
-                **self.setup["options"],
-            )  # fmt: skip
+        """A model as it was at the start, on a mesh. Refused, nothing of this side has changed."""
+        setup = {**self.setup, "mesh": mesh, "options": options_on(mesh, self.setup["options"])}
+        built = build(setup)
+        model = self._made(setup, built.model, built.loss_fn)
+        critic = self._made(setup, built.critics[0], built.critic_loss) if built.critics else None
+        if critic is not None:  # each one's loss calls the other
+            built.critics[0], built.generators[0] = critic, model
+            self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
+        self.setup, self.built, self.model, self.critic = setup, built, model, critic
         self.handles.clear()
         self.average = self.scheduler = None
-        if self.built.critics:
-            self._add_critic()
 
-    def _add_critic(self) -> None:
-        """The other network of a GAN: each one's loss calls the other."""
-        self.critic = self.built.critics[0]
-        if self.is_parallel:
-            self.critic = autopar.parallelize(self.critic, self.setup["mesh"], loss_fn=self.built.critic_loss)
-        self.built.critics[0], self.built.generators[0] = self.critic, self.model
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+    def _made(self, setup: Mapping[str, Any], model: nn.Module, loss_fn: Callable[..., Any]) -> nn.Module:
+        """The model of this side."""
+        if not self.is_parallel:
+            return model
+        made = autopar.parallelize(
+            model, setup["mesh"], loss_fn=loss_fn, batch=setup.get("batch", "global"), **setup["options"]
+        )
+        if made.loss_scale is not None:
+            made.loss_scale.scale = SCALE
+        return made
+
+    # -- how far an action came ---------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """What came before is done, whatever becomes of the rest of the action."""
+        self.marks += 1
+        if self.marks == self.stop:
+            raise Stopped
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, with a mark before each."""
+        for item in items:
+            self.mark()
+            yield item
 
     def other_mesh(self, number: int) -> str:
         """One of the meshes with as many ranks on which this model can be."""
@@ -104,6 +128,7 @@ class Side:
 
     def forward_backward(self, *batch: Any) -> Tensor:
         """The loss; gradients are added up. The plain module draws its masks as autopar does."""
+        self.mark()
         if self.is_parallel:
             loss = self.model.forward_backward(*batch)
             self.aux = self.model.last_aux if self.setup.get("aux") else None
@@ -134,6 +159,11 @@ class Side:
         return self.optimizer
 
     # -- what it holds ------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.mark()
+        assert self.optimizer is not None
+        self.optimizer.step()
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that have a gradient."""

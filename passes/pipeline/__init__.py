@@ -1,4 +1,4 @@
-"""From a LOCAL program to a pipeline: cut into stages, put in order, proven."""
+"""Cut a LOCAL program into stages, order their actions, and prove the order."""
 
 from __future__ import annotations
 

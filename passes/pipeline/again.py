@@ -1,4 +1,4 @@
-"""What is computed again stays on the stage of what it repeats."""
+"""Place each recomputed node on the stage of its original."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def originals(program: Program) -> dict[fx.Node, fx.Node]:
     calls: dict[tuple[object, ...], fx.Node] = {}
     for node in program.calls():
         is_duplicate = record(node).made_by == MADE_BY
-        if record(node).phase == "backward" and not is_duplicate:
+        if record(node).is_backward and not is_duplicate:
             continue
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: found.get(old, old))
         known = record(node)

@@ -1,4 +1,4 @@
-"""Stages that the user names: modules, a stage an entry."""
+"""Assign stages as the user names them: modules, a stage an entry."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.errors import LayoutError
+from autopar.ir.modules import in_module, module_paths, nearest, spelled_out
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
 from autopar.passes.pipeline.cut import Stages, forward_nodes
 from autopar.passes.pipeline.when import Times
 
@@ -39,7 +39,7 @@ def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
         others = sorted({stage for stage, _ in places})
         if len(others) > 1:
             faults.append(f"module '{path}' is in stages {others[0]} and {others[1]}: a module has one stage.")
-    used = [entry for node, entry in zip(program.placeholders, program.inputs, strict=True) if node.users]
+    used = [entry for node, entry in program.entries if node.users]
     owners = {name.rpartition(".")[0] for entry in used if entry.kind == "parameter" for name in entry.names}
     missing = sorted(path for path in paths if path in owners and path not in named)
     if missing:

@@ -1,4 +1,4 @@
-"""Where the forward pass is cut into stages: by an exact dynamic program, or as the user says."""
+"""Cut the forward pass into stages: by an exact dynamic program, or as the user says."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ class _Line:
                 time = machine.latency_us + bytes_ / machine.link_bytes_per_us
                 steps[first + 1] += time
                 steps[last + 1 if last + 1 <= count else count] -= time
-            if any(user.op != "output" and record(user).phase == "backward" for user in node.users):
+            if any(user.op != "output" and record(user).is_backward for user in node.users):
                 saved[i] = bytes_
         return np.cumsum(steps), saved
 
     def _first_uses(self, program: Program, position: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[str, int]]:
         """The first forward node that needs each parameter, maybe by way of what is computed before."""
         found: dict[fx.Node, tuple[str, int]] = {}
-        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        for node, entry in program.entries:
             if entry.kind != "parameter":
                 continue
             known, pending, first = {node}, [node], len(position)

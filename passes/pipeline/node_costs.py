@@ -1,4 +1,4 @@
-"""What a node costs on one rank, in microseconds of a machine: only ratios count, and they place the cuts."""
+"""Estimate the time of a node on one rank, in microseconds of a machine; only ratios count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.layout import local_shape
+from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_collective, is_mesh_op
 from autopar.ir.plan import MICROBATCH, Machine
@@ -17,16 +17,6 @@ from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, reco
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
     """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
     return {node: _time(node, program.mesh, machine) for node in program.calls()}
-
-
-def local_bytes(node: fx.Node, mesh: Mesh) -> int:
-    """The bytes of one rank's part of all tensor results of a node."""
-    found = record(node)
-    return sum(
-        math.prod(local_shape(type_.shape, layout, mesh)) * type_.dtype.itemsize
-        for type_, layout in zip(found.types, found.layouts, strict=False)
-        if type_ is not None and layout is not None
-    )
 
 
 def _time(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
@@ -54,7 +44,7 @@ def by_origin(program: Program, times: Mapping[fx.Node, float]) -> dict[tuple[st
     found: dict[tuple[str, str], float] = {}
     for node, time in times.items():
         known = record(node)
-        if known.phase == "backward":
+        if known.is_backward:
             key = (known.module, known.source)
             found[key] = found.get(key, 0.0) + time
     return found

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.layout import local_shape
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Record, TensorType, is_view, record
+from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.pipeline.again import kept_across
 from autopar.passes.pipeline.by_hand import by_hand
@@ -47,35 +47,67 @@ def partition(program: Program, plan: Plan, places: Places) -> Pipeline:
     return _Partition(program, plan, places).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A program with the stages of its forward and backward calls."""
+
+    program: Program
+    forward: Stages
+    backward: Stages
+
+    @property
+    def all(self) -> Stages:
+        return {**self.forward, **self.backward}
+
+    def moved_to(self, program: Program, new: Mapping[fx.Node, fx.Node]) -> _Staged:
+        """The same stages in a program that was made of this one; new: its nodes by those of this one."""
+        return _Staged(
+            program, *({new[n]: s for n, s in of.items() if n in new} for of in (self.forward, self.backward))
+        )
+
+
+def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
+    """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
+    program = program if plan.microbatches > 1 else with_joins(program)
+    times = _times(program, plan)
+    forward = _cut(program, times, plan, places)
+    return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
+
+
+def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
+    staging = plan.staging
+    if staging.stages is not None:
+        return by_hand(program, times, staging.stages)
+    limits = Limits(places.in_flight, staging.stage_memory, staging.homes, staging.machine)
+    return cut(program, times, len(places.ranks), limits)
+
+
+def _keep_across(staged: _Staged) -> _Staged:
+    """Let a recomputed call read, across the border of stages, what the forward pass sent."""
+    return staged.moved_to(*kept_across(staged.program, staged.all))
+
+
+def _accumulate_per_stage(staged: _Staged, microbatches: int) -> _Staged:
+    """Let each stage add up its own micro-batches before stages add to one another."""
+    times = times_of(staged.program, microbatches)
+    return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
+
+
+def _times(program: Program, plan: Plan) -> Times:
+    return times_of(program, plan.microbatches, plan.zero_axis if plan.gathers_again else None)
+
+
 class _Partition:
     def __init__(self, program: Program, plan: Plan, places: Places) -> None:
         self.plan, self.places = plan, places
         self.ranks, self.count = places.ranks, len(places.ranks)
-        microbatches = plan.microbatches
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        program = program if microbatches > 1 else with_joins(program)
-        again = plan.zero_axis if plan.gathers_again else None
-        times = times_of(program, microbatches, again)
-        forward = self._cut(program, times)
-        backward = place_backward(program, times, forward, self.count)
-        program, kept = kept_across(program, {**forward, **backward})
-        forward, backward = ({kept[n]: s for n, s in stages.items() if n in kept} for stages in (forward, backward))
-        times = times_of(program, microbatches)
-        self.program, new = sums_by_stage(program, times, {**forward, **backward})
-        self.forward = {new[node]: stage for node, stage in forward.items() if new[node].op == "call_function"}
-        self.stages: Stages = {new[node]: stage for node, stage in {**forward, **backward}.items() if node in new}
-        self.times = times_of(self.program, microbatches, again)
-        self.stages = {node: stage for node, stage in self.stages.items() if self.times.of[node] is When.EACH}
+        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan.microbatches)
+        self.program, self.forward = staged.program, staged.forward
+        self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
+        self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.EACH}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
-        self.entries = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-
-    def _cut(self, program: Program, times: Times) -> Stages:
-        staging = self.plan.staging
-        if staging.stages is not None:
-            return by_hand(program, times, staging.stages)
-        limits = Limits(self.places.in_flight, staging.stage_memory, staging.homes, staging.machine)
-        return cut(program, times, self.count, limits)
 
     def run(self) -> Pipeline:
         self.homes = self._homes()
@@ -191,7 +223,7 @@ class _Partition:
     def _epilogue(self, rank: int) -> None:
         """Gradients of this rank's parameters, the loss, buffers and values."""
         piece, outside = self._piece((rank, "E")), self.outside[rank, "E"]
-        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+        for node, out in self.program.leaving:
             assert node is not None
             if out.kind != "gradient" or self.ranks[self.homes[out.name]] == rank:
                 piece.leave(out.kind, out.name, node)
@@ -242,20 +274,20 @@ class _Partition:
             counting = graphs.get((rank, "C")) if key[1] == "P" else None
             counted = {out.name for out in counting.outputs} if counting is not None else set()
             works[key] = _work(graph, tuple(foreign), counted)
-            types.update((node.name, _local_type(record(node), graph.mesh)) for node in graph.placeholders)
+            types.update((node.name, local_type(node, graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
-            types.update((name, _local_type(record(node), graph.mesh)) for name, node in leaving if node is not None)
+            types.update((name, local_type(node, graph.mesh)) for name, node in leaving if node is not None)
         flow = Flow(self.ranks, self.plan.microbatches, works, types, homes)
         found = [node for node in self.program.nodes if node in self.times.joins]
         joins = {node.name: join_of(node) for node in found}
-        types.update((node.name, _local_type(record(node), self.program.mesh)) for node in found)
+        types.update((node.name, local_type(node, self.program.mesh)) for node in found)
         return Pipeline(self.plan.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
         """The parameters of a graph that another rank keeps, with that rank."""
         return {
             node.name: (self.ranks[self.homes[entry.name]],)
-            for node, entry in zip(graph.placeholders, graph.inputs, strict=True)
+            for node, entry in graph.entries
             if entry.kind == "parameter" and self.ranks[self.homes[entry.name]] != rank
         }
 
@@ -291,7 +323,3 @@ def _work(graph: Program, foreign: tuple[str, ...], counted: set[str]) -> Work:
         return tuple(out.name for out in graph.outputs if out.kind == kind)
 
     return Work(entering("saved"), leaving("saved"), leaving("part"), (*entering("step"), *foreign), leaving("step"))
-
-
-def _local_type(found: Record, mesh: Mesh) -> TensorType:
-    return TensorType(local_shape(found.type.shape, found.layout, mesh), found.type.dtype)

@@ -60,7 +60,7 @@ def build(program: Program, piece: Piece, outside: dict[fx.Node, Outside]) -> Pr
     needed = reach((node for _, node in piece.leaving), outside)
     maker = Builder(MADE_BY)
     inputs: list[Input] = []
-    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    entries = dict(program.entries)
     for node in program.nodes:
         if node not in needed:
             continue

@@ -1,4 +1,4 @@
-"""The stage of every backward node, and whether it belongs to the gradients of inputs or of weights: by data flow."""
+"""Find the stage of every backward node, and whether it makes gradients of inputs or of weights, by data flow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Everywhere = None  # the stages of a value that any stage can compute
 
 def backward_nodes(program: Program, times: Times) -> list[fx.Node]:
     """The backward nodes of a micro-batch that need parameters, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).phase == "backward"]
+    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).is_backward]
 
 
 def place_backward(program: Program, times: Times, stages: Stages, count: int) -> Stages:
@@ -73,7 +73,7 @@ def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, fr
     """The stages that have a value after the forward pass: where it is made and where it is used."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in reversed(program.nodes):
-        if node.op == "output" or record(node).phase == "backward":
+        if node.op == "output" or record(node).is_backward:
             continue
         where = frozenset(stages[user] for user in node.users if user in stages)
         if node in stages:
@@ -91,9 +91,9 @@ def _homes(
 ) -> dict[fx.Node, int]:
     """The stage of what leads, one gradient at a time, to one parameter and to nothing else. Of a bias no forward value
     is needed, so only this tells where it belongs."""
-    by_name = {entry.name: node for node, entry in zip(program.placeholders, program.inputs, strict=True)}
+    by_name = {entry.name: node for node, entry in program.entries}
     found: dict[fx.Node, int] = {}
-    for result, out in zip(program.results, program.outputs, strict=True):
+    for result, out in program.leaving:
         where = present.get(by_name[out.name], frozenset()) if out.kind == "gradient" else frozenset()
         if result is None or len(where) != 1:
             continue
@@ -107,7 +107,7 @@ def _homes(
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and record(node).phase == "backward"
+    return node.op == "call_function" and record(node).is_backward
 
 
 def weight_nodes(program: Program, placed: Stages) -> frozenset[fx.Node]:

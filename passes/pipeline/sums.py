@@ -1,4 +1,4 @@
-"""What the micro-batches add up to: every stage adds its own part, and what stages add to one another moves once."""
+"""Gradient accumulation across stages: each stage adds locally, and the sum over stages is sent once per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
+"""Find when each node of a step runs: before the micro-batches, once for each of them, or after all of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
     of: dict[fx.Node, When] = {}
     joins: set[fx.Node] = set()
     weighted: set[fx.Node] = set()  # depends on parameters
-    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
             continue

@@ -52,7 +52,7 @@ class _Precision:
         self.totals = _totals(program)
 
     def run(self) -> Program:
-        for node, entry in zip(self.program.placeholders, self.program.inputs, strict=True):
+        for node, entry in self.program.entries:
             if entry.kind == "parameter":
                 self._is_parameter(self.build.copy(node), len(record(node).type.shape) == 1)
             else:
@@ -104,7 +104,7 @@ class _Precision:
         operands = [old for old in dict.fromkeys(operand_nodes(node)) if self._dtype(old) in (low, WIDE)]
         if node.target is aten._to_copy.default:
             return {}
-        # As it was traced: where the user turned autocast off, and an op of a user's own or of which little is known.
+        # As it was traced: where the user turned autocast off, and a custom op or of which little is known.
         if record(node).exact or str(node.target) not in TABLE:
             return {old: record(old).type.dtype for old in operands}
         if kind is Kind.LOW and node in self.weighted:
@@ -213,7 +213,7 @@ class _Precision:
     def _leaving(self) -> dict[fx.Node, list[str]]:
         """What leaves the program, and as what."""
         found: dict[fx.Node, list[str]] = {}
-        for node, out in zip(self.program.results, self.program.outputs, strict=True):
+        for node, out in self.program.leaving:
             assert node is not None
             found.setdefault(node, []).append(out.kind)
         return found
@@ -226,7 +226,7 @@ class _Precision:
         return self._as(value, dtype if dtype.is_floating_point else None, output)
 
     def _leave(self) -> None:
-        outputs = zip(self.program.results, self.program.outputs, strict=True)
+        outputs = self.program.leaving
         made = self.build.graph.output(tuple(self._left(node, out.kind) for node, out in outputs if node is not None))
         set_record(made, record(self.program.graph.output_node()))
         for node in reversed(self.build.graph.nodes):
@@ -252,18 +252,16 @@ def _name(node: fx.Node) -> str:
 
 def _weighted(program: Program) -> set[fx.Node]:
     """The nodes that hang on a parameter, and all of the backward pass: what hangs on none has no gradient."""
-    found = {
-        node for node, entry in zip(program.placeholders, program.inputs, strict=True) if entry.kind == "parameter"
-    }
+    found = {node for node, entry in program.parameters()}
     for node in program.calls():
-        if record(node).phase == "backward" or any(operand in found for operand in node.all_input_nodes):
+        if record(node).is_backward or any(operand in found for operand in node.all_input_nodes):
             found.add(node)
     return found
 
 
 def _totals(program: Program) -> set[fx.Node]:
     """The additions by which the uses of a weight add up to its gradient."""
-    outputs = zip(program.results, program.outputs, strict=True)
+    outputs = program.leaving
     pending = [node for node, out in outputs if node is not None and out.kind == "gradient"]
     found: set[fx.Node] = set()
     known: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""What all layers together keep, so that it is no more than a number of bytes."""
+"""Choose what all layers together keep, within a number of bytes."""
 
 from __future__ import annotations
 

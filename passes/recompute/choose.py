@@ -1,4 +1,4 @@
-"""Which calls of the forward pass the backward pass computes again."""
+"""Choose the forward calls that the backward pass computes again."""
 
 from __future__ import annotations
 

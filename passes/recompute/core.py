@@ -1,4 +1,4 @@
-"""The attention core, found by what it is: cheap products of activations, and what lies between them."""
+"""Find the attention core: cheap products of activations, and what lies between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer keeps and what it computes again: minimum cuts, for every price of a byte."""
+"""Split one layer into what is kept and what is recomputed: minimum cuts, for every price of a byte."""
 
 from __future__ import annotations
 

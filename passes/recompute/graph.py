@@ -59,11 +59,11 @@ def forward_of(program: Program) -> Forward:
 
 
 def is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and record(node).phase == "backward"
+    return node.op == "call_function" and record(node).is_backward
 
 
 def is_costly(node: fx.Node) -> bool:
-    """True for what is never computed again under a budget: a product, a collective, an op of a user's own (which may
+    """True for what is never computed again under a budget: a product, a collective, a custom op (which may
     take any time)."""
     namespace = getattr(node.target, "namespace", "")
     return bool(record(node).flops) or is_collective(node.target) or namespace not in ("autopar", "aten", "prims", "")
@@ -71,6 +71,6 @@ def is_costly(node: fx.Node) -> bool:
 
 def inputs_that_vary(program: Program) -> Iterator[fx.Node]:
     """The inputs that differ from step to step: the batch and the seed."""
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         if entry.kind in ("batch", "seed"):
             yield node

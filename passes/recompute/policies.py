@@ -1,4 +1,4 @@
-"""What is asked of each module, and which modules compute again together."""
+"""Read the recomputation policy of each module, and group modules that are recomputed together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
+from autopar.ir.modules import in_module, layer_of, module_paths, nearest, spelled_out, unit_of
 from autopar.ir.plan import Policy, Recompute
 from autopar.ir.program import Program, record
-from autopar.passes.modules import in_module, module_paths, nearest, spelled_out
 
 ALL = "*"
 
@@ -62,17 +62,8 @@ class Policies:
     def group(self, path: str) -> str:
         """What is computed again at one time: the module of `whole`, a layer, or what is outermost on the path."""
         if path not in self._groups:
-            self._groups[path] = self.whole(path) or layer_of(path) or path.partition(".")[0]
+            self._groups[path] = self.whole(path) or unit_of(path)
         return self._groups[path]
-
-
-def layer_of(path: str) -> str:
-    """The outermost member of a list of modules on a path: `blocks.3` of `blocks.3.mlp.0`; "" if there is none."""
-    words = path.split(".")
-    for i, word in enumerate(words):
-        if word.isdigit():
-            return ".".join(words[: i + 1])
-    return ""
 
 
 def policies_of(program: Program, recompute: Recompute) -> Policies:

@@ -54,7 +54,7 @@ assert len(TABLE) == sum(len(kind.ROWS) for kind in _KINDS), "two files have a r
 
 
 def table_of(plan: Plan) -> Table:
-    """The rules of a plan: the table's, and those of the user's own ops."""
+    """The rules of a plan: the table's, and those of custom ops."""
     return MappingProxyType({**TABLE, **plan.rules}) if plan.rules else TABLE
 
 

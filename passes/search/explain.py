@@ -102,7 +102,7 @@ def _searches(program: Program, plan: Plan) -> Iterator[tuple[AxisSearch, Soluti
 
 def _names(program: Program) -> Names:
     names = {node: f"%{node.name}" for node in program.graph.nodes}
-    names.update((node, entry.name) for node, entry in zip(program.placeholders, program.inputs, strict=True))
+    names.update((node, entry.name) for node, entry in program.entries)
     return names
 
 

@@ -1,4 +1,4 @@
-"""A program as classes of identical calls, with what the search must know of each: its rule, its role, its users."""
+"""Describe a program as classes of identical calls: the rule, role and users of each."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def build_classes(
     which gradients may be summed."""
     nodes = [node for node in program.graph.nodes if node.op != "output" and not is_getitem(node)]
     number = {node: i for i, node in enumerate(nodes)}
-    entries = dict(zip(program.placeholders, program.inputs, strict=True))
+    entries = dict(program.entries)
     by_name = {entry.name: node for node, entry in entries.items()}
     sources: list[list[tuple[int, int]]] = []
     for node in nodes:
         operands = operand_nodes(node) if node.op == "call_function" else ()
         sources.append([(number[source], result) for source, result in map(source_of, operands)])
-    pairs = [(node, out) for node, out in zip(program.results, program.outputs, strict=True) if node is not None]
+    pairs = [(node, out) for node, out in program.leaving if node is not None]
     linked = [list(found) for found in sources]
     for node, out in pairs:
         if out.kind == "gradient":  # a parameter's class depends on its gradient's

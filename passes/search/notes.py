@@ -1,4 +1,4 @@
-"""What a person should know of the plan of an axis: weights and products that it leaves whole, ops without a rule."""
+"""Note what the plan of an axis leaves whole: weights and products, and ops without a rule."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _product(item: Item, share: float) -> str:
     known = record(item.node)
     place = f" at {known.source}" if known.source else ""
     module = f" in {known.module}" if known.module else ""
-    phase = " backward" if known.phase == "backward" else ""
+    phase = " backward" if known.is_backward else ""
     times = f", {item.count} times" if item.count > 1 else ""
     return f"%{item.node.name}{place}{module}{phase} ({_share(share)}{times})"
 

@@ -1,15 +1,15 @@
-"""What a step costs beside its matrix products: the bytes that a rank moves, and those that it computes."""
+"""Estimate the cost of a step beside its matrix products: the bytes that a rank moves and computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.measure import human, local_bytes
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
-from autopar.report.inspection import bytes_of, human
 
 # The start of a collective, in bytes that the link of `passes/search/costs.py` would move in that time: 10 us.
 BYTES_PER_START = 1e6
@@ -43,14 +43,11 @@ def step_cost(program: Program) -> StepCost:
     moved, collectives, computed = 0.0, 0, 0
     for node in program.calls():
         if not is_collective(node.target):
-            computed += 0 if is_getitem(node) or is_view(node) else bytes_of(node, program)
+            computed += 0 if is_getitem(node) or is_view(node) else local_bytes(node, program.mesh)
         elif node.target != op("wait") and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
-            kind = collective_of(node.target)
-            operand = operand_nodes(node)[0]
+            kind, operand = collective_of(node.target), operand_nodes(node)[0]
             collectives += 1
-            again = (
-                kind.name == "all_gather" and record(node).phase == "backward" and record(operand).phase == "forward"
-            )
-            whole = bytes_of(node if kind.counts_result else operand, program)
+            again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
+            whole = local_bytes(node if kind.counts_result else operand, program.mesh)
             moved += 0.0 if again else move_cost(kind.has, kind.gives, whole, sizes[str(node.args[1])])
     return StepCost(moved, collectives, computed)

@@ -123,10 +123,10 @@ def _write(folder: Path, artifact: Artifact) -> None:
     (folder / INDEX).write_bytes(_json(index).encode())
 
 
-def load_programs(directory: str | os.PathLike[str], own_ops: frozenset[str] = frozenset()) -> Artifact:
+def load_programs(directory: str | os.PathLike[str], custom_ops: frozenset[str] = frozenset()) -> Artifact:
     """Read an artifact; raises `ArtifactError` naming every file that is missing, changed or not ours.
 
-    own_ops: the ops of the user's that the programs may hold, besides those of aten and autopar.
+    custom_ops: the custom ops that the programs may hold, besides those of aten and autopar.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -138,7 +138,7 @@ def load_programs(directory: str | os.PathLike[str], own_ops: frozenset[str] = f
     def load_graph(stem: str, graph: str, mesh: Mesh) -> Program:
         if f"{stem}.json" not in files:
             raise ArtifactError(f"'{folder / INDEX}' names graph '{graph}', but has no file '{stem}.json' of it.")
-        return _load_graph(folder / f"{stem}.json", files[f"{stem}.json"], mesh, own_ops)
+        return _load_graph(folder / f"{stem}.json", files[f"{stem}.json"], mesh, custom_ops)
 
     try:
         mesh = parse_mesh(index["mesh"]) if index["mesh"] else Mesh(())
@@ -207,10 +207,10 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
         raise ArtifactError(f"'{folder}' is not intact: {'; '.join(faults)}. Compile again, or restore the files.")
 
 
-def _load_graph(path: Path, digest: str, mesh: Mesh, own_ops: frozenset[str]) -> Program:
+def _load_graph(path: Path, digest: str, mesh: Mesh, custom_ops: frozenset[str]) -> Program:
     content = _read_json(path, digest)
     try:
-        program = parse_program("\n".join(content["program"]), own_ops)
+        program = parse_program("\n".join(content["program"]), custom_ops)
     except (KeyError, TypeError):
         raise ArtifactError(f"'{path}' does not hold a program.") from None
     except AutoparError as error:

@@ -42,7 +42,7 @@ def python_text(program: Program, graph: str, ranks: str) -> str:
 
 def _lines(program: Program, graph: str, ranks: str) -> Iterator[str]:
     yield _HEADER.format(graph=graph, ranks=ranks, mesh=str(program.mesh) or "of one rank")
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         names = ", ".join(map(quote, entry.names))
         yield f"    {node.name},  # {entry.kind} {names}: {_value(record(node), program)}\n"
     yield "):\n"
@@ -66,7 +66,7 @@ def _lines(program: Program, graph: str, ranks: str) -> Iterator[str]:
             place.append(_one_line(why))
         yield f"    {node.name} = {_call(node)}  # {'  '.join(filter(None, place))}\n"
     yield "    return (\n"
-    for result, output in zip(program.results, program.outputs, strict=True):
+    for result, output in program.leaving:
         yield f"        {_argument(result)},  # {output.kind} {quote(output.name)}\n"
     yield "    )\n"
 

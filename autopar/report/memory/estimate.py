@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError, RankError, one_of
 from autopar.ir.ops import is_collective
 from autopar.ir.plan import CPU, PIPELINE
@@ -41,7 +41,7 @@ LARGEST = 12  # values of a report
 
 
 def memory_report(
-    compiled: Compiled, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None
+    compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None
 ) -> MemoryReport:
     """What a rank holds, without running anything on data. Raises RankError for a rank that the mesh has not.
 
@@ -59,7 +59,7 @@ def memory_report(
     return _report(compiled, rank, trace, device)
 
 
-def _report(compiled: Compiled, rank: int, trace: Trace, device: str) -> MemoryReport:
+def _report(compiled: Lowered, rank: int, trace: Trace, device: str) -> MemoryReport:
     tracker, coord = trace.tracker, compiled.mesh.coord(rank)
     timeline = tuple(_moments(trace))
     at = max(tracker.peak(trace.start), trace.start - 1)
@@ -94,7 +94,7 @@ class _Categories:
     """What each block is for. A gradient on its way to be reduced is one too; what holds several on their way is a
     collective's."""
 
-    def __init__(self, compiled: Compiled, trace: Trace) -> None:
+    def __init__(self, compiled: Lowered, trace: Trace) -> None:
         self.gradients, self.saved = set(trace.gradients), trace.saved
         pipeline = compiled.pipeline
         programs = [compiled.program] if pipeline is None else list(pipeline.graphs.values())
@@ -121,8 +121,8 @@ def _gradients(program: Program) -> Iterator[fx.Node]:
     """The nodes whose values are parameters' gradients before or after they are reduced, and in what they move."""
     wanted = [
         node
-        for node, out in zip(program.results, program.outputs, strict=True)
-        if node is not None and (out.kind == "gradient" or (out.kind == "part" and record(node).phase == "backward"))
+        for node, out in program.leaving
+        if node is not None and (out.kind == "gradient" or (out.kind == "part" and record(node).is_backward))
     ]
     seen: set[fx.Node] = set()
     while wanted:

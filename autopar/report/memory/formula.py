@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError
+from autopar.ir.modules import unit_of
 from autopar.ir.program import record
 from autopar.report.memory.report import GRADIENTS, PARAMETERS, STATES
 from autopar.report.memory.simulate import GPU_DEVICE, OptimizerMaker, Trace, simulate
@@ -57,7 +58,7 @@ def fit(
 
 
 def states_formula(
-    compiled: Compiled, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str = GPU_DEVICE
+    compiled: Lowered, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str = GPU_DEVICE
 ) -> Formula:
     """Bytes of parameters, gradients and optimizer states, in P parameters that lie in T tensors of a rank."""
     trace = _count(compiled, rank, optimizer, device)
@@ -77,26 +78,19 @@ def states_formula(
     return Formula(name, sympy.expand(expression), sum(bytes_.values()) + steps)
 
 
-def saved_by_module(compiled: Compiled, rank: int = 0, device: str = GPU_DEVICE) -> dict[str, int]:
+def saved_by_module(compiled: Lowered, rank: int = 0, device: str = GPU_DEVICE) -> dict[str, int]:
     """Bytes that the forward pass leaves to the backward pass, by layer: a module's path up to its first number."""
     trace, found = _count(compiled, rank, None, device), {WHOLE: 0}
     for block in sorted(trace.saved, key=lambda block: block.born):
         node = getattr(block.place, "node", None)
-        layer = layer_of(record(node).module) if node is not None else "received from other stages"
+        layer = unit_of(record(node).module) if node is not None else "received from other stages"
         found[layer] = found.get(layer, 0) + block.bytes
         found[WHOLE] += block.bytes
     return found
 
 
-def layer_of(module: str) -> str:
-    """`blocks.0` of `blocks.0.attn.q`; the whole path where no part is a number."""
-    parts = module.split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: place + 1])
-
-
 def activation_formulas(
-    build: Callable[[Sizes], Compiled],
+    build: Callable[[Sizes], Lowered],
     symbols: Sequence[str],
     monomials: Sequence[str],
     points: Sequence[Sizes],
@@ -131,6 +125,6 @@ def _alike(found: list[Formula]) -> list[Formula]:
     return [Formula(group[0].name, expression, group[0].value, len(group)) for (_, expression), group in by.items()]
 
 
-def _count(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str) -> Trace:
+def _count(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None, device: str) -> Trace:
     """Without an allocator's rounding."""
     return simulate(compiled, rank, optimizer or torch.optim.AdamW, device, grain=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.report.inspection import human, table_text
+from autopar.ir.measure import human
+from autopar.report.text import table_text
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 ACTIVATIONS, COLLECTIVES, TEMPORARIES, INPUTS = "saved activations", "collectives", "temporaries", "inputs"

@@ -8,27 +8,28 @@ from typing import Any
 import torch
 
 from autopar.capture.containers import map_tensors, take_call_apart
-from autopar.cli.job import Job
 from autopar.compiler.compile import batch_arguments, compile_step
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PIPELINE
+from autopar.job import Job
+from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.formula import Sizes, activation_formulas, states_formula
 from autopar.report.memory.report import ranks_text
 from autopar.report.memory.simulate import GPU_DEVICE, OptimizerMaker
 from autopar.report.saved import saved_text
 
 
-def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
+def memory_texts(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None, device: str | None) -> Iterator[str]:
     """The report of a rank, and what is saved for the backward pass and computed again; of a pipeline before it a line
     for each of its ranks that differ from it on pp alone."""
-    chosen = compiled.memory(rank, optimizer, device)
+    chosen = memory_report(compiled, rank, optimizer, device)
     if PIPELINE in compiled.mesh:
         coord = compiled.mesh.coord(rank)
         others = [compiled.mesh.rank({**coord, PIPELINE: place}) for place in range(compiled.mesh[PIPELINE])]
-        reports = [chosen if other == rank else compiled.memory(other, optimizer, device) for other in others]
+        reports = [chosen if other == rank else memory_report(compiled, other, optimizer, device) for other in others]
         yield ranks_text(reports) + "\n"
     yield str(chosen)
     if any(out.kind == "gradient" for out in compiled.program.outputs):
@@ -36,7 +37,7 @@ def memory_texts(compiled: Compiled, rank: int, optimizer: OptimizerMaker | None
 
 
 def formula_texts(
-    job: Job, mesh: Mesh, choices: Choices, compiled: Compiled, rank: int, device: str | None
+    job: Job, mesh: Mesh, choices: Choices, compiled: Lowered, rank: int, device: str | None
 ) -> Iterator[str]:
     """Bytes of states a parameter, and what a layer keeps for the backward pass as a polynomial in the batch's sizes.
 
@@ -89,8 +90,8 @@ def _rows_and_sequence(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
     return "bs", ["b*s**2", "b*s", "b", "s**2", "s", "1"], points
 
 
-def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable[[Sizes], Compiled]:
-    def build(sizes: Mapping[str, int]) -> Compiled:
+def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable[[Sizes], Lowered]:
+    def build(sizes: Mapping[str, int]) -> Lowered:
         def resize(leaf: torch.Tensor) -> torch.Tensor:
             if not leaf.ndim or leaf.shape[0] != example["b"]:
                 return leaf

@@ -16,21 +16,21 @@ import torch
 from torch import fx, nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.compiler.compiled import STEP, Compiled
+from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
 from autopar.ir.pipeline import graph_name
 from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, record
 from autopar.ir.schedule import Span
-from autopar.parallel.execution import own_memory, shared_outputs
-from autopar.parallel.staged import given_of
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.report.memory.silent import silent_groups
 from autopar.report.memory.stand_ins import ON_CPU, value_read
 from autopar.report.memory.track import Block, Tracker
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable, Outputs, Study
+from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.pipeline import Given, RankCode, compile_rank
+from autopar.runtime.staged import given_of
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _aten = torch.ops.aten
@@ -70,7 +70,7 @@ class Trace:
     gradient_bytes: int = 0  # of the gradients alone; their memory may be larger
 
 
-def simulate(compiled: Compiled, rank: int, make: OptimizerMaker, device: str, grain: int | None = None) -> Trace:
+def simulate(compiled: Lowered, rank: int, make: OptimizerMaker, device: str, grain: int | None = None) -> Trace:
     """The second step of a rank and of its optimizer, whose states are there by then. grain: to which bytes are
     rounded up, that of the device's allocator if not given."""
     fake: AbstractContextManager[Any] = FakeTensorMode() if device == CPU_DEVICE else nullcontext()
@@ -104,7 +104,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 class _Rank:
     """A rank, its state and where it is."""
 
-    def __init__(self, compiled: Compiled, rank: int, device: str, grain: int) -> None:
+    def __init__(self, compiled: Lowered, rank: int, device: str, grain: int) -> None:
         self.compiled, self.device = compiled, torch.device(device)
         self.coord = compiled.mesh.coord(rank)
         self.tracker = _Shapes(device, grain, self._value)
@@ -129,7 +129,7 @@ class _Rank:
     # -- where it is --------------------------------------------------------------------------------------------
 
     def _enter(self, node: fx.Node) -> None:
-        if not self.crossed and record(node).phase == "backward":
+        if not self.crossed and record(node).is_backward:
             self.crossed = True
             self._save(self.begun)
         self.tracker.place = Place(self.names[node.graph], self.action, node)
@@ -220,7 +220,7 @@ class _Rank:
         """Parameters, buffers, constants and the batch. Of a parameter of other stages there is nothing."""
         compiled, program = self.compiled, self.compiled.program
         place, homes = self.coord.get(PIPELINE, 0), compiled.homes
-        for node, entry in zip(program.placeholders, program.inputs, strict=True):
+        for node, entry in program.entries:
             known = record(node)
             shape, dtype = known.type.shape, known.type.dtype
             if entry.kind == "parameter":
@@ -278,11 +278,8 @@ class _Rank:
             return local_part(self.held[_key(entry)], layout, program.mesh, coord)
 
         if self.compiled.pipeline is not None:
-            return given_of(self.compiled, self.coord, value_of, part_of)
-        return [
-            value_of(entry, record(node).layout)
-            for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        ]
+            return given_of(self.compiled.program, self.compiled.pipeline, self.coord, value_of, part_of)
+        return [value_of(entry, record(node).layout) for node, entry in program.entries]
 
 
 def _key(entry: Input) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.compiler.compiled import Compiled
-from autopar.ir.layout import local_shape
+from autopar.compiler.lowered import Lowered
+from autopar.ir.measure import local_type
 from autopar.ir.names import dtype_name
 from autopar.ir.program import Program, record
 from autopar.ir.text import diff_programs, print_program, print_result
@@ -32,7 +32,7 @@ TITLE, DATA, TIMELINE = "TITLE", "DATA", "TIMELINE"
 SEPARATOR = "   # "  # before the comment of a line
 
 
-def page_text(compiled: Compiled, title: str) -> str:
+def page_text(compiled: Lowered, title: str) -> str:
     """The whole page. It opens from a file, asks no network for anything and runs in any browser of its decade."""
     style, script, pipeline = _file("style.css"), "\n".join(map(_file, SCRIPTS)), compiled.pipeline
     if pipeline is not None:
@@ -50,7 +50,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(compiled: Compiled, title: str) -> dict[str, Any]:
+def page_data(compiled: Lowered, title: str) -> dict[str, Any]:
     """All that the page shows. Nodes are rows, so that thousands of them stay small."""
     program, pipeline = compiled.program, compiled.pipeline
     memory, place = (memory_of(program), None) if pipeline is None else fullest(compiled)
@@ -130,28 +130,25 @@ def _placed(node: fx.Node) -> tuple[tuple[int, ...] | None, str]:
 
 def _inputs(program: Program) -> Iterator[dict[str, Any]]:
     places = {node: i for i, node in enumerate(program.graph.nodes)}
-    for node, entry in zip(program.placeholders, program.inputs, strict=True):
+    for node, entry in program.entries:
         known = record(node)
         if not known.is_tensor:
             continue
-        local = local_shape(known.type.shape, known.layout, program.mesh)
-        bytes_ = known.type.dtype.itemsize
-        for size in local:
-            bytes_ *= size
+        local = local_type(node, program.mesh)
         yield {
             "names": entry.names,
             "kind": entry.kind,
             "dtype": dtype_name(known.type.dtype),
             "shape": known.type.shape,
             "layout": str(known.layout),
-            "local": local,
-            "bytes": bytes_,
+            "local": local.shape,
+            "bytes": local.bytes_,
             "whole": known.type.bytes_,
             "node": places[node],
         }
 
 
-def _passes(compiled: Compiled) -> Iterator[dict[str, Any]]:
+def _passes(compiled: Lowered) -> Iterator[dict[str, Any]]:
     """What each pass changed, as the lines of `autopar inspect --diff`."""
     for (_, before), (name, after) in itertools.pairwise(compiled.history):
         lines = diff_programs(before, after).split("\n")[:-1]  # a name may hold what `splitlines` splits at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from autopar.compiler.compiled import Collective, Compiled, moving_nodes
+from autopar.compiler.lowered import Collective, Lowered, moving_nodes
 from autopar.ir.pipeline import Pipeline
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory
@@ -24,16 +24,12 @@ def stages_data(pipeline: Pipeline) -> dict[str, Any]:
     return {"schedule": pipeline.schedule, "microbatches": pipeline.microbatches, "rows": rows}
 
 
-def stage_of_names(compiled: Compiled) -> dict[str, int]:
+def stage_of_names(compiled: Lowered) -> dict[str, int]:
     """The stage of each node that one computes, and of each parameter's, by the node's name."""
     pipeline, program = compiled.pipeline, compiled.program
     if pipeline is None:
         return {}
-    found = {
-        node.name: pipeline.homes[entry.name]
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    found = {node.name: pipeline.homes[entry.name] for node, entry in program.parameters()}
     for (stage, kind), graph in pipeline.graphs.items():
         if kind in "FBIW":
             for node in graph.calls():
@@ -41,14 +37,14 @@ def stage_of_names(compiled: Compiled) -> dict[str, int]:
     return found
 
 
-def collectives_with_names(compiled: Compiled) -> Iterable[tuple[Collective, str]]:
+def collectives_with_names(compiled: Lowered) -> Iterable[tuple[Collective, str]]:
     """All collectives of a step with the name of their node."""
     graphs = [compiled.program] if compiled.pipeline is None else compiled.pipeline.graphs.values()
     names = [node.name for graph in graphs for node in moving_nodes(graph)]
     return zip(compiled.collectives, names, strict=True)
 
 
-def fullest(compiled: Compiled) -> tuple[Memory, int]:
+def fullest(compiled: Lowered) -> tuple[Memory, int]:
     """The bytes on the rank that holds most, and its place on the axis pp."""
     assert compiled.pipeline is not None
     found = [memory_of_rank(compiled, place) for place in range(compiled.pipeline.flow.size)]
@@ -57,12 +53,12 @@ def fullest(compiled: Compiled) -> tuple[Memory, int]:
     return found[place], place
 
 
-def timeline_of_page(compiled: Compiled) -> str:
+def timeline_of_page(compiled: Lowered) -> str:
     """The element with the timeline; empty without a pipeline."""
     return "" if compiled.pipeline is None else timeline_html(picture_of(compiled))
 
 
-def timeline_style(compiled: Compiled) -> str:
+def timeline_style(compiled: Lowered) -> str:
     return style(picture_of(compiled))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.passes.schedules import simulate
 from autopar.report.timeline.page import timeline_page
@@ -16,7 +16,7 @@ from autopar.report.timeline.terminal import timeline_text
 from autopar.report.timeline.trace import measured_costs, read_trace
 
 
-def picture_of(compiled: Compiled, over: Path | None = None) -> Picture:
+def picture_of(compiled: Lowered, over: Path | None = None) -> Picture:
     """The simulated step of a pipeline. over: the folder of a trace; then the simulation takes the times of actions
     from there, and what was measured is drawn below it: what differs is waiting."""
     pipeline = compiled.pipeline

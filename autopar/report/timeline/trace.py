@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.compiler.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
@@ -29,7 +29,7 @@ MERGED = "trace.json"
 FORMAT = "autopar trace"
 
 
-def write_trace(folder: Path, compiled: Compiled, recorder: Recorder) -> Path:
+def write_trace(folder: Path, compiled: Lowered, recorder: Recorder) -> Path:
     """Write what this rank did; rank 0 puts all together. Every rank must call it."""
     try:
         write_rank(folder, compiled, dist.get_rank(), recorder)
@@ -39,7 +39,7 @@ def write_trace(folder: Path, compiled: Compiled, recorder: Recorder) -> Path:
         raise TargetError(f"--trace {folder}: cannot write there: {error.strerror}.") from None
 
 
-def write_rank(folder: Path, compiled: Compiled, rank: int, recorder: Recorder) -> None:
+def write_rank(folder: Path, compiled: Lowered, rank: int, recorder: Recorder) -> None:
     """The trace of one rank; times are those of the machine's clock, so that ranks can be laid side by side."""
     folder.mkdir(parents=True, exist_ok=True)
     offset = time.time() * 1e6 - time.perf_counter() * 1e6
@@ -48,7 +48,7 @@ def write_rank(folder: Path, compiled: Compiled, rank: int, recorder: Recorder) 
     (folder / _file(rank)).write_text(json.dumps(content))
 
 
-def merge_ranks(folder: Path, compiled: Compiled) -> Path:
+def merge_ranks(folder: Path, compiled: Lowered) -> Path:
     """Put the files of all ranks together that are there; the first event is at time 0."""
     events: list[dict[str, Any]] = []
     for rank in range(compiled.mesh.size):
@@ -63,7 +63,7 @@ def merge_ranks(folder: Path, compiled: Compiled) -> Path:
     return folder / MERGED
 
 
-def read_trace(folder: Path, compiled: Compiled) -> Timeline:
+def read_trace(folder: Path, compiled: Lowered) -> Timeline:
     """What the first rank of each stage did in the shortest of the steps that were traced.
 
     Raises TargetError for what is no trace, or not one of this pipeline.
@@ -141,7 +141,7 @@ def _ordered(spans: Iterator[Span] | list[Span]) -> tuple[Span, ...]:
     return tuple(sorted(spans, key=lambda span: span.start_us))
 
 
-def _content(compiled: Compiled, events: list[dict[str, Any]]) -> dict[str, Any]:
+def _content(compiled: Lowered, events: list[dict[str, Any]]) -> dict[str, Any]:
     pipeline = compiled.pipeline
     said: dict[str, Any] = {"format": FORMAT, "mesh": str(compiled.mesh)}
     if pipeline is not None:

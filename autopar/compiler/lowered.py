@@ -1,29 +1,22 @@
-"""A compiled program: what each rank runs, what it moves and why."""
+"""The programs of all ranks as data: what each rank runs, what it moves and why."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
 
-from autopar.errors import ArtifactError
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
+from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.plan import MICROBATCH, PIPELINE, Plan, Staging
+from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
-
-if TYPE_CHECKING:
-    from autopar.report.explanation import Explanation
-    from autopar.report.memory.report import MemoryReport
-    from autopar.report.memory.simulate import OptimizerMaker
 
 STEP = "step"
 WAIT = op("wait")
@@ -69,11 +62,7 @@ class RankProgram:
 
 
 def _layouts(program: Program) -> dict[str, Layout]:
-    return {
-        entry.name: record(node).layout
-        for node, entry in zip(program.placeholders, program.inputs, strict=True)
-        if entry.kind == "parameter"
-    }
+    return {entry.name: record(node).layout for node, entry in program.parameters()}
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,7 +72,7 @@ def _modules(programs: tuple[tuple[str, Program], ...]) -> Mapping[str, fx.Graph
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Lowered:
     """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
 
     `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
@@ -176,7 +165,7 @@ class Compiled:
         """What a person should know: ops without a rule, weights that stay whole."""
         return self.program.notes
 
-    def with_note(self, note: str) -> Compiled:
+    def with_note(self, note: str) -> Lowered:
         """The same, with one more note."""
         *before, (name, last) = self.history
         return replace(self, history=(*before, (name, last.with_(notes=(*last.notes, note)))))
@@ -187,52 +176,6 @@ class Compiled:
         if graph is not None or list(programs) == [STEP]:
             return print_program(programs[graph or STEP])
         return "\n".join(f"graph {name}\n{print_program(program)}" for name, program in programs.items())
-
-    def explain(self, value: str) -> Explanation:
-        """Why a parameter, a computed value or all of a module has its layout, and what it moves.
-
-        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%contract_4"`. Solves the
-        search again for each other layout of the value. Raises ValueNameError, with the nearest names.
-        """
-        from autopar.report.explanation import explain
-
-        return explain(self, value)
-
-    def memory(self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None) -> MemoryReport:
-        """The bytes that a rank holds in a step and in its optimizer's, by category, with the peak and its place.
-
-        Found by running the rank's program on tensors without data. optimizer: makes one from parameters, AdamW if not
-        given. device: "cpu" or "cuda", by default what the program was compiled for. Raises RankError or PlanError.
-        """
-        from autopar.report.memory.estimate import memory_report
-
-        return memory_report(self, rank, optimizer, device)
-
-    def save(self, directory: str | Path) -> None:
-        """Write the programs of the distinct ranks as readable Python and JSON."""
-        from autopar.report.artifact.artifact import Artifact, save_programs
-
-        programs = tuple((ranks, self.ranks[ranks[0]].programs) for ranks in self.alike)
-        whole = None if self.pipeline is None else self.program
-        save_programs(Path(directory), Artifact(self.mesh, programs, {}, self.pipeline, whole))
-
-
-def load(directory: str | Path) -> Compiled:
-    """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
-    one, or not intact, or if it holds an op of your own that has no rule in this process (`register_rule`)."""
-    from autopar.custom_ops.registry import OWN_OPS
-    from autopar.report.artifact.artifact import load_programs
-
-    artifact = load_programs(Path(directory), OWN_OPS.names())
-    pipeline = artifact.pipeline
-    if pipeline is not None:
-        assert artifact.whole is not None
-        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
-        return Compiled(plan, (("load", artifact.whole),), pipeline)
-    (_, programs), *_ = artifact.programs
-    if STEP not in programs:
-        raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")
-    return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))
 
 
 def moving_nodes(program: Program) -> Iterator[fx.Node]:
@@ -247,24 +190,16 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     for node in moving_nodes(program):
         found = record(node)
         kind, operand = collective_of(node.target), operand_nodes(node)[0]
-        type_, layout = (found.type, found.layout) if kind.counts_result else _type_of(operand)
-        shape = local_shape(type_.shape, layout, program.mesh)
-        numel = 1
-        for size in shape:
-            numel *= size
+        moved = local_type(node if kind.counts_result else operand, program.mesh)
         yield Collective(
             op=kind.name,
             axis=str(node.args[1]),
-            bytes=numel * type_.dtype.itemsize,
-            shape=shape,
+            bytes=moved.bytes_,
+            shape=moved.shape,
             value=operand.name,
             module=found.module,
             source=found.source,
             reason=found.reason,
             phase=found.phase,
-            dtype=type_.dtype,
+            dtype=moved.dtype,
         )
-
-
-def _type_of(node: fx.Node):  # type: ignore[no-untyped-def]
-    return record(node).type, record(node).layout

@@ -1,4 +1,4 @@
-"""Modules as a user names them: `blocks.0-3`, `*.mlp`."""
+"""Paths of modules: patterns as a user writes them (`blocks.0-3`, `*.mlp`), and the layer that a path lies in."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.ir.program import Program, record
 
+_NUMBER = re.compile(r"(?<![^.'])\d+(?![^.'])")  # a word of a path
 _RANGE = re.compile(r"(\d+)-(\d+)\Z")
 
 
@@ -38,6 +39,23 @@ def in_module(path: str, pattern: str) -> bool:
     """True for the module of a pattern, and for what it holds."""
     depth = pattern.count(".") + 1
     return fnmatch.fnmatchcase(".".join(path.split(".")[:depth]), pattern) and path.count(".") + 1 >= depth
+
+
+def layer_of(path: str) -> str:
+    """The outermost member of a list of modules on a path: `blocks.3` of `blocks.3.mlp.0`; "" if there is none."""
+    words = path.split(".")
+    place = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    return "" if place is None else ".".join(words[: place + 1])
+
+
+def unit_of(path: str) -> str:
+    """The layer of a path, or what is outermost on it where it lies in none: `head` of `head.norm`."""
+    return layer_of(path) or path.partition(".")[0]
+
+
+def any_layer(text: str) -> str:
+    """A path, or a text with one between quotes, with `*` for the number of its layer."""
+    return _NUMBER.sub("*", text, 1)
 
 
 def nearest(name: str, paths: Sequence[str]) -> list[str]:

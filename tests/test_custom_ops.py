@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from own_ops import RIGHT
+from custom_op_kernels import RIGHT
 from refusals import refused
 
-from autopar.custom_ops.registry import OwnOps, register_rule
+from autopar.custom_ops.registry import CustomOps, register_rule
 from autopar.errors import RuleError, WrongRule
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_rules_are_taken(name: str) -> None:
     pattern, options, gradients = RIGHT[name]
-    registry = OwnOps()
+    registry = CustomOps()
     before = torch.random.get_rng_state()
     made = register_rule(f"own_tests::{name}", pattern, **options, registry=registry)
     assert made.gradients is gradients
@@ -58,7 +58,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_wrong_rules_are_refused_for_the_right_name(
     name: str, pattern: Any, options: dict[str, Any], message: str
 ) -> None:
-    registry = OwnOps()
+    registry = CustomOps()
     with pytest.raises(WrongRule, match=message) as found:
         register_rule(f"own_tests::{name}", pattern, **options, registry=registry)
     text = str(found.value)
@@ -88,11 +88,11 @@ def test_the_two_values_are_those_of_the_op() -> None:
 
 
 def rule(name: str, pattern: Any, **options: Any) -> object:
-    return register_rule(name if "::" in name else f"own_tests::{name}", pattern, **options, registry=OwnOps())
+    return register_rule(name if "::" in name else f"own_tests::{name}", pattern, **options, registry=CustomOps())
 
 
 def test_the_same_rule_again_is_fine_and_another_one_is_not() -> None:
-    registry = OwnOps()
+    registry = CustomOps()
     texts = "b h, h -> b h", "b h,h->b h"
     again = [register_rule("own_tests::scale", text, linear="x", registry=registry) for text in texts]
     assert again[0] is again[1]
@@ -112,4 +112,4 @@ def test_every_pattern_is_checked_by_itself() -> None:
     with pytest.raises(
         WrongRule, match=r'the rule of own_tests::largest, "h b -> h k", does not hold:\n  .b. is not spl'
     ):
-        register_rule("own_tests::largest", ["b h -> b k", "h b -> h k"], **options, registry=OwnOps())
+        register_rule("own_tests::largest", ["b h -> b k", "h b -> h k"], **options, registry=CustomOps())

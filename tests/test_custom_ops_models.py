@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_ops import RIGHT, biased, define, largest, lookup, mixed, project, reversed_heads, scale
+from custom_op_kernels import RIGHT, biased, define, largest, lookup, mixed, project, reversed_heads, scale
 from processes import ranks_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.custom_ops.registry import OWN_OPS, OwnOps, register_rule
+from autopar.custom_ops.registry import CUSTOM_OPS, CustomOps, register_rule
 from autopar.errors import ArtifactError, RuleError, WrongRule
 from autopar.ir.program import record
 
@@ -22,11 +22,11 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> OwnOps:
+def own(monkeypatch: pytest.MonkeyPatch) -> CustomOps:
     """The registry of the process, empty for the time of a test."""
-    monkeypatch.setattr(OWN_OPS, "rules", {})
-    monkeypatch.setattr(OWN_OPS, "checked", set())
-    return OWN_OPS
+    monkeypatch.setattr(CUSTOM_OPS, "rules", {})
+    monkeypatch.setattr(CUSTOM_OPS, "checked", set())
+    return CUSTOM_OPS
 
 
 class Net(nn.Module):
@@ -63,7 +63,7 @@ def layouts(compiled: autopar.Compiled, op: str) -> list[str]:
     return [str(record(node).layout) for node in calls]
 
 
-def test_a_model_of_own_ops_is_split_and_right(own: OwnOps) -> None:
+def test_a_model_of_custom_ops_is_split_and_right(own: CustomOps) -> None:
     register(*ALL)
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
     assert compiled.notes == ()
@@ -94,7 +94,7 @@ class Recomputed(Net):
         return self.down(checkpoint(self.body, x, use_reentrant=False))
 
 
-def test_own_ops_in_a_recomputed_region(own: OwnOps) -> None:
+def test_custom_ops_in_a_recomputed_region(own: CustomOps) -> None:
     register(*ALL)
     compiled = autopar.compile(Recomputed(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
     assert compiled.notes == () and layouts(compiled, "project") == ["[dp,-,tp]"] * 2
@@ -102,7 +102,7 @@ def test_own_ops_in_a_recomputed_region(own: OwnOps) -> None:
     assert report.ok and report.max_error <= 1e-10, report
 
 
-def test_a_rule_without_a_split_lets_a_saved_program_load(own: OwnOps, tmp_path: Path) -> None:
+def test_a_rule_without_a_split_lets_a_saved_program_load(own: CustomOps, tmp_path: Path) -> None:
     register("project", "project_weight", "reversed_heads")
     autopar.register_rule("own_tests::scale", "... h, h -> ... h", whole=("...", "h"))
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
@@ -111,7 +111,7 @@ def test_a_rule_without_a_split_lets_a_saved_program_load(own: OwnOps, tmp_path:
     assert autopar.load(tmp_path).text() == compiled.text()
 
 
-def test_ops_without_a_rule_run_whole_and_are_reported(own: OwnOps) -> None:
+def test_ops_without_a_rule_run_whole_and_are_reported(own: CustomOps) -> None:
     register("project", "project_weight", "reversed_heads")
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
     (note,) = compiled.notes
@@ -122,7 +122,7 @@ def test_ops_without_a_rule_run_whole_and_are_reported(own: OwnOps) -> None:
     assert report.ok and report.max_error <= 1e-10, report
 
 
-def test_a_lookup_and_an_optional_bias_in_a_model(own: OwnOps) -> None:
+def test_a_lookup_and_an_optional_bias_in_a_model(own: CustomOps) -> None:
     """Forward-only ops, behind which nothing is trained; one is called in two ways."""
 
     class Frozen(nn.Module):
@@ -145,7 +145,7 @@ def test_a_lookup_and_an_optional_bias_in_a_model(own: OwnOps) -> None:
     assert report.ok and report.max_error <= 1e-10, report
 
 
-def test_a_call_that_fits_no_pattern_is_an_error(own: OwnOps) -> None:
+def test_a_call_that_fits_no_pattern_is_an_error(own: CustomOps) -> None:
     autopar.register_rule("own_tests::scale", "b h, h -> b h")
     register("project", "project_weight", "reversed_heads")
     with pytest.raises(RuleError) as found:
@@ -180,19 +180,19 @@ class Shifting(nn.Module):
         return self.down(shifted(self.up(x), self.dim))
 
 
-def test_a_rule_is_checked_for_the_arguments_of_each_call(own: OwnOps) -> None:
+def test_a_rule_is_checked_for_the_arguments_of_each_call(own: CustomOps) -> None:
     """The rule is for the last dim, whatever the op is told: with another it would be silently wrong."""
     autopar.register_rule("own_tests::shifted", "b s h -> b s h", whole="h", args={"dim": -1})
     assert autopar.compile(Shifting(2), "dp=2", loss_fn=loss_fn, batch=batch()).notes == ()
     assert own.checked == {("own_tests.shifted.default", "{'dim': 2}")}
     with pytest.raises(
-        RuleError, match=r"^With dim=1, as at test_own_ops_models.py:\d+: the rule of own_tests::shifted, "
+        RuleError, match=r"^With dim=1, as at test_custom_ops_models.py:\d+: the rule of own_tests::shifted, "
     ) as found:
         autopar.compile(Shifting(1), "dp=2", loss_fn=loss_fn, batch=batch())
     assert "\n  's' is not splittable: 's' (size 6) in 2 pieces: result 0 at [0, 0, 0]: " in str(found.value)
 
 
-def test_arguments_that_cannot_be_checked_are_noted(own: OwnOps) -> None:
+def test_arguments_that_cannot_be_checked_are_noted(own: CustomOps) -> None:
     class Narrow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,7 +247,7 @@ def test_ranks_with_other_rules_are_an_error() -> None:
         assert all(one.error and one.error.startswith("RankError: ranks disagree on the program:") for one in outcomes)
 
 
-def test_batch_dims_do_not_broadcast(own: OwnOps) -> None:
+def test_batch_dims_do_not_broadcast(own: CustomOps) -> None:
     """The check did not see it: a gradient would have to be summed over the dims of size 1."""
 
     class Broadcast(nn.Module):
@@ -264,7 +264,7 @@ def test_batch_dims_do_not_broadcast(own: OwnOps) -> None:
 
 
 def test_a_saved_program_loads_where_its_ops_are_registered(
-    own: OwnOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: CustomOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(*ALL)
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
@@ -277,8 +277,8 @@ def test_a_saved_program_loads_where_its_ops_are_registered(
         autopar.load(tmp_path)
 
 
-def test_the_example_of_the_docs_runs(own: OwnOps, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = (DOCS / "own_ops.md").read_text()
+def test_the_example_of_the_docs_runs(own: CustomOps, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = (DOCS / "custom_ops.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code)
@@ -286,6 +286,6 @@ def test_the_example_of_the_docs_runs(own: OwnOps, capsys: pytest.CaptureFixture
     assert "all equal" in capsys.readouterr().out
     assert own.names() == {"mylib.norm.default", "mylib.norm_backward.default"}
     with pytest.raises(WrongRule) as found:  # the error that the page shows
-        register_rule("mylib::norm", "... h, h -> ... h", args={"eps": 1e-6}, registry=OwnOps())
+        register_rule("mylib::norm", "... h, h -> ... h", args={"eps": 1e-6}, registry=CustomOps())
     shown = re.findall(r"^    WrongRule: (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
     assert [re.sub(r"\n    ", "\n", text) for text in shown] == [str(found.value)]

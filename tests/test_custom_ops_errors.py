@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from own_ops import biased_, define
+from custom_op_kernels import biased_, define
 from torch import Tensor
 
-from autopar.custom_ops.registry import OwnOps, register_rule
+from autopar.custom_ops.registry import CustomOps, register_rule
 from autopar.errors import RuleError
 
 
 def rule(name: str, pattern: Any, **options: Any) -> object:
-    return register_rule(name if "::" in name else f"own_tests::{name}", pattern, **options, registry=OwnOps())
+    return register_rule(name if "::" in name else f"own_tests::{name}", pattern, **options, registry=CustomOps())
 
 
 def refusal(name: str, pattern: Any, **options: Any) -> str:

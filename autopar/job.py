@@ -1,4 +1,4 @@
-"""What a command line TARGET returns: all that a training run needs."""
+"""`Job`: all that a training run needs, as a command line TARGET returns it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import ScheduleLike, SequenceParallel, StepOptions
+from autopar.compiler.options import CHECK_EVERY, Compiler, ScheduleLike, SequenceParallel, StepOptions
 from autopar.ir.plan import Recompute
-from autopar.parallel.execution import Compiler
-from autopar.parallel.replicas import CHECK_EVERY
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""The programs of all ranks as `autopar.compile` and `autopar.load` return them, with what can be asked of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.compiler.lowered import STEP, Lowered
+from autopar.custom_ops.registry import CUSTOM_OPS
+from autopar.errors import ArtifactError
+from autopar.ir.plan import Plan, Staging
+from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
+from autopar.report.explanation import Explanation, explain
+from autopar.report.memory.estimate import memory_report
+from autopar.report.memory.report import MemoryReport
+from autopar.report.memory.simulate import OptimizerMaker
+
+
+class Compiled(Lowered):
+    """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
+
+    `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
+    `pipeline` is what the last program was cut into, if there are stages or micro-batches.
+    """
+
+    @classmethod
+    def of(cls, lowered: Lowered) -> Compiled:
+        """The same programs, to be asked."""
+        return cls(lowered.plan, lowered.history, lowered.pipeline)
+
+    def explain(self, value: str) -> Explanation:
+        """Why a parameter, a computed value or all of a module has its layout, and what it moves.
+
+        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%contract_4"`. Solves the
+        search again for each other layout of the value. Raises ValueNameError, with the nearest names.
+        """
+        return explain(self, value)
+
+    def memory(self, rank: int = 0, optimizer: OptimizerMaker | None = None, device: str | None = None) -> MemoryReport:
+        """The bytes that a rank holds in a step and in its optimizer's, by category, with the peak and its place.
+
+        Found by running the rank's program on tensors without data. optimizer: makes one from parameters, AdamW if not
+        given. device: "cpu" or "cuda", by default what the program was compiled for. Raises RankError or PlanError.
+        """
+        return memory_report(self, rank, optimizer, device)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the programs of the distinct ranks as readable Python and JSON."""
+        programs = tuple((ranks, self.ranks[ranks[0]].programs) for ranks in self.alike)
+        whole = None if self.pipeline is None else self.program
+        save_programs(Path(directory), Artifact(self.mesh, programs, {}, self.pipeline, whole))
+
+
+def load(directory: str | Path) -> Compiled:
+    """A program saved by `Compiled.save`. Executes no code from the directory; raises ArtifactError if it is not
+    one, or not intact, or if it holds a custom op that has no rule in this process (`register_rule`)."""
+    artifact = load_programs(Path(directory), CUSTOM_OPS.names())
+    pipeline = artifact.pipeline
+    if pipeline is not None:
+        assert artifact.whole is not None
+        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
+        return Compiled(plan, (("load", artifact.whole),), pipeline)
+    (_, programs), *_ = artifact.programs
+    if STEP not in programs:
+        raise ArtifactError(f"'{directory}' holds no graph '{STEP}', only {', '.join(sorted(programs))}.")
+    return Compiled(Plan(artifact.mesh), (("load", programs[STEP]),))

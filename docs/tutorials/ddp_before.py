@@ -1,0 +1,36 @@
+"""torchrun --nproc-per-node 2 ddp_before.py"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from toy import Model, dataset, loss_fn
+
+
+def main() -> list[float]:
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = dataset()
+    sampler = DistributedSampler(data, shuffle=False)
+    losses = []
+    for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+        loss = loss_fn(model, x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    weights = model.module.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(weights, "model.pt")
+        print(losses)
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

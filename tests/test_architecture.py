@@ -1,0 +1,91 @@
+"""ARCHITECTURE.md says what is so: the programs that it prints, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from torch import nn
+
+import autopar
+from autopar.ir.text import print_program
+
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+# From the top down: a room imports only what stands behind it.
+ROOMS = (
+    "__init__", "__main__", "cli", "api", "verification", "parallel", "compiled", "report", "job", "compiler",
+    "custom_ops", "capture", "passes", "runtime", "ir", "settings", "errors", "torch_compat",
+)  # fmt: skip
+MOST_LINES = 400
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def test_the_programs_are_those_that_the_compiler_prints() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    compiled = autopar.compile(model, "dp=2,tp=2", loss_fn=loss_fn, batch=(torch.empty(12, 8), torch.empty(12, 4)))
+    history = dict(compiled.history)
+    blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
+    passes = ["capture", "propagate", "reshard", "localize", "bucket"]
+    assert len(blocks) == len(passes)
+    for name, block in zip(passes, blocks, strict=True):
+        printed = {line.split("   #")[0].rstrip() for line in print_program(history[name]).splitlines()}
+        assert [line for line in block.splitlines() if line not in printed] == [], name
+
+
+# -- who imports whom -----------------------------------------------------------------------------------------------
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """The files of the package by their modules' names."""
+    found = {}
+    for top in ("autopar", "passes", "runtime"):
+        for path in (ROOT / top).rglob("*.py"):
+            words = list(path.relative_to(ROOT).with_suffix("").parts)
+            words = words if top == "autopar" else ["autopar", *words]
+            found[".".join(words[:-1] if words[-1] == "__init__" and len(words) > 2 else words)] = path
+    return found
+
+
+@cache
+def imports() -> nx.DiGraph:
+    """An arrow from each file to those that it imports, at its top or in a function."""
+    graph, files = nx.DiGraph(), sources()
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autopar"):
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                graph.add_edges_from((name, one if one in files else node.module) for one in inner)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    return graph
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert [sorted(files) for files in nx.strongly_connected_components(imports()) if len(files) > 1] == []
+
+
+def test_a_room_imports_only_what_stands_below_it() -> None:
+    level = {name: i for i, name in enumerate(ROOMS)}
+    arrows = {(room(a), room(b), f"{a} -> {b}") for a, b in imports().edges}
+    assert {name for a, b, _ in arrows for name in (a, b)} <= set(ROOMS)
+    assert sorted(text for a, b, text in arrows if level[a] > level[b]) == []
+    assert ("passes", "runtime") not in {(a, b) for a, b, _ in arrows}
+
+
+def test_no_file_is_long() -> None:
+    files = [*sources().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
