@@ -13,11 +13,11 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # And what takes minutes: the programs that Inductor compiles.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m ""
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -36,6 +36,7 @@ golden: $(STAMP)
 
 # The site, in build/site; a dead link is an error. Its tools live in an environment of their own: they read the source
 # and never import it, so that neither torch nor autopar is installed there.
+# To read it with its search: python -m http.server -d build/site
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --strict
 

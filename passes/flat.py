@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import collective_name, op
+from autopar.ir.ops import mesh_op_name, op
 from autopar.ir.program import Builder, Record, TensorType, record, set_record
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class Flat:
             part = self.build.call(aten.cat.default, rows, *dims, like=like.with_(operands=operands), name="flat")
             like = like.with_(layouts=(self._moved(first, given),))
             args = args if first.target is op("all_reduce") else (args[0], 0, 1, *args[3:])
-        name = f"{collective_name(first.target)}_start"
+        name = f"{mesh_op_name(first.target)}_start"
         return self.build.call(op(name), part, *args, like=like.with_(operands=record(part).layouts), name=name)
 
     def finish(self, nodes: Sequence[fx.Node], start: fx.Node) -> None:
@@ -104,7 +104,7 @@ class Flat:
     def _piece(self, item: fx.Node, node: fx.Node) -> fx.Node:
         """A row as the result of the collective that it stands for."""
         old = record(node)
-        shape, name = list(self._local(node)), _PIECES[collective_name(node.target)]
+        shape, name = list(self._local(node)), _PIECES[mesh_op_name(node.target)]
         if node.target is op("all_gather"):
             _, _, dim, outer = node.args
             assert isinstance(dim, int) and isinstance(outer, int)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "examples", ROOT / "tests", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+from processes import Ranks, ranks_of  # noqa: E402  # it lies in one of these folders
 
 # pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
 # all tensors that a capture meets, each with its stack.
@@ -25,6 +28,27 @@ def _repeatable() -> None:
     """Each test starts from one seed, on one thread: the models are small and the cores few."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Two ranks, for all tests of a module."""
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four ranks, for all tests of a module."""
+    with ranks_of(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Ranks]:
+    """Six ranks, for all tests of a module: for axes of unequal sizes."""
+    with ranks_of(6) as ranks:
+        yield ranks
 
 
 def pytest_collection_finish() -> None:

@@ -65,6 +65,13 @@ def gpt() -> Case:
     return model, token_loss, (tokens(), labels())
 
 
+def short_gpt() -> Case:
+    """One layer: for what does not depend on depth."""
+    torch.manual_seed(2)
+    model = uneven(GPT(GPTConfig(VOCABULARY, TIME, layers=1, heads=4, width=32)))
+    return model, token_loss, (tokens(), labels())
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -236,6 +243,17 @@ def resnet() -> Case:
     )  # fmt: skip
     scale = 1 + torch.arange(BATCH).view(-1, 1, 1, 1) / 4  # each image has statistics of its own
     return uneven(model), class_loss, (torch.randn(BATCH, 3, 16, 16) * scale, torch.randint(8, (BATCH,)))
+
+
+def conv() -> Case:
+    """A convolution and a BatchNorm, whose buffers a step writes: the smallest model that has both."""
+    torch.manual_seed(6)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(8, 8),
+    )  # fmt: skip
+    scale = 1 + torch.arange(BATCH).view(-1, 1, 1, 1) / 4  # each image has statistics of its own
+    return uneven(model), class_loss, (torch.randn(BATCH, 3, 8, 8) * scale, torch.randint(8, (BATCH,)))
 
 
 class ViT(nn.Module):

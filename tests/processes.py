@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -12,13 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "autopar", "transformers.models.llama.modeling_llama"]
+TESTS = Path(__file__).resolve().parent
+FOLDERS = (TESTS, TESTS.parent / "examples", TESTS.parent)
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "warm"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,7 @@ class Ranks:
     """A pool of ranks. `run` calls `work(rank, *args)` on each at the same time; `work` is a module's function."""
 
     def __init__(self, size: int) -> None:
-        # The server imports torch once; its forks start in milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = server()
         self.size, self._directory = size, tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -88,6 +92,17 @@ class Ranks:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             return Outcome(died=True)
+
+
+@functools.cache
+def server() -> multiprocessing.context.ForkServerContext:
+    """The server imports torch, and compiles a first step, once; its forks start in milliseconds and are warm."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server looks nowhere else for our modules
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
+        forkserver.ensure_running()
+    return context
 
 
 @contextmanager

@@ -20,6 +20,8 @@ TOLERANCE = 1e-10
 ROUNDED = 3e-6  # transformers computes norms and the loss in float32 whatever the model's dtype
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
+SMALL = {make.__name__: make for make in (models.short_gpt, models.conv)}  # each rank compiles what it trains
+
 
 def double(value: Any) -> Any:
     """The floating-point tensors of any nesting, in float64."""
@@ -28,8 +30,11 @@ def double(value: Any) -> Any:
 
 
 def case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, loss_fn, args, kwargs) of the zoo, in float64. `hf_llama` returns its own loss of keyword tensors."""
-    model, loss_fn, args = ZOO[name]()
+    """(model, loss_fn, args, kwargs) of the zoo or of the small ones, in float64.
+
+    `hf_llama` returns its own loss of keyword tensors.
+    """
+    model, loss_fn, args = {**ZOO, **SMALL}[name]()
     if name == "hf_llama":
         return model.double(), None, (), double(args[0])
     return model.double(), loss_fn, double(args), {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -20,12 +20,6 @@ from autopar.parallel.agreement import name_ranks
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 def make(mesh: str = "dp=2", **options: Any) -> autopar.ParallelModule:
@@ -242,3 +236,38 @@ def _overflow(rank: int) -> int:
 
 def test_an_overflow_is_no_missing_step(two: Ranks) -> None:
     assert two.run(_overflow) == [1, 1]
+
+
+def _exchanges(rank: int) -> list[int]:
+    """How often ranks compare their calls, in calls that gather each of many parameters."""
+    model = make(zero=3)
+    model.forward_backward(*batch())
+    agreement, counts = model._announcer._agreement, []
+    compare = agreement.check
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        counts.append(1)
+        return compare(*args, **kwargs)
+
+    agreement.check = counted
+    model.full_state_dict()
+    found = [len(counts)]
+    model.full_gradients()
+    return [*found, len(counts) - found[0]]
+
+
+def test_a_call_announces_itself_once(two: Ranks) -> None:
+    assert two.run(_exchanges) == [[1, 1], [1, 1]]
+
+
+def _gradients_of_some(rank: int) -> None:
+    model = make(zero=3)
+    model.forward_backward(*batch())
+    if rank == 1:
+        next(iter(model.parameters())).grad = None
+    with pytest.raises(RankError, match=r"ranks disagree on the parameters that have gradients:\n  rank \d has '"):
+        model.full_gradients()
+
+
+def test_full_gradients_of_ranks_that_have_others(two: Ranks) -> None:
+    two.run(_gradients_of_some)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ import autopar
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0  # a loaded machine's seconds
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 def make(mesh: Any = "dp=2", width: int = 24, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
@@ -83,18 +82,6 @@ def test_samples_of_a_long_tensor_move_until_all_is_seen() -> None:
 
 
 # -- on ranks -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks_of(4) as ranks:
-        yield ranks
 
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -31,7 +31,8 @@ def loss_fn(model, x, y):
 
 def job():
     layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    return autopar.Job(nn.Sequential(*layers), loss_fn, (torch.randn(16, 8), torch.randn(16, 8)))
+    batch = torch.randn(16, 8), torch.randn(16, 8)
+    return autopar.Job(nn.Sequential(*layers), loss_fn, batch, after=lambda model: "the end")
 
 def staged():
     made = job()
@@ -52,7 +53,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Call:
     """The command line in this process: what it wrote, after it left with the expected code."""
 
-    capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str]  # of what this process writes, or of what all that it starts write
 
     def __call__(self, *arguments: object, code: int = 0) -> str:
         with pytest.MonkeyPatch.context() as patch:
@@ -66,8 +67,15 @@ class Call:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return Call(capsys)
+def call(request: pytest.FixtureRequest) -> Call:
+    both = "on_ranks" in request.fixturenames  # pytest captures one way a test
+    return Call(request.getfixturevalue("capfd" if both else "capsys"))
+
+
+@pytest.fixture
+def on_ranks(capfd: pytest.CaptureFixture[str]) -> Call:
+    """With what the processes wrote that the command started."""
+    return Call(capfd)
 
 
 def test_options_of_a_pipeline(jobs: Path, call: Call, tmp_path: Path):
@@ -190,9 +198,10 @@ def test_compile_counts_programs(jobs: Path, call: Call, tmp_path: Path):
 
 
 @pytest.mark.gloo
-def test_ranks_are_started_with_the_options(jobs: Path, call: Call):
+def test_verify_on_processes_that_are_started_with_the_options(jobs: Path, on_ranks: Call):
     options = ("--mesh", "pp=2", "--microbatches", 4, "--schedule", "zb-h1", "--stages", "0-3;4-7")
-    call("verify", f"{jobs}:job", *options, "--steps", 1, "--backend", "gloo")  # a rank that differs ends it
+    said = on_ranks("verify", f"{jobs}:job", *options, "--steps", 1, "--backend", "gloo")  # a rank that differs ends it
+    assert "all equal" in said and "over gloo" in said
 
 
 # ---- timelines
@@ -210,14 +219,26 @@ def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path:
 
 
 @pytest.mark.gloo
-def test_a_run_is_traced(jobs: Path, call: Call, tmp_path: Path):
+def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, on_ranks: Call, tmp_path: Path):
     options = (f"{jobs}:job", "--mesh", "pp=2", "--microbatches", 4)
-    call("run", *options, "--steps", 4, "--trace", tmp_path / "trace")
+    steps = ("--steps", 12, "--seed", 5)
+    said = call("run", f"{jobs}:job", "--mesh", "dp=1", *steps, "--log", tmp_path / "one.jsonl")
+    torch.distributed.destroy_process_group()
+    assert "the end" in said
+    assert "the end" in on_ranks(
+        "run", *options, *steps, "--log", tmp_path / "two.jsonl", "--trace", tmp_path / "trace"
+    )
+    one, two = (
+        [json.loads(line)["loss"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert len(one) == 12 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-5)
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
-    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 2, 3}, "the last three"
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {9, 10, 11}, "the last three"
     names = [event["name"] for event in events]
-    assert names.count("0F2") == names.count("1B2") == names.count("step 2") + 1 == 3
+    assert names.count("0F2") == names.count("1B2") == names.count("step 10") + 1 == 3
     shown = call("inspect", *options, "--timeline", "--over", tmp_path / "trace")
     assert "measured: " in shown and shown.count("  idle ") == 4
     assert "cannot read" in call("inspect", *options, "--over", tmp_path, code=1)

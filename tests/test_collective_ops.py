@@ -7,7 +7,7 @@ import torch
 
 from autopar.ir.layout import Layout, combine, local_part
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_name, collective_of, op, whole_of
+from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
 from autopar.ir.verify import moved_layout
 from autopar.passes.search.costs import move_cost
 from autopar.runtime.collectives import _BEGIN, Member, Move, begin, together
@@ -79,7 +79,7 @@ def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
         assert not hasattr(torch.ops.autopar, f"{one.name}_start")
         return
     start = op(f"{one.name}_start")
-    assert whole_of(start) is op(one.name) and collective_of(start) is one and collective_name(start) == one.name
+    assert whole_of(start) is op(one.name) and collective_of(start) is one and mesh_op_name(start) == one.name
     layout, rest = CASES[one.name][0]
     first = begin(start, (parts_of(layout)[0], "x", *rest), Member(3, 0))
     assert isinstance(first, Move)

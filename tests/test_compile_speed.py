@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ MESH = parse_mesh("dp=2,tp=2")
 ROWS, TIME, VOCABULARY = 512, 8, 64  # rows for the widest mesh
 
 
+@functools.cache
 def captured(layers: int) -> Captured:
     """A Llama on the meta device, without rotary embeddings: a third fewer nodes make the test that much faster."""
     with torch.device("meta"):
@@ -30,6 +33,16 @@ def captured(layers: int) -> Captured:
             block.rotate = lambda x, cos, sin: x  # type: ignore[assignment]
         x, y = (torch.empty(ROWS, TIME, dtype=torch.long) for _ in range(2))
     return capture(model, token_loss, (x, y), {})
+
+
+def assert_alike(few: Callable[[], float], many: Callable[[], float], factor: float, said: str) -> None:
+    """The CPU seconds of `many` are below those of `few` times a factor: the least of three tries, or of fewer."""
+    short = long = float("inf")
+    for _ in range(3):
+        short, long = min(short, few()), min(long, many())
+        if long < factor * short:
+            return
+    raise AssertionError(said.format(short, long))
 
 
 def searched(program: Program) -> tuple[Classes, float]:
@@ -43,13 +56,12 @@ def searched(program: Program) -> tuple[Classes, float]:
 
 
 def test_the_search_does_not_grow_with_depth():
-    shallow, deep = captured(8).program, captured(48).program
+    shallow, deep = captured(4).program, captured(24).program
     assert len(deep.nodes) > 5 * len(shallow.nodes)
-    few, many = ([searched(program) for _ in range(3)] for program in (shallow, deep))
-    plans = [[item.states for item in runs[0][0].items] for runs in (few, many)]
+    plans = [[item.states for item in searched(program)[0].items] for program in (shallow, deep)]
     assert plans[0] == plans[1], "the same classes, decided alike"
-    short, long = (min(seconds for _, seconds in runs) for runs in (few, many))
-    assert long < 2 * short, f"the search takes {short:.3f} s for 8 layers, {long:.3f} s for 48"
+    said = "the search takes {:.3f} s for 4 layers, {:.3f} s for 24"
+    assert_alike(lambda: searched(shallow)[1], lambda: searched(deep)[1], 2, said)
 
 
 def test_compiling_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
@@ -62,8 +74,8 @@ def test_compiling_does_not_grow_with_the_number_of_ranks(tmp_path: Path):
         assert compiled.ranks[-1].programs["step"] is compiled.program
         return time.process_time() - start
 
-    few, many = (min(seconds(mesh) for _ in range(3)) for mesh in ("dp=2,tp=8", "dp=512,tp=8"))
-    assert many < 1.5 * few, f"16 ranks take {few:.2f} s, 4096 ranks {many:.2f} s"
+    said = "16 ranks take {:.2f} s, 4096 ranks {:.2f} s"
+    assert_alike(lambda: seconds("dp=2,tp=8"), lambda: seconds("dp=512,tp=8"), 1.5, said)
 
 
 def test_a_pipeline_does_not_grow_with_the_other_axes():
@@ -76,8 +88,8 @@ def test_a_pipeline_does_not_grow_with_the_other_axes():
         assert len({id(rank.programs) for rank in ranks}) == len({id(rank.instructions) for rank in ranks}) == 4
         return time.process_time() - start
 
-    few, many = (min(seconds(mesh) for _ in range(3)) for mesh in ("pp=4,dp=2,tp=2", "pp=4,dp=256,tp=8"))
-    assert many < 1.5 * few, f"16 ranks take {few:.2f} s, 8192 ranks {many:.2f} s"
+    said = "16 ranks take {:.2f} s, 8192 ranks {:.2f} s"
+    assert_alike(lambda: seconds("pp=4,dp=2,tp=2"), lambda: seconds("pp=4,dp=256,tp=8"), 1.5, said)
 
 
 def test_lists_do_not_make_a_pipeline_expensive():
@@ -90,5 +102,5 @@ def test_lists_do_not_make_a_pipeline_expensive():
         assert compiled.pipeline is not None and sum(map(len, compiled.pipeline.lists)) > 20 * microbatches
         return time.process_time() - start
 
-    few, many = (min(seconds(microbatches) for _ in range(3)) for microbatches in (4, 64))
-    assert many < 1.5 * few, f"4 micro-batches take {few:.2f} s, 64 take {many:.2f} s"
+    said = "4 micro-batches take {:.2f} s, 64 take {:.2f} s"
+    assert_alike(lambda: seconds(4), lambda: seconds(64), 1.5, said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import server
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -70,8 +70,7 @@ def _join(rank: int, size: int, path: str) -> None:
 
 
 def _spawn(work: Callable[..., None], size: int, path: Path, *args: Any) -> None:
-    # The server imports torch once; its forks start in milliseconds, where `spawn` imports it in each process.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "autopar.runtime.distributed"])
+    server()  # whose forks start in milliseconds, where `spawn` imports torch in each process
     mp.start_processes(work, args=(size, str(path), *args), nprocs=size, start_method="forkserver")
 
 

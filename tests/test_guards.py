@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import Ranks, ranks_of
+from processes import Ranks
 from side_by_side import assert_close
 from torch import Tensor, nn
 
@@ -488,12 +488,6 @@ def differs_on_one_rank(rank: int, name: str) -> None:
     if rank == 1:
         setattr(model.scale, name, {"sign": 0.5, "mask": torch.ones(8), "more": nn.Linear(8, 8)}[name])
     model.forward_backward(x, y)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.gloo

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks, ranks_of
+from processes import Ranks
 from side_by_side import assert_close
 from torch import Tensor, nn
 
@@ -22,12 +22,6 @@ def _no_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 class Tied(nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pprint
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.errors import AutoparError
 from autopar.torch_compat import local_of
 from benchmarks.journeys import ranks
-from benchmarks.journeys.machine import run_row
+from benchmarks.journeys.actions import ACTIONS, Action
+from benchmarks.journeys.machine import Journey, run_row
 from benchmarks.journeys.pools import Pools
+from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.side import Side
 
 pytestmark = pytest.mark.gloo
 ROWS = 25
+MESHES = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2")  # the others are in `python -m benchmarks.journeys`
 SETUP: dict[str, Any] = {
     "mesh": "dp=1", "options": {}, "head": "regress", "width": 6, "blocks": ["mlp", "average"], "optimizer": "Adam",
     "rows": 5, "warm": True,
@@ -32,11 +38,37 @@ def pools() -> Iterator[Pools]:
     made.close()
 
 
-@pytest.mark.slow  # minutes; and which journeys a number stands for hangs on the constants in the source
 @pytest.mark.parametrize("number", range(ROWS))
 def test_a_journey_equals_the_plain_module(pools: Pools, number: int) -> None:
-    row = run_row(pools, 0, number)
+    row = run_row(pools, 0, number, shrink_s=10, meshes=MESHES, most=12)
     assert row.failure is None, f"{row.failure}\n{pprint.pformat(list(row.shortest), width=120)}"
+
+
+# -- rows are the same everywhere -------------------------------------------------------------------------------------
+
+
+class NoRanks:
+    """In place of `Pools`: every action goes well, and nothing runs."""
+
+    def run(self, size: int, work: Any, *args: Any) -> Report:
+        return Report("ok", "", frozenset({"ready", "exact", "chain", "gradients", "optimizer", "stateful"}))
+
+
+def _drawn() -> list[Journey]:
+    return [run_row(NoRanks(), 0, number).first for number in range(40)]  # type: ignore[arg-type]
+
+
+def test_rows_do_not_hang_on_constants_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis's own backend draws some integers from the constants of all imported modules that are nobody's."""
+    before = _drawn()
+    (tmp_path / "with_constants.py").write_text(f"NUMBERS = {list(range(100, 255))}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("with_constants").NUMBERS
+    try:
+        assert _drawn() == before
+    finally:
+        del sys.modules["with_constants"]
+    assert len({repr(journey) for journey in before}) == len(before)
 
 
 # -- the tester, tested ---------------------------------------------------------------------------------------------
@@ -96,6 +128,32 @@ def test_what_differs_is_seen(tmp_path: Path, what: str) -> None:
         HARMS[what](ranks._held["pair"].ours)
         report = ranks.act(0, "whole_weights", {})
         assert report.verdict == "WRONG", report
+    finally:
+        dist.destroy_process_group()
+        ranks._held.clear()
+
+
+def _refused_midway(side: Side, harm: float) -> None:
+    """An action of two parts, whose second one a parallel model refuses, after having changed something or not."""
+    with torch.no_grad():
+        side.model.head.weight.mul_(2.0)
+        side.mark()
+        if side.is_parallel:
+            side.model.head.weight.add_(harm)
+            raise AutoparError("no.")
+        side.model.head.weight.mul_(3.0)
+
+
+@pytest.mark.parametrize(("harm", "verdict"), [(0.0, "refused"), (1e-6, "WRONG")])
+def test_a_refusal_that_changes_something_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: float, verdict: str
+) -> None:
+    """What came before the refusal stays; what is refused has not happened."""
+    monkeypatch.setitem(ACTIONS, "midway", Action("midway", _refused_midway, {}, (), None))
+    try:
+        assert ranks.begin(0, SETUP, str(tmp_path)).verdict == "ok"
+        report = ranks.act(0, "midway", {"harm": harm})
+        assert report.verdict == verdict, report
     finally:
         dist.destroy_process_group()
         ranks._held.clear()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from autopar.cli.launch import report
+from autopar.cli.launch import _first_failure, report
+from autopar.ir.mesh import parse_mesh
 
 
 @pytest.fixture
@@ -54,6 +55,17 @@ def test_half_a_file_is_what_torchrun_chokes_on(error_file: Path):
     error_file.write_text('{"message": ')
     with pytest.raises(json.JSONDecodeError):
         failure(error_file)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path):
+    """By its exit code: it wrote no file. The peer that lost it says so, but is no cause."""
+    said = {"message": "RankError: rank 0 lost its peers at step 3.", "extraInfo": {"timestamp": "1"}}
+    (tmp_path / "lost.json").write_text(json.dumps({"message": said}))
+    lost = ProcessFailure(local_rank=0, pid=0, exitcode=1, error_file=str(tmp_path / "lost.json"))
+    left = ProcessFailure(local_rank=1, pid=0, exitcode=7, error_file="<N/A>")
+    assert lost.timestamp < left.timestamp
+    text = "rank 1 (dp=1) failed with exit code 7; see its output above."
+    assert _first_failure({0: lost, 1: left}, parse_mesh("dp=2")) == text
 
 
 # -- stopped --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -16,12 +15,6 @@ from autopar.errors import PlanError
 from autopar.parallel.loss_scale import LossScale
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 # -- the scale ------------------------------------------------------------------------------------------------------

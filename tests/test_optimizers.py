@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -45,6 +45,17 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Rprop", {}),
     ("Rprop", {"foreach": True}),
     ("Adamax", {"foreach": True}),
+    # What these take on a GPU unless told otherwise is lists; fused kernels are there on a CPU, too.
+    ("Adam", {"foreach": True, "amsgrad": True}),
+    ("Adam", {"fused": True, "amsgrad": True, "weight_decay": 0.1}),
+    ("AdamW", {"foreach": True, "lr": torch.tensor(0.01)}),
+    ("NAdam", {"foreach": True}),
+    ("RAdam", {"foreach": True}),
+    ("Adagrad", {"foreach": True}),
+    ("Adagrad", {"fused": True}),
+    ("Adadelta", {"foreach": True}),
+    ("ASGD", {"foreach": True}),
+    ("Adafactor", {"foreach": True}),
 )
 
 
@@ -63,7 +74,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spawn(work: Any, path: Path) -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "autopar.parallel.module"])
+    server()  # whose forks start in milliseconds, where `spawn` imports torch in each process
     mp.start_processes(work, args=(str(path),), nprocs=2, start_method="forkserver")
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import nn
 
 import autopar
+from autopar.errors import AutoparError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 def llama(tied: bool) -> nn.Module:
@@ -38,8 +32,28 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _save(rank: int, folder: str, mesh: str, tied: bool) -> None:
-    plain, model = llama(tied), autopar.parallelize(llama(tied), mesh, loss_fn=_loss)
+def _alone(rank: int, folder: str, mesh: str, zero: int) -> list[str]:
+    """What is said to those who leave out the weights: `save_pretrained` itself would write this rank's parts."""
+    model = autopar.parallelize(llama(True), mesh, loss_fn=_loss, zero=zero)
+    model.forward_backward(torch.arange(32).view(4, 8))
+    said = []
+    for save in (lambda: model.save_pretrained(folder), lambda: model.original.save_pretrained(folder)):
+        with pytest.raises((AttributeError, AutoparError)) as caught:
+            save()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("tp=2", 0), ("dp=2", 1)])
+def test_what_to_write_is_said(two: Ranks, tmp_path: Path, mesh: str, zero: int) -> None:
+    for said in two.run(_alone, str(tmp_path), mesh, zero):
+        for text in said:
+            assert "`model.original.save_pretrained(folder, state_dict=weights)`" in text, text
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def _save(rank: int, folder: str, mesh: str, tied: bool, options: dict[str, int]) -> None:
+    plain, model = llama(tied), autopar.parallelize(llama(tied), mesh, loss_fn=_loss, **options)
     x = torch.arange(32).view(4, 8)
     for one in (plain, model):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
@@ -57,6 +71,29 @@ def _save(rank: int, folder: str, mesh: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_trained_model_is_saved_whole(two: Ranks, tmp_path: Path, mesh: str, tied: bool) -> None:
-    two.run(_save, str(tmp_path), mesh, tied)
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("pp=2", {}), ("dp=2", {"zero": 1})])
+def test_a_trained_model_is_saved_whole(
+    two: Ranks, tmp_path: Path, mesh: str, options: dict[str, int], tied: bool
+) -> None:
+    two.run(_save, str(tmp_path), mesh, tied, options)
+
+
+def _checkpointed(rank: int) -> None:
+    """`gradient_checkpointing_enable` puts hooks into a list of the model, beside torch's tables of them.
+
+    transformers' loss is in float32.
+    """
+    plain = llama(False).double()
+    model = autopar.parallelize(llama(False).double(), "dp=2", loss_fn=_loss)
+    x = torch.arange(32).view(4, 8)
+    for one in (plain, model.original):
+        one.gradient_checkpointing_enable()
+    loss = _loss(plain, x)
+    loss.backward()
+    torch.testing.assert_close(model.forward_backward(x).detach(), loss.detach(), rtol=1e-5, atol=0)
+    for name, whole in model.full_gradients().items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_of_transformers(two: Ranks) -> None:
+    two.run(_checkpointed)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
@@ -15,12 +14,6 @@ from autopar.errors import AutoparError, RankError
 from autopar.parallel.replicas import PIECE, digest, every_of, weights_of
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks_of(4) as ranks:
-        yield ranks
 
 
 class Model(nn.Module):

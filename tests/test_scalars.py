@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import Ranks, ranks_of
+from processes import Ranks
 from side_by_side import assert_close
 from torch import Tensor, nn
 
@@ -274,12 +274,6 @@ def refused_once(rank: int) -> int:
     annealed.put(8.0, model)
     model.forward_backward(*batch)
     return len(model.programs)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks_of(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.gloo

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from gpt import GPT, GPTConfig
 from models import square_loss, token_loss
-from processes import Ranks, ranks_of
+from processes import Ranks
 from torch import nn
 
 import autopar
@@ -20,15 +19,9 @@ from autopar.parallel import programs
 pytestmark = pytest.mark.gloo
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks_of(4) as ranks:
-        yield ranks
-
-
 def _plain() -> nn.Module:
     torch.manual_seed(3)
-    return GPT(GPTConfig(40, 16, layers=1, heads=4, width=32)).double()
+    return GPT(GPTConfig(40, 16, layers=1, heads=4, width=16)).double()
 
 
 def _train(model: Any, step: Any, batches: list[Any]) -> list[float]:
@@ -42,8 +35,10 @@ def _train(model: Any, step: Any, batches: list[Any]) -> list[float]:
 
 
 def _epoch(rank: int, sequence_parallel: bool) -> None:
-    """Two batches of 6, one of 6 with a longer sequence, one of 6 with an odd one, the last of 5, then 6 again."""
-    shapes = [(6, 8), (6, 8), (6, 16), (6, 7), (5, 8), (6, 8)]
+    """A batch of 6, one of 6 with a longer sequence, one of 6 with an odd one, the last of 5, then 6 again."""
+    shapes = [(6, 8), (6, 16), (6, 7), (5, 8), (6, 8)]
+    if sequence_parallel:
+        shapes.remove((6, 16))  # the odd one is what a split sequence does not take
     generator = torch.Generator().manual_seed(5)
     batches = [(torch.randint(40, s, generator=generator), torch.randint(40, s, generator=generator)) for s in shapes]
     plain = _plain()

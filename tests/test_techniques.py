@@ -19,7 +19,7 @@ from autopar.cli.commands import app
 
 PAGE = (ROOT / "docs" / "techniques.md").read_text()
 SHOWN = [tuple(block.splitlines()) for block in re.findall(r"^```text\n\$ autopar (.*?)^```", PAGE, re.M | re.S)]
-SIMULATED = re.findall(r"^\| `([\w-]+)` \| .*?([\d.]+) %(?: at most)? \| ([\d.]+) % \|$", PAGE, re.M)
+SIMULATED = re.findall(r"^\| `([\w-]+)` \| .*?([\d.]+) %(?: at most)? \|.*\| ([\d.]+) % \|$", PAGE, re.M)
 
 P = 8 * 8 * 256**2
 LAYERS, ROWS, LENGTH, WIDTH = 2, 24, 48, 128  # of examples/train_gpt.py

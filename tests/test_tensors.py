@@ -6,7 +6,6 @@ The op database of torch is in test_tensors_opinfo.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,6 @@ LAYOUTS = (
     ("[-,tp]", (3, 4)),
     ("[dp,-]", (5, 3)),
 )
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks_of(4) as ranks:
-        yield ranks
 
 
 def distributor(mesh: str = "dp=2,tp=2") -> Distributor:

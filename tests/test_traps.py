@@ -82,7 +82,7 @@ def test_uneven_head_counts(heads: tuple[int, int]) -> None:
 
 def test_tied_embeddings() -> None:
     """One gradient, the sum of that of the table and that of the head; one updated weight under both names."""
-    model, loss_fn, batch = ZOO["gpt"]()
+    model, loss_fn, batch = models.short_gpt()
     for report, compiled in check(model, MESHES, loss_fn, batch):
         assert "tokens.weight" in names(report, "gradient") and "head.weight" not in names(report, "gradient")
         assert str(compiled.layouts["tokens.weight"]) == ("[tp,-]" if "tp" in report.mesh else "[-,-]")
@@ -98,7 +98,7 @@ def test_gradient_norm_counting_replicated_parameters() -> None:
             assert norm > 0.1  # it is clipped
             return super().step(closure)
 
-    model, loss_fn, batch = ZOO["gpt"]()
+    model, loss_fn, batch = models.short_gpt()
     for report, compiled in check(model, WITH_TP, loss_fn, batch, optimizer=lambda p: Clipped(p, lr=1.0)):
         replicated = {name for name, layout in compiled.layouts.items() if layout.is_whole}
         assert {"norm.weight", "blocks.0.mlp.down.bias"} <= replicated
@@ -137,12 +137,14 @@ def test_ignored_labels_unevenly_spread(options: dict[str, Any]) -> None:
         given = {k: v.to(model.tokens.weight.dtype) if k == "weight" else v for k, v in options.items()}
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), **given)  # type: ignore[arg-type]
 
-    check(ZOO["gpt"]()[0], [*WITH_DP, "tp=2"], loss_fn, (tokens(), y), steps=1)
+    check(models.short_gpt()[0], [*WITH_DP, "tp=2"], loss_fn, (tokens(), y), steps=1)
 
 
 def test_all_labels_ignored_is_nan_as_on_one_device() -> None:
     y = torch.full((12, 8), -100)
-    report = verify(ZOO["gpt"]()[0], "dp=2,tp=2", loss_fn=token_loss, batch=(tokens(), y), steps=1, optimizer=descent)
+    report = verify(
+        models.short_gpt()[0], "dp=2,tp=2", loss_fn=token_loss, batch=(tokens(), y), steps=1, optimizer=descent
+    )
     assert report.ok, str(report)
 
 
@@ -252,7 +254,7 @@ def test_in_place_ops_and_views_on_inputs() -> None:
 
 def dropping(attention: float = 0.1, probability: float = 0.1) -> nn.Module:
     torch.manual_seed(4)
-    model = uneven(GPT(GPTConfig(40, 8, layers=2, heads=4, width=32, dropout=probability)))
+    model = uneven(GPT(GPTConfig(40, 8, layers=1, heads=4, width=32, dropout=probability)))
     for block in model.blocks:
         block.attn.dropout = attention  # type: ignore[union-attr]
     return model.train()

@@ -43,7 +43,7 @@ class Scripts:
             port = free.getsockname()[1]
         for pipe in pipes:
             pipe.send((name, len(pipes), port, str(folder)))
-        assert all(pipe.poll(60) for pipe in pipes), f"{name} hangs"
+        assert all(pipe.poll(120) for pipe in pipes), f"{name} hangs"
         found = [pipe.recv() for pipe in pipes]
         assert not [each for each in found if isinstance(each, str)], "\n".join(map(str, found))
         assert found == [found[0]] * len(pipes)

@@ -31,6 +31,10 @@ loss_fn = lambda model, x, y: (model(x) - y).square().mean()
 report = autopar.verify(model, "dp=2,tp=2", loss_fn=loss_fn, batch=batch, steps=1)
 assert report.ok, report
 print("right on", "dp=2,tp=2")
+
+import runpy
+sys.argv = ["autopar", "--help"]
+runpy.run_module("autopar", run_name="__main__")
 """
 
 
@@ -71,12 +75,8 @@ def test_every_module_is_in_the_wheel(installed: Path):
     assert any(name.endswith("licenses/LICENSE") for name in held)
 
 
-def test_it_runs_outside_the_checkout(installed: Path, tmp_path: Path):
+def test_it_and_its_command_run_outside_the_checkout(installed: Path, tmp_path: Path):
     out = run(sys.executable, "-P", "-c", PROGRAM, str(installed), cwd=tmp_path, PYTHONPATH=str(installed))
     assert "right on dp=2,tp=2" in out
-
-
-def test_the_command_runs_outside_the_checkout(installed: Path, tmp_path: Path):
-    out = run(sys.executable, "-P", "-m", "autopar", "--help", cwd=tmp_path, PYTHONPATH=str(installed))
     for command in ("run", "compile", "inspect", "explain", "verify"):
         assert command in out

@@ -35,17 +35,17 @@ def _train(rank: int, name: str, mesh: str, options: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
-        ("gpt", "dp=2", {"zero": 1}),
-        ("gpt", "dp=3", {"zero": 2}),
-        ("gpt", "dp=3", {"zero": 3, "accumulate": 2}),
+        ("short_gpt", "dp=2", {"zero": 1}),
+        ("short_gpt", "dp=3", {"zero": 2}),
+        ("short_gpt", "dp=3", {"zero": 3, "accumulate": 2}),
         ("nanogpt", "dp=2,tp=2", {"zero": 3}),
-        ("gpt", "dp=2,fsdp=2", {}),
-        ("gpt", "dp=3", {"zero": 3, "microbatches": 2}),
-        ("gpt", "dp=2,pp=2", {"zero": 3, "microbatches": 2}),
-        ("gpt", "dp=2,pp=2", {"zero": 1, "microbatches": 2, "schedule": "zb-h1"}),
+        ("short_gpt", "dp=2,fsdp=2", {}),
+        ("short_gpt", "dp=3", {"zero": 3, "microbatches": 2}),
+        ("short_gpt", "dp=2,pp=2", {"zero": 3, "microbatches": 2}),
+        ("short_gpt", "dp=2,pp=2", {"zero": 1, "microbatches": 2, "schedule": "zb-h1"}),
         ("frozen", "dp=3", {"zero": 2}),
         ("unused", "dp=3", {"zero": 3}),
-        ("resnet", "dp=3", {"zero": 3}),
+        ("conv", "dp=3", {"zero": 3}),
     ],
     ids=str,
 )
@@ -60,7 +60,7 @@ def test_training_equals_the_plain_loop(ranks: dict[int, Ranks], name: str, mesh
 
 def _uneven(rank: int) -> None:
     """Parameter groups, a smaller last batch, evaluation before training, whole and distributed checkpoints."""
-    plain, loss_fn, args, _ = case("gpt")
+    plain, loss_fn, args, _ = case("short_gpt")
     model = autopar.parallelize(copy.deepcopy(plain), "dp=3", loss_fn=loss_fn, zero=3)
     torch.testing.assert_close(model(args[0]), plain(args[0]).detach(), rtol=1e-10, atol=1e-12)
     pair = (model, plain)
@@ -87,7 +87,7 @@ def test_groups_and_batches(ranks: dict[int, Ranks]):
 
 
 def _checkpoint(rank: int, folder: str) -> None:
-    plain, loss_fn, args, _ = case("gpt")
+    plain, loss_fn, args, _ = case("short_gpt")
     made = {zero: autopar.parallelize(copy.deepcopy(plain), "dp=3", loss_fn=loss_fn, zero=zero) for zero in (0, 3)}
     for model in made.values():
         model.prepare(*args)
@@ -124,3 +124,21 @@ def _optimizer(rank: int, name: str, options: dict[str, Any]) -> None:
 def test_optimizers(ranks: dict[int, Ranks], name: str, options: dict[str, Any]):
     """Adafactor's factors are those of the whole matrix."""
     ranks[3].run(_optimizer, name, options)
+
+
+def _evaluated_first(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    """Outputs before any step: what is added to them last is gathered after the micro-batches."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x = torch.randn(12, 4, 12, dtype=torch.float64)
+    model = autopar.parallelize(
+        copy.deepcopy(plain), mesh, loss_fn=lambda m, x: m(x).pow(2).mean(), microbatches=2, **options
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.forward_backward(x).detach(), plain(x).pow(2).mean().detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("fsdp=2", {}), ("dp=2,pp=2", {"zero": 3})], ids=str)
+def test_outputs_before_any_step(ranks: dict[int, Ranks], mesh: str, options: dict[str, Any]) -> None:
+    ranks[4 if "," in mesh else 2].run(_evaluated_first, mesh, options)

@@ -41,7 +41,7 @@ def interpret() -> None:
     for module in (dropout_module, random_module):  # what is done for a device of type cuda
         module.triton_kernels = lambda device: random_triton  # type: ignore[attr-defined]
     got = list(_numbers())
-    assert len(want) == len(got) > 70
+    assert len(want) == len(got) > 50
     for (name, x, scale, a), (_, _, _, b) in zip(want, got, strict=True):
         if a.dtype == torch.bfloat16:  # the interpreter cuts a float32 where hardware rounds: `compile` looks at that
             cut = ((x.float() * scale).view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -55,7 +55,8 @@ def _numbers() -> Any:
     for i, (whole, local, offsets) in enumerate(PIECES):
         words = SEEDS[i % 2]
         seed = torch.tensor(words)
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        # where a piece lies is the same for all dtypes: the first pieces are enough for the other two
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16)[: 4 if i < 2 else 2]:
             x = torch.randn(local, generator=generator, dtype=torch.float64).to(dtype)
             x.view(-1)[:: max(1, x.numel() // 5)] = torch.tensor(torch.inf)
             x.view(-1)[1 :: max(1, x.numel() // 5)] = torch.tensor(-0.0)

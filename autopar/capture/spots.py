@@ -220,7 +220,7 @@ class Walk:
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     """The tables of the hooks that run with a module."""
-    return [t for n, t in vars(module).items() if n.endswith("_hooks") and "state_dict" not in n and t is not None]
+    return [t for n, t in vars(module).items() if n.endswith("_hooks") and "state_dict" not in n and isinstance(t, dict)]
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

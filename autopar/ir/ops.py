@@ -278,6 +278,11 @@ def whole_of(target: Any) -> Any:
     return _WHOLE_OF.get(target, target)
 
 
+def mesh_op_name(target: Any) -> str:
+    """The name of a mesh op; of the half of a collective that of the whole."""
+    return str(whole_of(target)).removeprefix(f"{NAMESPACE}.").removesuffix(".default")
+
+
 def is_mesh_op(target: object) -> bool:
     """True for an op whose result depends on the rank: the executor runs it, not a kernel."""
     return target in _MESH_TARGETS
@@ -286,11 +291,6 @@ def is_mesh_op(target: object) -> bool:
 def op_name(target: object) -> str:
     """The name of an op without its namespace and overload: `all_gather` of `autopar.all_gather.default`."""
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
-
-
-def collective_name(target: object) -> str:
-    """What a collective does, started or at once: `all_gather` of `autopar.all_gather_start.default`."""
-    return op_name(target).removesuffix("_start")
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, fits
-from autopar.ir.ops import collective_name, is_mesh_op
+from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
 
@@ -107,8 +107,7 @@ def _check_operands(node: fx.Node) -> None:
 def _check_move(node: fx.Node, program: Program) -> None:
     """A collective gives the layout that it says, inferred from what it does."""
     has = record(operand_nodes(node)[0]).layout
-    name = collective_name(node.target)
-    inferred = moved_layout(name, node.args[1:], has)
+    inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
     elif _canonical(inferred) != record(node).layout:

@@ -26,6 +26,7 @@ from autopar.parallel.distribute import Distributor, join
 from autopar.parallel.execution import Running, check_compiler
 from autopar.parallel.gradients import check_plain, finished, guarded
 from autopar.parallel.loss_scale import LossScale, give_gradients
+from autopar.parallel.placed import TO_SAVE
 from autopar.parallel.programs import Programs, StepSettings
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas, every_of
@@ -223,9 +224,10 @@ class ParallelModule(Inlined):
                 raise
         value = getattr(original[0], name)
         if callable(value) and not isinstance(value, nn.Module):
+            instead = f"Call the parallel model itself, or use model.original.{name} if it reads no parameter."
             raise AttributeError(
                 f"'{name}' is a method of {type(original[0]).__name__}: it would compute with this rank's part of the "
-                f"parameters. Call the parallel model itself, or use model.original.{name} if it reads no parameter."
+                f"parameters. {TO_SAVE if name == 'save_pretrained' else instead}"
             )
         return value
 

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.parallel import operators
 from autopar.parallel.chunks import chunks, write_items
 from autopar.parallel.place import Place, refused_blocks
-from autopar.parallel.placed import PlacedTensor, Step, ViewOf, follow, place_of, refusal, whole_value
+from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, place_of, refusal, whole_value
 from autopar.torch_compat import (
     SUBCLASSED_DTENSORS,
     TorchDispatchMode,
@@ -117,7 +117,7 @@ class _Held(PlacedTensor):
 
 def _refused(name: str) -> Callable[..., Any]:
     def method(self: _Held, *args: Any, **kwargs: Any) -> Any:
-        raise refusal(name)
+        raise refusal(name, TO_SAVE)
 
     return method
 

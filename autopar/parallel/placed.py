@@ -72,12 +72,19 @@ def is_split(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and not tensor.place.is_whole
 
 
-def refusal(name: str) -> AutoparError:
-    """The error for what a tensor of which each rank holds a part cannot do."""
+# What saves a model, for functions that read the memory of its parameters.
+TO_SAVE = (
+    "To save a model: `weights = model.full_state_dict()` on every rank, then on rank 0 "
+    "`model.original.save_pretrained(folder, state_dict=weights)` or `torch.save(weights, path)`."
+)
+
+
+def refusal(name: str, more: str = "") -> AutoparError:
+    """The error for what a tensor of which each rank holds a part cannot do. more: a sentence behind the advice."""
     return AutoparError(
         f"'{name}' is nothing that a tensor of a parallel model can do: this rank holds a part of it, in memory that "
         f"the step's programs use. Call .full_tensor() on every rank for its value; write it by copy_() or "
-        f"load_state_dict()."
+        f"load_state_dict().{' ' * bool(more)}{more}"
     )
 
 

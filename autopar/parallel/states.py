@@ -37,7 +37,7 @@ class States:
         found = [
             (states, key, value, parameter)
             for parameter, states in optimizer.state.items()
-            if self._is_split(parameter)
+            if isinstance(parameter, ParameterTensor) and self._is_split(parameter)
             for key, value in states.items()
             if _is_whole(value, parameter)
         ]
@@ -47,9 +47,9 @@ class States:
             whole = local_of(value) if isinstance(value, DTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
-    def _is_split(self, parameter: Any) -> bool:
-        held = isinstance(parameter, ParameterTensor) and parameter.ndim > 0
-        return held and parameter.place.world is self._world and not parameter.place.is_whole
+    def _is_split(self, parameter: ParameterTensor) -> bool:
+        place = parameter.place
+        return parameter.ndim > 0 and place.world is self._world and not place.is_whole
 
 
 def _is_whole(value: Any, parameter: ParameterTensor) -> bool:

@@ -18,6 +18,7 @@ class Action:
 
     draws: a strategy of literals for each argument. needs: facts of the pair (`Pair.facts`) that must hold, those
     with a "!" not. must_refuse: the error that every rank must get, as no user can mean it.
+    torn: a loop of torch's, of which a refusal leaves what came before: the journey ends.
 
     One of several parts says `side.mark()` between them: refused in a later part, the parallel model must be as the
     plain one is after the earlier parts.
@@ -28,6 +29,7 @@ class Action:
     draws: Mapping[str, SearchStrategy[Any]]
     needs: tuple[str, ...]
     must_refuse: type[AutoparError] | None
+    torn: bool = False
 
     def allowed(self, facts: frozenset[str]) -> bool:
         return all((need[1:] not in facts) if need.startswith("!") else (need in facts) for need in self.needs)
@@ -37,11 +39,13 @@ Registered = Callable[[Callable[..., Any]], Callable[..., Any]]
 ACTIONS: dict[str, Action] = {}
 
 
-def action(*needs: str, must_refuse: type[AutoparError] | None = None, **draws: SearchStrategy[Any]) -> Registered:
+def action(
+    *needs: str, must_refuse: type[AutoparError] | None = None, torn: bool = False, **draws: SearchStrategy[Any]
+) -> Registered:
     """Put a function of a side into the table, under its own name."""
 
     def register(run: Callable[[Side], Any]) -> Callable[..., Any]:
-        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, must_refuse)
+        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, must_refuse, torn)
         return run
 
     return register

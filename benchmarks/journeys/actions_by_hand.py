@@ -18,7 +18,7 @@ def clip_grad_norm(side: Side, limit: float) -> Tensor:
     return clip_grad_norm_(side.model.parameters(), limit)
 
 
-@action("ready", "gradients", limit=st.sampled_from([0.001, 0.05]))
+@action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]))
 def clip_grad_value(side: Side, limit: float) -> None:
     clip_grad_value_(side.model.parameters(), limit)
 
@@ -63,7 +63,7 @@ def scale_gradients(side: Side, factor: float) -> None:
             p.grad = p.grad * factor
 
 
-@action("ready", "gradients")
+@action("ready", "exact", "gradients")
 def read_gradients(side: Side) -> list[Tensor]:
     return [p.grad for _, p in side.trained()]
 

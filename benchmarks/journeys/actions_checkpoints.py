@@ -27,20 +27,16 @@ from benchmarks.journeys.side import Side, parallel
 
 @action("ready")
 def torch_save(side: Side) -> None:
-    """Each rank saves what it has, and loads it.
-
-    With stages torch.load gives states of other stages as DTensors of torch itself, whole on their ranks alone.
-    """
-    with_states = side.optimizer is not None and "pp" not in side.setup["mesh"]
+    """Each rank saves what it has, and loads it."""
     state: dict[str, Any] = {"model": side.model.state_dict()}
-    if with_states:
+    if side.optimizer is not None:
         state["optimizer"] = side.optimizer.state_dict()
     torch.save(state, side.path_of_rank("saved.pt"))
     _disturb(side)
     state = torch.load(side.path_of_rank("saved.pt"), weights_only=False)
     side.model.load_state_dict(state["model"])
     side.mark()
-    if with_states:
+    if side.optimizer is not None:
         side.optimizer.load_state_dict(state["optimizer"])
 
 
@@ -69,7 +65,7 @@ def dcp_of_both(side: Side) -> None:
     set_state_dict(side.model, side.optimizer, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
 
 
-@action("ready", offload=st.booleans())
+@action("ready", torn=True, offload=st.booleans())
 def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
     """get_model_state_dict with full_state_dict, and back in."""
     gather = StateDictOptions(full_state_dict=True, cpu_offload=offload and side.is_parallel)
@@ -78,11 +74,11 @@ def whole_model_state_of_torch(side: Side, offload: bool) -> dict[str, Tensor]:
         gather = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.is_parallel)
     state = {name: value.clone() for name, value in state.items()}
     _disturb(side)
-    set_model_state_dict(side.model, state, options=gather)
+    set_model_state_dict(side.model, dict(state), options=gather)  # which writes into the dict
     return {} if offload else state
 
 
-@action("ready", "optimizer", "stateful")
+@action("ready", "optimizer", "stateful", "!foreign")
 def whole_optimizer_state_of_torch(side: Side) -> dict[str, Any]:
     """get_optimizer_state_dict with full_state_dict, and back in."""
     gather = StateDictOptions(full_state_dict=True)
@@ -110,7 +106,9 @@ def plain_optimizer_state(side: Side) -> None:
     side.optimizer.load_state_dict(other.state_dict())
 
 
-@action("ready", to=st.integers(0, 7), way=st.sampled_from(["by hand", "dcp", "whole", "broadcast"]))
+@action(
+    "ready", "!foreign", torn=True, to=st.integers(0, 7), way=st.sampled_from(["by hand", "dcp", "whole", "broadcast"])
+)
 def move(side: Side, to: int, way: str) -> None:
     """On another mesh of as many ranks, with weights, optimizer states and the random state."""
     random = parallel(side).random_state.state_dict() if side.is_parallel else None

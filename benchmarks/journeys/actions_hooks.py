@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autopar.errors import CaptureError
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.side import ROWS, Side
 
@@ -68,9 +69,9 @@ def watch_gradients(side: Side, which: int) -> None:
     side.handles["watching"] = _trainable(side, which).register_hook(note)
 
 
-@action("ready", "chain", seed=st.integers(0, 5))
+@action("ready", "chain", must_refuse=CaptureError, seed=st.integers(0, 5))
 def watch_outputs(side: Side, seed: int) -> Tensor:
-    """One that logs what a block gives, for one step."""
+    """One that logs what a block gives, for one step: it reads a value, and says so."""
 
     def note(module: nn.Module, inputs: Any, out: Tensor) -> None:
         side.seen.append(out.detach().abs().max().item())

@@ -14,8 +14,12 @@ from autopar.parallel.padding import padded_part, without_padding
 from autopar.torch_compat import local_of
 from benchmarks.journeys.side import Side
 
-EXACT, ROUNDED, HALF, SHORT = 1e-9, 1e-4, 0.01, 0.05  # in float64; with norms in float32; in fp16; in bf16
-ZERO, SMALL = 1e-6, 1e-3  # a state of this norm, or this part of the largest, may be that of a gradient of zero
+# In float64 (30 rows were right to 1e-11 too); with norms in float32, whose steps are 1.2e-7; in fp16 and bf16, beside
+# a plain module in float32, where sums that cancel lose digits. A sum left out is off by more in each.
+EXACT, ROUNDED, HALF, SHORT = 1e-10, 1e-5, 0.04, 0.05
+# A gradient that is zero on paper is rounding of the size of the others, and so are states made of it. A tensor of a
+# smaller norm, or part of the largest, is measured by this: so what is off by 1e-13 of the largest is still seen.
+ZERO, SMALL = 1e-6, 1e-3
 
 
 def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
@@ -84,8 +88,13 @@ def _optimizers(side: Side, ours: Optimizer | None, theirs: Optimizer | None, to
             what = f"state of parameter {j} of group {i}"
             if set(held) != set(wanted):
                 yield f"{what}: has {sorted(held)}, plain {sorted(wanted)}"
-            for key in (key for key in wanted if key in held):
+            for key in (key for key in wanted if key in held and not _is_elsewhere(p, held[key])):
                 yield from unequal(f"{what}, {key!r}", side, held[key], wanted[key], tolerance, floors.get(key, ZERO))
+
+
+def _is_elsewhere(parameter: Any, state: Any) -> bool:
+    """True for a state of another stage that is a DTensor of torch's own: whole on the ranks of that stage alone."""
+    return not parameter.place.is_here and type(state) is DTensor
 
 
 def _floors(optimizer: Optimizer) -> dict[str, float]:

@@ -45,6 +45,7 @@ class Row:
     taken: Journey = ()  # the one that the pools are on
     end: float | None = None
     without: frozenset[str] = frozenset()  # actions that are not drawn
+    meshes: tuple[str, ...] = ()  # one of these; else of all, most often of one or two ranks
 
     def take(self, journey: Journey) -> Report:
         """The report on the last action of a journey. What is known of its beginning is not taken again."""
@@ -94,8 +95,9 @@ class Machine(RuleBasedStateMachine):
         self.journey: Journey = ()
         self.facts: frozenset[str] = frozenset()
 
-    @initialize(setup=setups())
-    def begin(self, setup: dict[str, Any]) -> None:
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        setup = data.draw(setups(self.row.meshes))
         self.row.started += 1
         if self.row.started == 1:
             reject()  # hypothesis begins with the simplest of all, which is the same in every row
@@ -117,14 +119,23 @@ class Machine(RuleBasedStateMachine):
         self.facts = self.row.take(self.journey).facts
 
 
-def run_row(pools: Pools, of: int, number: int, shrink_s: float = 60, without: Iterable[str] = ()) -> Row:
-    """Draw and take the journey of a row. A failing one is made shorter for some seconds."""
-    row = Row(pools, shrink_s, without=frozenset(without))
+def run_row(
+    pools: Pools,
+    of: int,
+    number: int,
+    shrink_s: float = 60,
+    without: Iterable[str] = (),
+    meshes: Iterable[str] = (),
+    most: int = 20,
+) -> Row:
+    """Draw and take the journey of a row, of 8 to 20 actions. A failing one is made shorter for some seconds."""
+    row = Row(pools, shrink_s, without=frozenset(without), meshes=tuple(meshes))
     machine = seed(f"{of} {number}")(type("Journeys", (Machine,), {"row": row}))
     with backend_of(f"{of} {number}") as backend, contextlib.suppress(JourneyFailed):
         chosen = settings(
-            max_examples=1, stateful_step_count=8 + number % 13, deadline=None, database=None, backend=backend,
-            verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck), print_blob=False,
+            max_examples=1, stateful_step_count=min(8 + number % 13, most), deadline=None,
+            database=None, backend=backend, verbosity=Verbosity.quiet, print_blob=False,
+            suppress_health_check=list(HealthCheck),
             phases=(Phase.generate, Phase.shrink) if shrink_s else (Phase.generate,),
         )  # fmt: skip
         run_state_machine_as_test(machine, settings=chosen)

@@ -45,6 +45,7 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
     of: dict[fx.Node, When] = {}
     joins: set[fx.Node] = set()
     weighted: set[fx.Node] = set()  # depends on parameters
+    renewed: set[fx.Node] = set()  # parameters alone, gathered anew
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -67,6 +68,15 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
         gathers = node.target is op("all_gather") and _axis(node) == again and is_given(operands[0])
         differs = gathers or _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
+        if gathers or (differs and not _is_cut(node) and all(o in renewed or of[o] is When.BEFORE for o in operands)):
+            renewed.add(node)
+        if differs and after and not _is_cut(node):
+            late = _behind(operands, renewed)
+            if not any(
+                of.get(user, When.AFTER) is not When.AFTER for each in late for user in each.users.keys() - late
+            ):
+                of.update(dict.fromkeys(late, When.AFTER))  # gathered once, after the micro-batches
+                differs = any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         if differs and after:
             raise LayoutError(_coupled(node, _join_before(after[0], joins), program.notes))
         if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
@@ -78,6 +88,18 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
         else:
             of[node] = When.EACH if node in weighted else When.GIVEN
     return Times(of, frozenset(joins))
+
+
+def _behind(operands: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    """Those of a set that some operands are, or are made of."""
+    found: set[fx.Node] = set()
+    pending = list(operands)
+    while pending:
+        node = pending.pop()
+        if node in among and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def is_join(node: fx.Node) -> bool:

@@ -1,0 +1,19 @@
+"""What only the first step of a process pays for, paid in the server from which ranks are forked.
+
+torch and autopar load much at first use. Imported there before the first fork: a step of each kind is compiled, and run
+on the virtual mesh, which makes no process group and no thread that a fork would lose.
+"""
+
+from __future__ import annotations
+
+import models
+import side_by_side  # noqa: F401  # what test modules import, so that no rank does
+import torch
+
+import autopar
+
+torch.set_num_threads(1)
+model, loss_fn, batch = models.mlp()
+for mesh, options in (("dp=2,tp=2", {"zero": 3}), ("pp=2", {"microbatches": 2})):
+    report = autopar.verify(model, mesh, loss_fn=loss_fn, batch=batch, steps=1, **options)  # type: ignore[arg-type]
+    assert report.ok, report
