@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from autopar.ir.ops import is_collective, is_mesh_op, op, semantic_of
+from autopar.ir.ops import is_collective, is_mesh_op, op, op_name, semantic_of
 from autopar.torch_compat import OpOverload, is_composite, schema_of
 
 # Views by what they do, though their schemas say "Tensor": base names of aten ops.
@@ -55,13 +55,13 @@ def is_view(target: Any) -> bool:
         return True
     if not isinstance(target, OpOverload):
         return False
-    return _shows_operand(target) or (target.namespace == "aten" and _base(target) in _UNMARKED_VIEWS)
+    return _shows_operand(target) or (target.namespace == "aten" and op_name(target) in _UNMARKED_VIEWS)
 
 
 @cache
 def is_whole_view(target: Any) -> bool:
     """True for a view that shows every element of its operand exactly once."""
-    return target is _WAIT or (is_view(target) and _base(target) in _WHOLE_VIEWS)
+    return target is _WAIT or (is_view(target) and op_name(target) in _WHOLE_VIEWS)
 
 
 @cache
@@ -70,7 +70,7 @@ def may_return_operand(target: Any) -> bool:
     semantic = semantic_of(target)
     if semantic is not None:
         return semantic.returns_operand
-    return _is_of_torch(target) and _base(target) in _MAY_RETURN_OPERAND
+    return _is_of_torch(target) and op_name(target) in _MAY_RETURN_OPERAND
 
 
 @cache
@@ -94,8 +94,3 @@ def _is_of_torch(target: Any) -> bool:
 def _shows_operand(target: OpOverload) -> bool:
     schema = schema_of(target)
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-
-
-def _base(target: OpOverload) -> str:
-    """The name without namespace and overload: "split" of aten.split.Tensor."""
-    return str(schema_of(target).name).rpartition("::")[2]
