@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "examples", ROOT / "tests", ROOT):
@@ -28,6 +29,14 @@ def _repeatable() -> None:
     """Each test starts from one seed, on one thread: the models are small and the cores few."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """What a module trained in this process itself is no concern of the next one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

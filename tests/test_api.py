@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import models
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models_special import ZOO
 from side_by_side import adamw, assert_close, case, momentum, plain_loss, train_both
@@ -22,13 +20,6 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def mlp_pair(**options: Any) -> tuple[autopar.ParallelModule, nn.Module, Tensor, Tensor]:

@@ -56,11 +56,11 @@ def searched(program: Program) -> tuple[Classes, float]:
 
 
 def test_the_search_does_not_grow_with_depth():
-    shallow, deep = captured(4).program, captured(24).program
+    shallow, deep = captured(6).program, captured(34).program
     assert len(deep.nodes) > 5 * len(shallow.nodes)
     plans = [[item.states for item in searched(program)[0].items] for program in (shallow, deep)]
     assert plans[0] == plans[1], "the same classes, decided alike"
-    said = "the search takes {:.3f} s for 4 layers, {:.3f} s for 24"
+    said = "the search takes {:.3f} s for 6 layers, {:.3f} s for 34"
     assert_alike(lambda: searched(shallow)[1], lambda: searched(deep)[1], 2, said)
 
 

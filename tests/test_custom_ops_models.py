@@ -210,11 +210,11 @@ def test_arguments_that_cannot_be_checked_are_noted(own: CustomOps) -> None:
     assert autopar.verify(Narrow(), "dp=2", loss_fn=loss_fn, batch=data).ok
 
 
-def _train(rank: int, registered: tuple[str, ...]) -> list[str]:
+def _train(rank: int, registered: tuple[str, ...], mesh: str = "dp=2,tp=2") -> list[str]:
     register(*registered)
     torch.manual_seed(1)
     plain = Net()
-    model = autopar.parallelize(copy.deepcopy(plain), "dp=2,tp=2", loss_fn=loss_fn)
+    model = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=loss_fn)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
     for _ in range(3):
         x, y = batch()
@@ -237,12 +237,12 @@ def test_training_over_gloo_equals_the_plain_loop() -> None:
 
 
 def _train_unlike(rank: int) -> None:
-    _train(rank, ALL if rank else ALL[1:])
+    _train(rank, ALL if rank else ALL[1:], "tp=2")
 
 
 @pytest.mark.gloo
 def test_ranks_with_other_rules_are_an_error() -> None:
-    with ranks_of(4) as ranks:
+    with ranks_of(2) as ranks:
         outcomes = ranks.attempt(_train_unlike)
         assert all(one.error and one.error.startswith("RankError: ranks disagree on the program:") for one in outcomes)
 

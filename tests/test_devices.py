@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,13 +30,6 @@ from autopar.torch_compat import OpOverload
 META = torch.device("meta")
 TOKENS = torch.arange(24).view(4, 6) % 16
 PLACES_OF_TOKENS = range(TOKENS.data_ptr(), TOKENS.data_ptr() + TOKENS.nbytes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Makes(nn.Module):
