@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from processes import Ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor, Shard
 
 import autopar
@@ -336,101 +327,3 @@ def _refusals(rank: int) -> None:
 
 def test_views_writes_and_gradients_are_one_devices(four: Ranks) -> None:
     four.run(_refusals)
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def _trained(
-    mesh: str, steps: int, moved: bool = True
-) -> tuple[Any, torch.optim.Optimizer, Any, torch.optim.Optimizer]:
-    model, single = made(mesh, moved)
-    pair = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, single)]
-    for step in range(steps):
-        _step(model, single, pair, step)
-    return model, pair[0], single, pair[1]
-
-
-def _step(model: Any, single: Any, pair: Any, step: int) -> None:
-    give_gradients(model, single, step)
-    for optimizer in pair:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _save(rank: int, mesh: str, folder: str) -> None:
-    model, optimizer, *_ = _trained(mesh, 2)
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
-    )
-
-
-def _load(rank: int, mesh: str, folder: str, moved: bool) -> None:
-    model, optimizer, *_ = _trained(mesh, 0, moved)
-    _, _, single, theirs = _trained(mesh, 2)
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    if not moved:
-        model._store.relayout(*places(mesh))
-    assert_same(model, single, "loaded")
-    _step(model, single, (optimizer, theirs), 7)
-    assert_same(model, single, "after a step")
-
-
-@pytest.mark.parametrize("moved", [True, False])
-@pytest.mark.parametrize("meshes", [("pp=2,tp=2", "tp=2,pp=2"), ("pp=4", "pp=2,dp=2"), ("pp=2,dp=2", "dp=2,tp=2")])
-def test_a_sharded_checkpoint_goes_from_mesh_to_mesh(four: Ranks, tmp_path: Path, meshes: Any, moved: bool) -> None:
-    four.run(_save, meshes[0], str(tmp_path))
-    four.run(_load, meshes[1], str(tmp_path), moved)
-
-
-def _by_hand(rank: int) -> None:
-    """torch.save on every rank."""
-    model, optimizer, single, theirs = _trained("pp=2,tp=2", 2)
-    kept = io.BytesIO()
-    torch.save({"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}, kept)
-    _step(model, single, (optimizer, theirs), 3)
-    kept.seek(0)
-    again, fresh, twin, other = _trained("pp=2,tp=2", 2)
-    _step(again, twin, (fresh, other), 9)
-    loaded = torch.load(kept, weights_only=False)
-    again.load_state_dict(loaded["model"])
-    fresh.load_state_dict(loaded["optimizer"])
-    _step(again, plain(), (fresh,), 3)
-    assert_same(again, single, "by hand")
-    again.load_state_dict(single.state_dict())  # whole tensors
-    assert_same(again, single, "whole")
-    before, *_ = _trained("pp=2,tp=2", 0, moved=False)
-    before.load_state_dict(loaded["model"])  # into parameters that have no home yet
-    before.load_state_dict(again.state_dict())
-    assert_same(before, single, "before")
-
-
-def test_a_checkpoint_by_hand(four: Ranks) -> None:
-    four.run(_by_hand)
-
-
-def _full_state_dict(rank: int, mesh: str) -> None:
-    """torch's own way to whole tensors and back (states of a parameter without dims come back as plain tensors)."""
-    model, optimizer, single, theirs = _trained(mesh, 2)
-    gather = StateDictOptions(full_state_dict=True)
-    weights, states = (
-        get_model_state_dict(model, options=gather),
-        get_optimizer_state_dict(model, optimizer, options=gather),
-    )
-    for name, value in single.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-11, atol=1e-13)
-    again, fresh, *_ = _trained(mesh, 1)
-    set_model_state_dict(again, weights, options=gather)
-    set_optimizer_state_dict(again, fresh, states, options=gather)
-    for m in (again, single):
-        m.get_parameter("scale").requires_grad_(False)
-    _step(again, single, (fresh, theirs), 3)
-    assert_same(again, single, "whole")
-
-
-@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=4"])  # a stage alone is a mesh of one rank
-def test_whole_state_dicts_of_torch(four: Ranks, mesh: str) -> None:
-    four.run(_full_state_dict, mesh)
