@@ -19,7 +19,7 @@ from benchmarks.journeys.side import Side
 EXACT, ROUNDED, HALF, SHORT = 1e-10, 1e-5, 0.04, 0.05
 # A gradient that is zero on paper is rounding of the size of the others, and so are states made of it. A tensor of a
 # smaller norm, or part of the largest, is measured by this: so what is off by 1e-13 of the largest is still seen.
-ZERO, SMALL = 1e-6, 1e-3
+ZERO, SMALL = 1e-5, 1e-3
 
 
 def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
