@@ -39,7 +39,7 @@ def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
     store, known = ours._store, dict(ours.named_parameters())
     gradients = [_size(p.grad) for p in theirs.parameters() if p.grad is not None]
     largest = max(gradients, default=0.0) * (SMALL if tolerance < HALF else 1)
-    heaviest = SMALL * max(_size(p.detach()) for p in theirs.parameters())
+    heaviest = (SMALL if tolerance < HALF else 0.1) * max(_size(p.detach()) for p in theirs.parameters())
     for name, parameter in theirs.named_parameters():
         mine = known[name]
         if mine.requires_grad != parameter.requires_grad:
