@@ -114,8 +114,14 @@ def _nan(side: Side) -> None:
         local_of(side.model.head.weight).view(-1)[0] = float("nan")
 
 
+def _infinite(side: Side) -> None:
+    with torch.no_grad():
+        local_of(side.model.head.weight).view(-1)[0] = float("-inf")
+
+
 HARMS = {
-    harm.__name__[1:]: harm for harm in (_weight, _gradient, _no_gradient, _buffer, _state, _rate, _frozen, _mode, _nan)
+    harm.__name__[1:]: harm
+    for harm in (_weight, _gradient, _no_gradient, _buffer, _state, _rate, _frozen, _mode, _nan, _infinite)
 }
 
 

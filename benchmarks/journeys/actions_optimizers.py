@@ -40,7 +40,7 @@ def groups(side: Side, decay: float) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         matrices, vectors = _by_dims(model)
         decayed = {"params": matrices, "weight_decay": decay}
-        return torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}], lr=0.01)
+        return torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}], lr=0.01, eps=1e-6)
 
     side.use(make)
 

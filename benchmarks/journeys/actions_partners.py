@@ -43,7 +43,7 @@ def train_against_critic(side: Side, seed: int) -> list[Tensor]:
     return [first, second]
 
 
-@action("ready", "!dropout", must_refuse=AutoparError, seed=SEEDS)
+@action("ready", "!local", "!dropout", must_refuse=AutoparError, seed=SEEDS)
 def backward_of_forward(side: Side, seed: int) -> None:
     """Autograd by hand, which a parallel model has no graph for."""
     loss = side.built.loss_fn(side.model, *side.batch(ROWS, seed))

@@ -99,7 +99,7 @@ def anneal_an_argument(side: Side, seed: int, kind: str) -> list[Tensor]:
     return [side.forward_backward(*side.batch(ROWS, seed), NUMBERS[kind](i)) for i in range(3)]
 
 
-@action("ready", "fp16", seed=SEEDS)
+@action("ready", "fp16", "!hook watching", seed=SEEDS)
 def overflow(side: Side, seed: int) -> Tensor:
     """A step whose scaled gradients overflow, of which nothing is left."""
     try:

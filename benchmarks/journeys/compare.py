@@ -19,7 +19,7 @@ from benchmarks.journeys.side import Side
 EXACT, ROUNDED, HALF, SHORT = 1e-10, 1e-5, 0.04, 0.05
 # A gradient that is zero on paper is rounding of the size of the others, and so are states made of it. A tensor of a
 # smaller norm, or part of the largest, is measured by this: so what is off by 1e-13 of the largest is still seen.
-ZERO, SMALL = 1e-6, 1e-3
+ZERO, SMALL = 1e-5, 1e-3
 
 
 def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
@@ -37,8 +37,9 @@ def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
 def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
     """What differs of a parallel model and a plain one."""
     store, known = ours._store, dict(ours.named_parameters())
-    gradients = [float(p.grad.norm()) for p in theirs.parameters() if p.grad is not None]
+    gradients = [_size(p.grad) for p in theirs.parameters() if p.grad is not None]
     largest = max(gradients, default=0.0) * (SMALL if tolerance < HALF else 1)
+    heaviest = (SMALL if tolerance < HALF else 0.1) * max(_size(p.detach()) for p in theirs.parameters())
     for name, parameter in theirs.named_parameters():
         mine = known[name]
         if mine.requires_grad != parameter.requires_grad:
@@ -51,7 +52,7 @@ def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
         def part(value: Tensor, name: str = name) -> Tensor:
             return _part(value, store, name)
 
-        yield from _off(f"weight '{name}'", local_of(mine), part(parameter.detach()), tolerance, 0)
+        yield from _off(f"weight '{name}'", local_of(mine), part(parameter.detach()), tolerance, heaviest)
         if mine.grad is not None and parameter.grad is not None:
             yield from _off(f"gradient '{name}'", local_of(mine.grad), part(parameter.grad), tolerance, largest)
     buffers = dict(ours.named_buffers())
@@ -103,7 +104,7 @@ def _floors(optimizer: Optimizer) -> dict[str, float]:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                floors[key] = max(floors.get(key, ZERO), SMALL * float(value.double().norm().nan_to_num()))
+                floors[key] = max(floors.get(key, ZERO), SMALL * _size(value))
     return floors
 
 
@@ -131,6 +132,16 @@ def unequal(what: str, side: Side, mine: Any, plain: Any, tolerance: float, floo
         yield f"{what}: {mine!r}, plain {plain!r}"
 
 
+def _size(value: Tensor) -> float:
+    """The norm of what is finite."""
+    return float(_finite(value.double(), value.double(), torch.zeros_like(value.double())).norm())
+
+
+def _finite(value: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """One of two tensors, by whether the elements of a third are finite."""
+    return torch.where(value.isfinite(), yes, no)
+
+
 def _off(what: str, mine: Tensor, plain: Tensor, tolerance: float, floor: float) -> Iterator[str]:
     """One line if a tensor is another, norm-wise."""
     if isinstance(mine, DTensor):
@@ -141,10 +152,10 @@ def _off(what: str, mine: Tensor, plain: Tensor, tolerance: float, floor: float)
     if not mine.numel() or torch.equal(mine, plain):
         return
     a, b = mine.double(), plain.double()
-    if not torch.equal(a.isnan(), b.isnan()):
-        yield f"{what}: NaN in {int(a.isnan().sum())} places, plain in {int(b.isnan().sum())}"
+    if not torch.equal(*(_finite(x, torch.zeros_like(x), x).nan_to_num(7.0) for x in (a, b))):
+        yield f"{what}: {int((~a.isfinite()).sum())} elements are not finite, plain {int((~b.isfinite()).sum())}"
         return
-    a, b = a.nan_to_num(), b.nan_to_num()
+    a, b = (_finite(x, x, torch.zeros_like(x)) for x in (a, b))
     error, norm = float((a - b).norm()), max(float(b.norm()), floor, 1e-12)
     if error > tolerance * norm:
         yield f"{what}: off by {error:.2e}, norm {norm:.2e}"

@@ -19,16 +19,17 @@ from autopar.parallel.module import ParallelModule
 from benchmarks.journeys.meshes import meshes_for, options_on
 from benchmarks.journeys.models import Built, batch_of, build
 
+# eps: a gradient that is zero on paper, as of a bias before BatchNorm, is rounding, of which 1e-8 makes steps of 1e-9.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
-    "Adam": {"lr": 0.01, "amsgrad": True},
-    "AdamW": {"lr": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True, "eps": 1e-6},
+    "AdamW": {"lr": 0.01, "eps": 1e-6},
     "Adagrad": {"lr": 0.02, "initial_accumulator_value": 0.1},
     "RMSprop": {"lr": 0.005, "momentum": 0.5, "centered": True, "eps": 1e-4},
-    "NAdam": {"lr": 0.01},
-    "RAdam": {"lr": 0.01},
+    "NAdam": {"lr": 0.01, "eps": 1e-6},
+    "RAdam": {"lr": 0.01, "eps": 1e-6},
     "Adadelta": {"lr": 0.5},
-    "Adamax": {"lr": 0.01},
+    "Adamax": {"lr": 0.01, "eps": 1e-6},
     "ASGD": {"lr": 0.02},
     "Rprop": {"lr": 0.005},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
