@@ -72,7 +72,9 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
             renewed.add(node)
         if differs and after and not _is_cut(node):
             late = _behind(operands, renewed)
-            if not any(of.get(user, When.AFTER) is not When.AFTER for each in late for user in each.users.keys() - late):
+            if not any(
+                of.get(user, When.AFTER) is not When.AFTER for each in late for user in each.users.keys() - late
+            ):
                 of.update(dict.fromkeys(late, When.AFTER))  # gathered once, after the micro-batches
                 differs = any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
         if differs and after:
