@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from processes import Ranks
 from test_stage_parameters import assert_same, give_gradients, made, places, plain
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+
+import autopar
 
 pytestmark = pytest.mark.gloo
 
@@ -115,3 +119,48 @@ def _full_state_dict(rank: int, mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=4"])  # a stage alone is a mesh of one rank
 def test_whole_state_dicts_of_torch(four: Ranks, mesh: str) -> None:
     four.run(_full_state_dict, mesh)
+
+
+def _whole_states_again(rank: int) -> None:
+    """What torch loads are DTensors of its own; the next whole state dict has the states of all stages all the same."""
+    gather, loss = StateDictOptions(full_state_dict=True), lambda m, x, y: nn.functional.mse_loss(m(x), y)
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    model = autopar.parallelize(copy.deepcopy(single), "pp=2", loss_fn=loss, microbatches=2)
+    optimizer, theirs = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, single))
+    x, y = torch.randn(4, 4).double(), torch.randn(4, 2).double()
+
+    def step() -> None:
+        model.forward_backward(x, y)
+        loss(single, x, y).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+
+    step()
+    states = get_optimizer_state_dict(model, optimizer, options=gather)
+    kept = io.BytesIO()
+    torch.save(optimizer.state_dict(), kept)
+    kept.seek(0)
+    for load in (
+        lambda: set_optimizer_state_dict(model, optimizer, copy.deepcopy(states), options=gather),  # noqa: B023
+        lambda: optimizer.load_state_dict(torch.load(kept, weights_only=False)),
+    ):
+        load()
+        again = get_optimizer_state_dict(model, optimizer, options=gather)["state"]
+        for name, known in states["state"].items():
+            for key, value in known.items():
+                torch.testing.assert_close(again[name][key], value, rtol=0, atol=0, msg=f"{name} {key}")
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.state[p]["exp_avg"].full_tensor(), theirs.state[q]["exp_avg"])
+        step()
+        states = get_optimizer_state_dict(model, optimizer, options=gather)
+        kept.seek(0)
+        torch.save(optimizer.state_dict(), kept)
+        kept.seek(0)
+    for name, value in single.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), value.detach(), rtol=1e-11, atol=1e-13)
+
+
+def test_whole_states_are_whole_after_a_load(two: Ranks) -> None:
+    two.run(_whole_states_again)

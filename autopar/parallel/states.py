@@ -1,7 +1,8 @@
-"""Optimizer states that were made elsewhere: before a step they are split as their parameters are.
+"""Optimizer states that were made elsewhere: after a load, and before a step, they lie as their parameters do.
 
 What `load_state_dict` takes over from a run on one device is plain, and whole on every rank; so is what an optimizer
-makes before the first program decides layouts. Steps would be right with it, but the memory is one device's.
+makes before the first program decides layouts. Steps would be right with it, but the memory is one device's. What torch
+loads, or distributes itself, is a DTensor of its own, which on the ranks of other stages has no value.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.parallel.parameter import ParameterTensor
+from autopar.parallel.placed import PlacedTensor, placed
 from autopar.parallel.store import ParameterStore
 from autopar.torch_compat import local_of
 
 
 class States:
-    """Splits the states of all optimizers of one model's parameters, each time that there are new ones."""
+    """Places the states of all optimizers of one model's parameters, each time that there are new ones.
+
+    An optimizer is known from its first step on (torch's `set_optimizer_state_dict` makes one), and looked at after
+    each load from then on.
+    """
 
     def __init__(self, store: ParameterStore) -> None:
         self._store, self._world = store, store.distributor.world
@@ -27,17 +33,24 @@ class States:
 
     def watch(self, owner: object) -> None:
         """Look at each optimizer before its step, as long as `owner` lives."""
-        weakref.finalize(owner, register_optimizer_step_pre_hook(self.split).remove)
+        weakref.finalize(owner, register_optimizer_step_pre_hook(self.place).remove)
 
-    def split(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
-        """Replace states that are whole. Every rank must call this with the same states."""
+    def place(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
+        """Replace states that do not lie as their parameters. Every rank must call this with the same states."""
         if not self._store.is_placed or self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
+        if optimizer not in self._seen:
+            optimizer.register_load_state_dict_post_hook(self.place)
         self._seen[optimizer] = optimizer.state
+        known = [(p, s) for p, s in optimizer.state.items() if isinstance(p, ParameterTensor) and self._is_ours(p)]
+        for parameter, states in known:
+            for key, value in states.items():
+                if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
+                    states[key] = placed(value, parameter)
         found = [
             (states, key, value, parameter)
-            for parameter, states in optimizer.state.items()
-            if isinstance(parameter, ParameterTensor) and self._is_split(parameter)
+            for parameter, states in known
+            if parameter.ndim > 0 and not parameter.place.is_whole
             for key, value in states.items()
             if _is_whole(value, parameter)
         ]
@@ -47,9 +60,8 @@ class States:
             whole = local_of(value) if isinstance(value, DTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
-    def _is_split(self, parameter: ParameterTensor) -> bool:
-        place = parameter.place
-        return parameter.ndim > 0 and place.world is self._world and not place.is_whole
+    def _is_ours(self, parameter: ParameterTensor) -> bool:
+        return parameter.place.world is self._world
 
 
 def _is_whole(value: Any, parameter: ParameterTensor) -> bool:

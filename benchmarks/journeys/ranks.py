@@ -134,11 +134,9 @@ class Pair:
 
 
 def _has_foreign_states(side: Side) -> bool:
-    """True if an optimizer holds DTensors of torch's own, as `torch.load` and `set_optimizer_state_dict` give them.
-
-    Known fault: with stages such a state is whole on the ranks of its stage alone, and what torch gathers of it without
-    elements on the others.
-    """
+    """True if an optimizer holds DTensors of torch's own: loaded by `torch.load` into one that took no step yet, which
+    nobody knows to be of this model. With stages such a state has a value on the ranks of its stage alone, until the
+    first step (docs/memory.md)."""
     held = side.optimizer.state.values() if side.optimizer is not None else ()
     return any(type(value) is DTensor for state in held for value in state.values())
 
