@@ -30,7 +30,7 @@ types: $(STAMP)
 	cd build/types/autopar && ln -s ../../../autopar/* ../../../passes ../../../runtime .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
-# Write the expected texts of tests/golden anew; read the diff like code.
+# Write the expected texts of tests/passes/golden anew; read the diff like code.
 golden: $(STAMP)
 	AUTOPAR_GOLDEN=write $(BIN)/python -m pytest tests -k golden
 

@@ -28,7 +28,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests", "examples")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests/support", "examples")]
 
 from models import Llama, token_loss  # noqa: E402
 

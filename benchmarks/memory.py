@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    """A model of `tests/models.py` on a mesh, with options of `parallelize`."""
+    """A model of `tests/support/models.py` on a mesh, with options of `parallelize`."""
 
     model: str
     mesh: str
@@ -125,7 +125,7 @@ def combinations() -> list[Combination]:
 
 def case_of(name: str) -> tuple[Any, Any, Any]:
     """A model, its loss and a batch, the same on every rank."""
-    for folder in ("examples", "tests"):
+    for folder in ("examples", "tests/support"):
         if str(ROOT / folder) not in sys.path:
             sys.path.insert(0, str(ROOT / folder))
     torch.manual_seed(0)

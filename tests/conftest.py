@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "examples", ROOT / "tests", ROOT):
+for folder in (
+    ROOT / "examples",
+    *(each for each in (ROOT / "tests").iterdir() if each.is_dir()),
+    ROOT / "tests",
+    ROOT,
+):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

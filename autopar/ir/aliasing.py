@@ -1,7 +1,7 @@
 """Which ops return memory of their own, and which show that of their operand: read from the schemas of torch.
 
 A schema marks results that lie in the memory of an operand (`Tensor(a)`). What a schema cannot be taken at its word for
-is listed here, with the reason; tests/test_aliasing.py compares every answer with what the op does.
+is listed here, with the reason; tests/ir/test_aliasing.py compares every answer with what the op does.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class SemanticOp:
     from a seed. returns_operand: it may give back its first operand as it is. gradient: its autograd function in
     capture/functions.py; "" for what is a gradient itself, or has none.
 
-    Beside this an op has a row in passes/rules/ and a `Kernel` in runtime/; tests/test_semantic_ops.py asks for both.
+    Beside this an op has a row in passes/rules/ and a `Kernel` in runtime/;
+    tests/ir/test_semantic_ops.py asks for both.
     """
 
     schema: str

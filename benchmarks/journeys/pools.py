@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.sabotage import sabotage
-from tests.processes import Ranks
+from tests.support.processes import Ranks
 
 LIMIT_S = 60
 

@@ -3,7 +3,8 @@
 Each tensor of a sample's arguments is put in some layout, in turn, then all of them at once; the functional, the
 in-place and the out= variant and the gradient are compared with the plain ones on the same values. The lists of
 `_foreach_*`, which optimizers on a GPU call, are among the ops. A sample of the database runs here, all of it, part by
-part, as slow tests: `pytest -m slow -s tests/test_tensors_opinfo.py` prints which ops are right and which are refused.
+part, as slow tests: `pytest -m slow -s tests/parallel/test_tensors_opinfo.py` prints which ops are right and which are
+refused.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from autopar.custom_ops.registry import CUSTOM_OPS, CustomOps, register_rule
 from autopar.errors import ArtifactError, RuleError, WrongRule
 from autopar.ir.program import record
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture

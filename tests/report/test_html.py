@@ -87,7 +87,7 @@ def test_the_page_asks_the_network_for_nothing():
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    target = f"{Path(__file__).resolve().parent.parent}/examples/train_gpt.py:job"
+    target = f"{Path(__file__).resolve().parents[2]}/examples/train_gpt.py:job"
     for file, code in ((tmp_path / "page.html", 0), (tmp_path / "no" / "page.html", 1)):
         monkeypatch.setattr("sys.argv", ["autopar", "inspect", target, "--mesh", "tp=2", "--html", str(file)])
         with pytest.raises(SystemExit) as ended:

@@ -1,7 +1,7 @@
 """Golden pipelines: what becomes of a small captured program, as text, compared and executed.
 
-`tests/golden_pipeline/<case>.txt` holds a title, the plan (`mesh:`, `microbatches:`, `schedule:`), a CAPTURED program,
-`---`, and every graph and list of the pipeline. `make golden` writes the latter anew.
+`tests/passes/golden_pipeline/<case>.txt` holds a title, the plan (`mesh:`, `microbatches:`, `schedule:`), a CAPTURED
+program, `---`, and every graph and list of the pipeline. `make golden` writes the latter anew.
 """
 
 from __future__ import annotations

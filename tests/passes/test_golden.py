@@ -1,6 +1,6 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
-`tests/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
+`tests/passes/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
 `bucket_bytes:`, `zero:`, `recompute:`, `precision:`, `reduce_dtype:`), a program, `---`, and the program after the
 pass. `make golden` writes the latter anew.
 """

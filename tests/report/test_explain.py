@@ -179,7 +179,7 @@ def test_unknown_names(compiled: Compiled, tmp_path: Path):
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    target = f"{Path(__file__).resolve().parent.parent}/examples/train_gpt.py:job"
+    target = f"{Path(__file__).resolve().parents[2]}/examples/train_gpt.py:job"
     monkeypatch.setattr("sys.argv", ["autopar", "explain", target, UP, "--mesh", "tp=2"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

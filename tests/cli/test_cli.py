@@ -17,7 +17,7 @@ import autopar
 from autopar.cli import commands as cli
 from autopar.torch_compat import has_cpp_compiler
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 JOBS = """
 import os, signal

@@ -14,7 +14,7 @@ from autopar.runtime.counter import triton_kernels
 from autopar.runtime.dropout import dropout
 from autopar.runtime.random import random
 
-CASE = Path(__file__).with_name("triton_case.py")
+CASE = Path(__file__).resolve().parents[1] / "support" / "triton_case.py"
 
 
 def _run(what: str, **environment: str) -> str:

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 CONTRACT = (ROOT / "docs" / "contract.md").read_text()
 PROMISES = [line for line in CONTRACT.splitlines() if line.startswith("- ")]
-NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+NAMED = re.compile(r"`(tests/\w+/\w+\.py)::(\w+)`")
 
 
 @cache

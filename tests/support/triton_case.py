@@ -1,7 +1,7 @@
 """What the GPU's random kernels do, on a machine without a GPU: run by test_random_triton.py, in a process of its own.
 
-TRITON_INTERPRET=1 python tests/triton_case.py interpret    # in Triton's interpreter, beside the CPU's numbers
-python tests/triton_case.py compile                         # to machine code, for GPUs that are not here
+TRITON_INTERPRET=1 python tests/support/triton_case.py interpret    # in Triton's interpreter, beside the CPU's numbers
+python tests/support/triton_case.py compile                         # to machine code, for GPUs that are not here
 """
 
 from __future__ import annotations

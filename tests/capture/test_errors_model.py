@@ -61,7 +61,7 @@ def test_data_dependent_programs_name_the_users_line(body: Callable[..., Tensor]
     said = str(found.value)
     assert said.startswith("the program depends on the values in a tensor")
     assert f"{FILE.name}:{line}\n    {source}\n" in said
-    assert "This line has " in said  # what stands there, and what to write instead: tests/test_capture.py
+    assert "This line has " in said  # what stands there, and what to write instead: tests/capture/test_capture.py
 
 
 def no_loss(model: nn.Module, x: Tensor) -> None:

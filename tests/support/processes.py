@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TESTS = Path(__file__).resolve().parent
-FOLDERS = (TESTS, TESTS.parent / "examples", TESTS.parent)
+TESTS = Path(__file__).resolve().parent.parent
+FOLDERS = (*(each for each in TESTS.iterdir() if each.is_dir()), TESTS, TESTS.parent / "examples", TESTS.parent)
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "warm"]
 
 

@@ -38,7 +38,7 @@ def missing(one: SemanticOp, examples: dict[str, Any]) -> list[str]:
         "a gradient: a Function in capture/functions.py": hasattr(functions, one.gradient) if one.gradient else excused,
         "a stand-in for its random bits: in report/memory/stand_ins.py":
             not one.random or (name in kernels and kernels[name].run in ON_CPU),
-        "an example: in tests/semantic_examples.py": one.name in examples,
+        "an example: in tests/support/semantic_examples.py": one.name in examples,
     }  # fmt: skip
     return [what for what, there in has.items() if not there]
 
