@@ -45,6 +45,8 @@ class _Log(TorchDispatchMode):
             tensors = tensors_in([args, kwargs])
             if any(t.numel() > LARGEST or t.layout != torch.strided or t.is_quantized for t in tensors):
                 self.skipped["large, sparse or quantised"] += 1
+            elif any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors):
+                self.skipped["short floats, whose pieces add up to others"] += 1
             elif len(known) >= CALLS_PER_ROW:
                 self.skipped["more of the same op"] += 1
             else:
