@@ -13,8 +13,6 @@ from autopar.passes.search.items import Classes, source_of
 from autopar.passes.search.notes import axis_notes, rule_notes
 from autopar.passes.search.states import compose
 
-MADE_BY = "propagate"
-
 
 def propagate(program: Program, plan: Plan) -> Program:
     """CAPTURED -> SHARDED. One axis after the other, each by the cheapest plan within its intent.

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.parallel import operators
 from autopar.parallel.chunks import chunks, write_items
 from autopar.parallel.place import Place, refused_blocks
-from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, place_of, refusal, whole_value
+from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, refusal, whole_value
 from autopar.torch_compat import (
     SUBCLASSED_DTENSORS,
     TorchDispatchMode,
@@ -240,14 +240,6 @@ class _Nothing(torch.Tensor):
 def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
     """This rank's part of a tensor of `shape`."""
     return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape))  # type: ignore[no-any-return]
-
-
-def placed_parameter(tensor: DTensor, like: PlacedTensor) -> ParameterTensor | None:
-    """A DTensor of another maker as one of ours, if it lies as `like` does."""
-    if isinstance(tensor, ParameterTensor):
-        return tensor if tensor.place is like.place else None
-    found = place_of(tensor, like.place.world)
-    return parameter_tensor(local_of(tensor), found, tensor.shape) if found is like.place else None
 
 
 def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:

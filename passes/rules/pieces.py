@@ -27,10 +27,6 @@ from autopar.passes.rules.rule import Arguments, Call, Dim, Dims, Pieces, Row, R
 BOTH: Linear = (frozenset({0, 1}),)
 
 
-def _sizes(dims: Dims, shape: tuple[int, ...]) -> dict[str, int]:
-    return {dim[0]: size for dim, size in zip(dims, shape, strict=True) if len(dim) == 1}
-
-
 def _split(call: Call, position: int = 2) -> Rule:
     shape = call.operands[0].shape
     at = dim_argument(call, position)

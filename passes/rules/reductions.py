@@ -142,7 +142,7 @@ ROWS: Mapping[str, Row] = {
     "aten.cummax.default": _along(1),
     "aten.cummin.default": _along(1),
     "aten.sort.default": _along(1, default=-1),
-    "aten.sort.stable": Row(lambda call: _sort_stable(call)),
+    "aten.sort.stable": _along(1, default=-1),
     "aten.argsort.default": _along(1, default=-1),
     "aten.topk.default": _resized(2, default=-1),
     "aten.kthvalue.default": Row(_kthvalue),
@@ -152,10 +152,3 @@ ROWS: Mapping[str, Row] = {
     "aten._softmax_backward_data.default": _along(2, FIRST),
     "aten._log_softmax_backward_data.default": _along(2, FIRST),
 }
-
-
-def _sort_stable(call: Call) -> Rule:
-    """`stable` is keyword-only, so that the dim is the first argument behind the tensor."""
-    dims = named(call.operands[0].shape)
-    at = dim_argument(call, 1, default=-1)
-    return build(call, [dims], [dims] * len(call.results), whole=dims[at] if dims else ())

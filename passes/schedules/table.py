@@ -20,19 +20,18 @@ Orders = tuple[tuple[Action, ...], ...]  # the actions of each rank
 @dataclass(frozen=True, slots=True)
 class Entry:
     """order: of (stages, ranks, microbatches, costs). chunks: stages on a rank if nobody says otherwise.
-    place: the rank of each stage, of (stages, ranks). splits: whether backwards come as I and W."""
+    place: the rank of each stage, of (stages, ranks)."""
 
     order: Callable[[int, int, int, Costs], Orders]
     chunks: int = 1
     place: Callable[[int, int], tuple[int, ...]] = in_rounds
-    splits: bool = False
 
 
 SCHEDULES: Mapping[str, Entry] = {
     "gpipe": Entry(gpipe),
     "1f1b": Entry(one_f_one_b),
     "interleaved-1f1b": Entry(interleaved, chunks=2),
-    "zb-h1": Entry(zb_h1, splits=True),
-    "zb-h2": Entry(zb_h2, splits=True),
-    "zb-v": Entry(zb_v, chunks=2, place=in_a_v, splits=True),
+    "zb-h1": Entry(zb_h1),
+    "zb-h2": Entry(zb_h2),
+    "zb-v": Entry(zb_v, chunks=2, place=in_a_v),
 }

@@ -6,7 +6,6 @@ the counts is solved for exactly, in fractions; one more size than it takes chec
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,12 +108,6 @@ def activation_formulas(
         expression = fit(counts, symbols, monomials, points)
         found.append(Formula(layer or "outside of modules", expression, counts(points[-1])))
     return _alike(found)
-
-
-def grid(symbols: Mapping[str, Sequence[int]], example: Sizes) -> list[Sizes]:
-    """All combinations of sizes, the example last."""
-    points = [dict(zip(symbols, values, strict=True)) for values in itertools.product(*symbols.values())]
-    return [*(point for point in points if point != dict(example)), dict(example)]
 
 
 def _alike(found: list[Formula]) -> list[Formula]:
