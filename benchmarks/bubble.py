@@ -21,8 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import autopar
-from autopar.ir.mesh import parse_mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.schedule import KINDS, Costs, Instruction, Span, Timeline
 from autopar.passes.schedules import simulate
 from autopar.runtime.recorder import RUN, Event, Recorder

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.plan import MICROBATCH, PIPELINE
+from autopar.ir.mesh import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
 from autopar.runtime.executor import Code, Executable
 from autopar.runtime.pipeline import Given, RankCode, compile_rank

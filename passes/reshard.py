@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective, op
-from autopar.ir.plan import MICROBATCH, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
 
 MADE_BY = "reshard"

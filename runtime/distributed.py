@@ -18,9 +18,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RankError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import whole_of
-from autopar.ir.plan import PIPELINE
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.lost import is_loss_of_peer

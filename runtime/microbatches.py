@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.pipeline import Join
-from autopar.ir.plan import MICROBATCH
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Request
 from autopar.runtime.mesh_ops import COORD, is_local, join, local_answer

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from autopar.ir.layout import Layout
+from autopar.ir.mesh import MICROBATCH, PIPELINE
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import MICROBATCH, PIPELINE
 from autopar.ir.program import Input, Program, record
 from autopar.runtime.pipeline import Given
 

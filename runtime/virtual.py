@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RankError
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Executable, Outputs, Request, describe, run

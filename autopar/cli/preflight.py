@@ -8,8 +8,7 @@ from pathlib import Path
 
 from autopar.cli.options import Options
 from autopar.errors import TargetError
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import DATA_AXES, PIPELINE
+from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
 from autopar.job import Job
 from autopar.settings import Settings
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import DATA_AXES, PIPELINE, Plan
+from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
+from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, batch_size
 

@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.plan import MICROBATCH, PIPELINE, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.plan import MICROBATCH, PIPELINE
+from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
 AXES = tuple(sorted({*INTENTS, PIPELINE} - {MICROBATCH}))

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh
-
-PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
-DATA_AXES = ("dp", "fsdp")  # split the batch
-SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
+from autopar.ir.mesh import DATA_AXES, MICROBATCH, PIPELINE, SHARDED, Mesh
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
 BUCKET_BYTES = 25 * 2**20

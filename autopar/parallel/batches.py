@@ -19,7 +19,7 @@ from autopar.capture.stand_in import is_number
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.plan import MICROBATCH
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.program import record
 from autopar.parallel.agreement import Agreement
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.ir.layout import Layout, combine, whole
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.padding import beginning, with_padding, without_padding
 from autopar.parallel.parameter import ParameterTensor, parameter_tensor

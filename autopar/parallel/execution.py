@@ -14,7 +14,7 @@ from autopar.compiler.lowered import STEP, Lowered
 from autopar.compiler.options import compiler_of
 from autopar.errors import CompileError
 from autopar.ir.layout import Layout
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import KINDS
 from autopar.parallel.agreement import Agreement

@@ -18,8 +18,8 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices, Shard
 from autopar.errors import CaptureError, MeshError, PlanError
 from autopar.ir.layout import Layout, whole
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE, Plan
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.store import ParameterStore

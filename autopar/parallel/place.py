@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import AutoparError, RankError
 from autopar.ir.layout import Layout, combine, local_shape, padded_shape, whole
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, padded_part, with_padding, without_padding
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
 

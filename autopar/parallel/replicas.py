@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RankError
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE
 from autopar.parallel.agreement import Agreement, lost_peers, name_ranks
 from autopar.parallel.store import ParameterStore
 from autopar.torch_compat import local_of

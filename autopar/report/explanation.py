@@ -12,8 +12,8 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective
-from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote

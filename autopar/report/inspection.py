@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import human, local_bytes
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.program import Program, kept_values
 from autopar.report.text import table_text
 

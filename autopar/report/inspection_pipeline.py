@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.measure import human, local_bytes
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.plan import PIPELINE
 from autopar.ir.program import root_of
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of

@@ -17,8 +17,7 @@ from autopar.capture.containers import take_call_apart
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, combine, replica_error
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.parallel.padding import beginning, padded_part
 from autopar.runtime.executor import Executable, Outputs

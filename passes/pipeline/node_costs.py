@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.ops import is_collective, is_mesh_op
-from autopar.ir.plan import MICROBATCH, Machine
+from autopar.ir.plan import Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 
 

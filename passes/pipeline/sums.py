@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective, op
 from autopar.ir.pipeline import Join
-from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Builder, Program, Record, record, set_record
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.when import Times, When, times_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import LayoutError
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective, is_mesh_op, op
-from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Program, Record, is_given, record
 
 COORD = op("coord")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import DATA_AXES, Plan
+from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.rules import table_of
 from autopar.passes.search.intents import Intent, intent_of

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.plan import DATA_AXES, MICROBATCH
+from autopar.ir.mesh import DATA_AXES, MICROBATCH
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 

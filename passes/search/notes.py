@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import LayoutError, divisors, one_of
-from autopar.ir.plan import MICROBATCH
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.program import PARTNER, record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.measure import human, local_bytes
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import collective_of, is_collective, op
-from autopar.ir.plan import MICROBATCH
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA

@@ -19,7 +19,8 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.layout import Layout, combine, local_part, replica_error
-from autopar.ir.plan import MICROBATCH, Plan, Staging
+from autopar.ir.mesh import MICROBATCH
+from autopar.ir.plan import Plan, Staging
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes import make_pipeline, run_passes

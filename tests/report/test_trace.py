@@ -15,7 +15,7 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
-from autopar.ir.plan import MICROBATCH
+from autopar.ir.mesh import MICROBATCH
 from autopar.report.timeline.show import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 from autopar.runtime.pipeline import compile_rank

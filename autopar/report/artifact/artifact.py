@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ArtifactError, AutoparError
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import PIPELINE, Mesh, parse_mesh
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import PIPELINE, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.text import parse_program, print_program
 from autopar.report.artifact.pipeline import parse_pipeline, pipeline_json

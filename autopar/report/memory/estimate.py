@@ -9,8 +9,9 @@ from torch import fx
 
 from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError, RankError, one_of
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops import is_collective
-from autopar.ir.plan import CPU, PIPELINE
+from autopar.ir.plan import CPU
 from autopar.ir.program import Program, is_getitem, is_view, record
 from autopar.report.memory.report import (
     ACTIVATIONS,

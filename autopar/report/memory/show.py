@@ -12,8 +12,7 @@ from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices
 from autopar.errors import AutoparError
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import PIPELINE
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.job import Job
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.formula import Sizes, activation_formulas, states_formula

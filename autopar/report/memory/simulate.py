@@ -18,8 +18,8 @@ from torch import fx, nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.layout import Layout, local_part, local_shape
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import graph_name
-from autopar.ir.plan import PIPELINE
 from autopar.ir.program import Input, record
 from autopar.ir.schedule import Span
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES

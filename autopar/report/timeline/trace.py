@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import PIPELINE
 from autopar.ir.schedule import KINDS, ONCE, Costs, Instruction, Span, Timeline
 from autopar.report.artifact.pipeline import parse_action, parse_instruction
 from autopar.runtime.recorder import RUN, WAITED, Event, Recorder
