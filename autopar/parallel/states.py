@@ -40,9 +40,11 @@ class States:
         if not self._store.is_placed or self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
         if optimizer not in self._seen:
+            if not any(self._is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+                return
             optimizer.register_load_state_dict_post_hook(self.place)
         self._seen[optimizer] = optimizer.state
-        known = [(p, s) for p, s in optimizer.state.items() if isinstance(p, ParameterTensor) and self._is_ours(p)]
+        known = [(p, s) for p, s in optimizer.state.items() if self._is_ours(p)]
         for parameter, states in known:
             for key, value in states.items():
                 if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
@@ -60,8 +62,8 @@ class States:
             whole = local_of(value) if isinstance(value, DTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
-    def _is_ours(self, parameter: ParameterTensor) -> bool:
-        return parameter.place.world is self._world
+    def _is_ours(self, parameter: Any) -> bool:
+        return isinstance(parameter, ParameterTensor) and parameter.place.world is self._world
 
 
 def _is_whole(value: Any, parameter: ParameterTensor) -> bool:
