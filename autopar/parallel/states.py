@@ -8,7 +8,7 @@ loads, or distributes itself, is a DTensor of its own, which on the ranks of oth
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -62,7 +62,7 @@ class States:
             whole = local_of(value) if isinstance(value, DTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
-    def _is_ours(self, parameter: Any) -> bool:
+    def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._world
 
 
