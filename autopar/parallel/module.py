@@ -26,8 +26,9 @@ from autopar.parallel.distribute import Distributor, join
 from autopar.parallel.execution import Running, check_compiler
 from autopar.parallel.gradients import check_plain, finished, guarded
 from autopar.parallel.loss_scale import LossScale, give_gradients
+from autopar.parallel.making import StepSettings
 from autopar.parallel.placed import TO_SAVE
-from autopar.parallel.programs import Programs, StepSettings
+from autopar.parallel.programs import Programs
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas, every_of
 from autopar.parallel.states import States

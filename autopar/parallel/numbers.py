@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Numbers:
+class ChangingNumbers:
     """Counts how often a number changed. Which of them are inputs, and why others cannot be."""
 
     inputs: dict[Place, Spot] = field(default_factory=dict)

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.capture import Captured
-from autopar.capture.capture import LossFn, check_detached, fake_like
+from autopar.capture.capture import check_detached, fake_like
 from autopar.capture.containers import Parts, take_call_apart
 from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.raising import default_dtype
-from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
-from autopar.compiler.compile import capture_step, lower
-from autopar.compiler.constraints import batch_ranks
-from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import Choices, SequenceParallel
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.layout import Layout, local_part
-from autopar.ir.program import Input, record
+from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.batches import (
-    at_global_size,
-    check_split,
     describe,
     in_order,
     numbers_of,
@@ -38,36 +28,23 @@ from autopar.parallel.batches import (
     signature_lines,
     signature_of,
     tell_apart,
-    with_numbers,
 )
 from autopar.parallel.digests import Digests
-from autopar.parallel.execution import Running, make_runner
+from autopar.parallel.execution import Running
 from autopar.parallel.gradients import check_enabled
 from autopar.parallel.loss_scale import LossScale
-from autopar.parallel.partners import Joined, Owners, as_trained, check_partners, flags_of
+from autopar.parallel.making import Maker, StepSettings
 from autopar.parallel.partners import describe as describe_partners
+from autopar.parallel.partners import flags_of
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas
 from autopar.parallel.store import ParameterStore
-from autopar.parallel.variants import Constants, Variants
-from autopar.runtime.distributed import Group, make_groups
+from autopar.parallel.variants import Variants
 from autopar.runtime.pipeline import Given
 from autopar.runtime.staged import given_of
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What does not change from step to step. is_local: each rank is given its own part of the batch."""
-
-    loss_fn: LossFn | None
-    choices: Choices
-    is_local: bool
-    device: torch.device
-    compiler: str | None
-    lift: torch.dtype | None
 
 
 class Programs:
@@ -80,13 +57,11 @@ class Programs:
         self.settings, self.store, self.agreement, self.announcer = settings, store, agreement, announcer
         self.replicas, self.random, self.scale = replicas, random, scale
         self.partners: dict[Any, tuple[Partner, ...]] = {}  # by the model's own part of a signature
-        self.joined = Joined(agreement, settings.device)
         self.running: dict[Any, Running] = {}  # by signature, the last used last
         self.signatures: dict[Any, list[str]] = {}
         self.variants = Variants()
-        self._groups: dict[str, Group] = {}
+        self._maker = Maker(settings, store, agreement, self.variants.numbers)
         self._given: Numbers = {}  # the numbers among the arguments of the call at hand
-        self._said: set[str] = set()
         self._digests = Digests(store.distributor.mesh, store.distributor.coord, settings.is_local, settings.device)
 
     @property
@@ -112,7 +87,7 @@ class Programs:
         if is_new and dist.get_rank() == 0:
             _log.warning("new input signature (%s): compiling again", ", ".join(describe(parts)))
         with torch.inference_mode(False):  # what is made here is trained later
-            running, guards = self._compile(parts, train)
+            running, guards = self._maker.make(parts, self._given, train, is_first=not self.running)
         self.partners[own] = running.captured.partners
         self._keep((*own, flags_of(running.captured.partners)), number, running, guards)
         return running, parts
@@ -183,60 +158,6 @@ class Programs:
             if out.kind == "guard":
                 running.captured.reads[int(out.name)].check(value)
         return outputs
-
-    # -- compiling ----------------------------------------------------------------------------------------------
-
-    def _compile(self, parts: Parts, train: bool) -> tuple[Running, Guards]:
-        first = not self.running
-        settings, where = self.settings, self.store.distributor
-
-        def make(scalars: Scalars) -> tuple[Captured, Lowered, Guards, Constants]:
-            ranks = batch_ranks(where.mesh) if settings.is_local else 1
-            choices = settings.choices
-            with scalars:
-                global_args, global_kwargs = at_global_size(with_numbers(parts, self._given), ranks)
-                captured = capture_step(
-                    self.store.model, settings.loss_fn, global_args, global_kwargs, choices,
-                    train=train, lift=settings.lift,
-                )  # fmt: skip
-            guards = Guards(self.store.model, settings.loss_fn if train else None, captured.ran, scalars, self._given)
-            scalars.check(captured.constants, guards.places, captured.result_leaves)
-            check_partners(captured, self.store.model, where.mesh, choices)
-            owners = Owners.of(self.store, captured.partners)
-            bound = owners.choices(choices if first else self._bound(choices))
-            compiled = lower(as_trained(captured), where.mesh, bound)
-            if settings.is_local:
-                check_split(compiled, parts)
-            return captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device)
-
-        build = partial(self.variants.numbers.build, make, is_able=not settings.choices.specialize)
-        captured, compiled, guards, constants = self.agreement.together("program", build)
-        self.agreement.check("program", compiled.lines())
-        self._say(compiled.notes)
-        self.joined.add(captured.partners)
-        owners = Owners.of(self.store, captured.partners)
-        owners.place(compiled)
-        missing = [axis for axis in compiled.axes if axis not in self._groups]
-        self._groups.update(make_groups(where.mesh, missing, where.device_mesh))
-        program = compiled.program
-        slots = tuple((entry, record(node).layout) for node, entry in program.entries)
-        runner = make_runner(compiled, self._groups, settings.compiler, self.agreement, settings.device)
-        return Running(captured, compiled, runner, slots, constants, owners), guards
-
-    def _say(self, notes: Sequence[str]) -> None:
-        """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""
-        if dist.get_rank() == 0:
-            for note in notes:
-                if note not in self._said:
-                    _log.warning("%s", note)
-            self._said.update(notes)
-
-    def _bound(self, choices: Choices) -> Choices:
-        """The choices of every program but the first, whose layouts and stages bind the others."""
-        sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
-        # What divided the first batch need not divide the last of an epoch, nor every sequence.
-        staging = replace(choices.staging, homes=self.store.stages)
-        return replace(choices, shard=None, sequence_parallel=sequence, uneven=True, staging=staging)
 
     # -- running ------------------------------------------------------------------------------------------------
 

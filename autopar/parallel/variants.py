@@ -15,7 +15,7 @@ from autopar.capture import Captured
 from autopar.capture.guards import Change, Guards
 from autopar.capture.scalars import Place, Scalars, tensor_of
 from autopar.capture.spots import Spot, SpotKey
-from autopar.parallel.numbers import Numbers
+from autopar.parallel.numbers import ChangingNumbers
 
 _log = logging.getLogger("autopar")
 _FIRST = "Python values as at first"
@@ -116,7 +116,7 @@ class Variants:
     def __init__(self) -> None:
         self._known: dict[Key, list[Variant]] = {}  # the last used first
         self._next = 0
-        self.numbers = Numbers()
+        self.numbers = ChangingNumbers()
 
     def knows(self, key: Key) -> bool:
         """True if there are programs of a signature."""
