@@ -30,7 +30,7 @@ class Compiled(Lowered):
     def explain(self, value: str) -> Explanation:
         """Why a parameter, a computed value or all of a module has its layout, and what it moves.
 
-        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%contract_4"`. Solves the
+        value: `"blocks.0.mlp.up.weight"`, a module path, or the name of a node such as `"%einsum_4"`. Solves the
         search again for each other layout of the value. Raises ValueNameError, with the nearest names.
         """
         return explain(self, value)

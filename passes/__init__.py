@@ -9,7 +9,7 @@ from autopar.ir.program import Level, Program
 from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
-from autopar.passes.localize import localize
+from autopar.passes.partition import partition
 from autopar.passes.pipeline import make_pipeline
 from autopar.passes.precision import precision
 from autopar.passes.prefetch import prefetch
@@ -27,7 +27,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over a data axis
     (reshard, Level.EXPLICIT),  # layout differences become collectives
-    (localize, Level.LOCAL),  # global shapes become one rank's
+    (partition, Level.LOCAL),  # global shapes become one rank's
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass

@@ -11,7 +11,7 @@ from autopar.ir.measure import local_bytes
 from autopar.ir.ops import op
 from autopar.ir.plan import BUCKET_BYTES, Plan
 from autopar.ir.program import CAST, Builder, Program, operand_nodes, record
-from autopar.passes.flat import Flat
+from autopar.passes.coalesce import Coalesced
 
 MADE_BY = "bucket"
 # A small model too has gradients on their way while it computes others: so many buckets, if that makes none tiny.
@@ -47,7 +47,7 @@ class _Bucket:
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.plan, self.mesh = program, plan, program.mesh
         self.build = Builder(MADE_BY)
-        self.flat = Flat(self.build, self.mesh)
+        self.flat = Coalesced(self.build, self.mesh)
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.memory.bucket_bytes or BUCKET_BYTES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.errors import VerificationError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.localize import cuts_of
-from autopar.passes.rules import call_of, replicated, rule_of, table_of
+from autopar.passes.partition import cuts_of
+from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
 from autopar.passes.rules.rule import Dims, Rule
 from autopar.passes.search.states import State, choice_at, states_of
 
@@ -22,11 +22,11 @@ def check_rules(program: Program, plan: Plan) -> None:
             continue
         found = record(node)
         layouts = tuple(layout for layout in found.layouts if layout is not None)
-        if all(layout.is_whole for layout in (*layouts, *found.operands)):
+        if all(layout.is_replicated for layout in (*layouts, *found.operands)):
             continue
         call = call_of(node)
         pair = rule_of(call, table)
-        rule = pair[0] if pair else replicated(call)
+        rule = pair[0] if pair else replicated_rule(call)
         cuts = cuts_of(rule, found.operands, layouts, program.mesh)
         axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}
         operands = [states_of(layout, program.mesh) for layout in found.operands]
@@ -49,7 +49,7 @@ def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results
         summed = frozenset(i for i, state in enumerate(operands) if state == "sum")
         others = all(state is None for i, state in enumerate(operands) if i not in summed)
         return others and summed in rule.linear and all(state == "sum" for state in results)
-    if name in rule.whole:
+    if name in rule.replicated:
         return False
     contracted = any(_has(dims, name) for dims in rule.operands)
     return all(_is_cut(dims, name, s, rule) for dims, s in zip(rule.operands, operands, strict=True)) and all(

@@ -11,7 +11,7 @@ from autopar.ir.modules import unit_of
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, is_given, record
-from autopar.passes.flat import Flat
+from autopar.passes.coalesce import Coalesced
 
 MADE_BY = "prefetch"
 
@@ -37,7 +37,7 @@ class _Prefetch:
     def __init__(self, program: Program, plan: Plan, axis: str) -> None:
         self.program, self.axis = program, axis
         self.build = Builder(MADE_BY)
-        self.flat = Flat(self.build, program.mesh)
+        self.flat = Coalesced(self.build, program.mesh)
         machine = plan.staging.machine
         self.small = plan.memory.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle

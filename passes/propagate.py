@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.layout import Layout, whole
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, Record, operand_nodes, record, set_record
@@ -83,5 +83,5 @@ def _result_layouts(program: Program, classes: Classes, results: Composed) -> li
     found = []
     for node, out in zip(operand_nodes(output), program.outputs, strict=True):
         ndim = len(record(node).type.shape)
-        found.append(by_name[out.name] if out.kind == "gradient" else whole(ndim))
+        found.append(by_name[out.name] if out.kind == "gradient" else replicated(ndim))
     return found

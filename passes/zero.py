@@ -31,11 +31,11 @@ def zero(program: Program, plan: Plan) -> Program:
     gathers it for who wants it whole, and scatters its gradient.
 
         %w: f32[10,8] [-,tp]
-        %mm: ... = autopar.contract(%x, %w)                   wants %w [-,tp]
+        %mm: ... = autopar.einsum(%x, %w)                   wants %w [-,tp]
     becomes, on 4 ranks,
         %w: f32[12,8] [fsdp,tp]
         %w_rows: f32[10,8] [-,tp] = aten.slice(%w, 0, 0, 10)  wants %w [-,tp]
-        %mm: ... = autopar.contract(%x, %w_rows)
+        %mm: ... = autopar.einsum(%x, %w_rows)
     and its gradient is padded to 12 rows. Without padding only layouts change.
 
     With zero 1 and 2 frozen parameters, which have no states, stay as they are. ZeRO, arXiv 1910.02054; one parameter
@@ -71,7 +71,7 @@ class _Zero:
         self.build = Builder(MADE_BY)
         self.kept: dict[fx.Node, Layout] = {}  # parameters that are split
         self.stored: dict[str, Layout] = {}  # the same by name
-        self.whole: list[str] = []
+        self.replicated: list[str] = []
         for node, entry in program.entries:
             self._decide(node, entry)
         self.placeholders: dict[fx.Node, fx.Node] = {}
@@ -108,7 +108,7 @@ class _Zero:
         if found is not None:
             self.stored[entry.name] = self.kept[node] = found
         elif shape and self.axis not in layout.axes:
-            self.whole.append(entry.name)
+            self.replicated.append(entry.name)
 
     def _placeholder(self, node: fx.Node) -> None:
         made = self.placeholders[node] = self.build.copy(node)
@@ -205,6 +205,6 @@ class _Zero:
         set_record(self.build.graph.output(tuple(results)), record(node).with_(operands=tuple(operands)))
 
     def _notes(self) -> list[str]:
-        names = ", ".join(f"'{name}'" for name in self.whole[:3])
-        more = f" and {len(self.whole) - 3} more" if self.whole[3:] else ""
-        return [f"ZeRO cannot split {names}{more} over '{self.axis}': every rank keeps them whole"] if names else []
+        names = ", ".join(f"'{name}'" for name in self.replicated[:3])
+        more = f" and {len(self.replicated) - 3} more" if self.replicated[3:] else ""
+        return [f"ZeRO cannot split {names}{more} over '{self.axis}': every rank keeps them"] if names else []

@@ -1,4 +1,4 @@
-"""`autopar::contract`: an einsum of two operands as one matrix product, with views instead of copies where possible.
+"""`autopar::einsum`: an einsum of two operands as one matrix product, with views instead of copies where possible.
 
 Every name of the equation is one of four: batch (in both operands and the result), row (in `a` and the result),
 column (in `b` and the result) or contracted (in both operands only). Each operand then reads as a matrix of
@@ -119,7 +119,7 @@ def _unless_identity(permute: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if permute == tuple(range(len(permute))) else permute
 
 
-def contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     """`torch.einsum(equation, a, b)`. The result may be a permuted view of a contiguous matrix."""
     plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
     if plan is None:
@@ -132,7 +132,7 @@ def contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
 
 
 def add_contraction(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
-    """`total += contract(a, b, equation)`, in the product itself; `total` came from `contract`."""
+    """`total += einsum(a, b, equation)`, in the product itself; `total` came from `einsum`."""
     plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
     if plan is None:
         return total.add_(torch.einsum(equation, a, b))
@@ -148,4 +148,4 @@ def add_contraction(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, equat
     return total
 
 
-KERNELS = {"contract": Kernel(contract, traced=contract, adding=add_contraction)}
+KERNELS = {"einsum": Kernel(einsum, traced=einsum, adding=add_contraction)}

@@ -24,7 +24,7 @@ from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
-from autopar.runtime.peers import Peers
+from autopar.runtime.p2p import Peers
 from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.ir.mesh import MICROBATCH, Mesh
-from autopar.ir.pipeline import Join
+from autopar.ir.pipeline import Reduction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Request
 from autopar.runtime.mesh_ops import COORD, is_local, join, local_answer
@@ -26,12 +26,12 @@ _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 class Totals:
     """What the micro-batches add up to."""
 
-    joins: Mapping[str, Join]
+    reductions: Mapping[str, Reduction]
     parts: dict[str, Any] = field(default_factory=dict)
     owned: set[str] = field(default_factory=set)
 
     def add(self, name: str, microbatch: int, part: torch.Tensor) -> None:
-        kind = self.joins[name].kind
+        kind = self.reductions[name].kind
         if kind == "gather":
             self.parts.setdefault(name, {})[microbatch] = part
         elif name not in self.parts:
@@ -51,7 +51,7 @@ class Totals:
 
     def take(self, name: str) -> torch.Tensor:
         """The whole, which is then no longer here."""
-        how, found = self.joins[name], self.parts.pop(name)
+        how, found = self.reductions[name], self.parts.pop(name)
         if how.kind != "gather":
             return found
         return join(torch.stack([found[i] for i in sorted(found)]), how.dim, how.outer)

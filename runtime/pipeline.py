@@ -104,7 +104,7 @@ class _Step:
         self.microbatches = code.pipeline.microbatches
         self.values = given.values()
         self.posted: dict[int, tuple[Any, Instruction]] = {}  # receives, by their places
-        self.totals = Totals(code.pipeline.joins)
+        self.totals = Totals(code.pipeline.reductions)
         self.finals: Finals = {}
 
     def read(self, line: Line) -> list[Any]:

@@ -17,7 +17,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Executable, Outputs, Request, describe, run
-from autopar.runtime.mail import Mail
+from autopar.runtime.local_p2p import Messages
 from autopar.runtime.mesh_ops import WAIT, axis_group, is_local, local_answer
 from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
 from autopar.runtime.recorder import Recorder
@@ -78,7 +78,7 @@ class VirtualMesh:
         return finals
 
     def _drive(self, steps: Sequence[Any]) -> list[Any]:
-        self._mail = Mail()
+        self._mail = Messages()
         waiting: dict[int, Any] = {}
         outputs: dict[int, Any] = {}
         answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(steps)))
@@ -135,11 +135,11 @@ class VirtualMesh:
 
     def _arrived(self, rank: int, waiting: dict[int, Any]) -> dict[int, list[Any]]:
         """The tensors that a rank waits for, if they are there."""
-        ticket = waiting[rank].posted
-        if ticket.tensors is None:
+        receive = waiting[rank].posted
+        if receive.tensors is None:
             return {}
         del waiting[rank]
-        return {rank: [ticket.tensors]}
+        return {rank: [receive.tensors]}
 
     def _meet(self, rank: int, waiting: dict[int, Request], outputs: dict[int, Outputs]) -> dict[int, list[Any]]:
         """The answers for the group that `rank` waits for, if all of it is there."""

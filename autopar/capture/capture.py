@@ -17,6 +17,7 @@ from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
+from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
@@ -29,7 +30,6 @@ from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, state_of
-from autopar.capture.steady import Steady
 from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, BatchError

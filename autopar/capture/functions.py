@@ -30,14 +30,14 @@ def _once(name: str) -> None:
         raise refusal(construct, user_frame(sys._getframe(1)))
 
 
-class Contract(Function):
+class Einsum(Function):
     """Einsum of two operands; every name stands in at least two of the three tensors."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, equation: str) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.equation = equation
-        return op("contract")(a, b, equation)
+        return op("einsum")(a, b, equation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -46,9 +46,9 @@ class Contract(Function):
         left, result = ctx.equation.split("->")
         names_a, names_b = left.split(",")
         need_a, need_b, _ = ctx.needs_input_grad
-        contract: Any = Contract.apply if torch.is_grad_enabled() else op("contract")
-        grad_a = contract(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
-        grad_b = contract(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
+        einsum: Any = Einsum.apply if torch.is_grad_enabled() else op("einsum")
+        grad_a = einsum(grad, b, f"{result},{names_b}->{names_a}") if need_a else None
+        grad_b = einsum(grad, a, f"{result},{names_a}->{names_b}") if need_b else None
         return grad_a, grad_b, None
 
 
@@ -103,7 +103,7 @@ class SmoothedCrossEntropy(Function):
             spread = x.sum(-1, dtype=torch.float32 if x.dtype.itemsize == 2 else None) * share
         else:
             names = "abcdefgh"[: x.ndim]
-            spread = op("contract")(x, w * share, f"{names},{names[-1]}->{names[:-1]}")
+            spread = op("einsum")(x, w * share, f"{names},{names[-1]}->{names[:-1]}")
         both = near + total * share
         ctx.save_for_backward(x, lse, index, w, *((near, both) if w is not None else ()))
         ctx.near, ctx.both, ctx.share = (near, both, share) if w is None else (None, None, share)

@@ -12,8 +12,8 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.capture.canonical import filled, joined, memory_of_operand, own_dtype, squeezed_dims, table_gradient
 from autopar.capture.location import is_exact, place_of
-from autopar.capture.spelling import filled, joined, memory_of_operand, own_dtype, squeezed_dims, table_gradient
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record

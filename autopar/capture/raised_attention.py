@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.functions import Attention, Contract
+from autopar.capture.functions import Attention, Einsum
 from autopar.capture.raised_products import autocast, linear
 from autopar.capture.raised_random import Mode
 
@@ -41,14 +41,14 @@ def _plain_attention(
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
-    scores = Contract.apply(q, k, "abcd,abed->abce") * scale
+    scores = Einsum.apply(q, k, "abcd,abed->abce") * scale
     if causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = mode.dropout(torch.softmax(scores, -1), dropout_p)
-    return Contract.apply(weights, v, "abce,abed->abcd"), weights
+    return Einsum.apply(weights, v, "abce,abed->abcd"), weights
 
 
 def multi_head_attention(

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from autopar.capture.functions import (
     BatchNorm,
-    Contract,
     CrossEntropy,
+    Einsum,
     Embedding,
     LogSoftmax,
     LogSumExp,
@@ -52,7 +52,7 @@ def _of_probabilities(x: Tensor, target: Tensor, weight: Tensor | None, smoothin
     q = (q * (1.0 - smoothing) + smoothing / x.shape[-1] if smoothing else q).to(x.dtype)
     q = q if weight is None else q * weight.detach()
     names = "abcdefgh"[: x.ndim]
-    losses = LogSumExp.apply(x) * q.sum(-1) - Contract.apply(x, q, f"{names},{names}->{names[:-1]}")
+    losses = LogSumExp.apply(x) * q.sum(-1) - Einsum.apply(x, q, f"{names},{names}->{names[:-1]}")
     if reduction == "none":
         return losses
     return losses.sum() / losses.numel() if reduction == "mean" else losses.sum()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.functions import Contract
+from autopar.capture.functions import Einsum
 
 Tensor = torch.Tensor
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -25,7 +25,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _contract(a: Tensor, b: Tensor, equation: str) -> Any:
     if not (a.is_floating_point() and b.is_floating_point()):
         return NotImplemented
-    return Contract.apply(*autocast(a, b), equation)
+    return Einsum.apply(*autocast(a, b), equation)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.spelling import memory_order
+from autopar.capture.canonical import memory_order
 
 Tensor = torch.Tensor
 

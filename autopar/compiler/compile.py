@@ -85,19 +85,19 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     """Take a captured program through the passes."""
     choices = choices or Choices()
     check_parameters(captured.program, choices.memory)
-    batch_whole = choices.uneven and not divides_batch(captured.program, mesh)
-    if not batch_whole:
+    batch_replicated = choices.uneven and not divides_batch(captured.program, mesh)
+    if not batch_replicated:
         check_batch(captured.program, mesh)
     layouts = parse_shard(choices.shard, captured.program, mesh)
     patterns = patterns_of(choices.shard, captured.program)
     microbatches = microbatches_of(
-        captured.program, mesh, choices.microbatches, whole=batch_whole, uneven=choices.uneven
+        captured.program, mesh, choices.microbatches, replicated=batch_replicated, uneven=choices.uneven
     )
     plan = Plan(
         mesh,
         layouts,
         sequence_parallel=bool(choices.sequence_parallel),
-        batch_whole=batch_whole,
+        batch_replicated=batch_replicated,
         microbatches=microbatches,
         staging=choices.staging,
         memory=choices.memory,

@@ -154,11 +154,11 @@ def batch_ranks(mesh: Mesh) -> int:
     return math.prod(size for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].batch_split)
 
 
-def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: bool, uneven: bool) -> int:
+def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, replicated: bool, uneven: bool) -> int:
     """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
     divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
 
-    whole: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises
+    replicated: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises
     BatchError if the micro-batches do not divide the samples of a rank.
     """
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
@@ -172,7 +172,7 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, whole: 
         if wanted is None or uneven:
             return 1
         raise BatchError(f"microbatches={wanted}: the batch holds no tensor with a dim to split.")
-    ranks = 1 if whole else batch_ranks(mesh)
+    ranks = 1 if replicated else batch_ranks(mesh)
     samples = size // ranks
     if wanted is not None and samples % wanted and not uneven:
         split = f" ({size} over {ranks} ranks)" if ranks > 1 else ""

@@ -138,7 +138,7 @@ class Lowered:
         return _layouts(dict(self.history)["propagate"])
 
     @property
-    def homes(self) -> dict[str, int | None]:
+    def owners(self) -> dict[str, int | None]:
         """The place on "pp" where each parameter is kept, by first name; None for every one of them."""
         if self.pipeline is None or PIPELINE not in self.mesh:
             return dict.fromkeys(self.layouts)
@@ -162,7 +162,7 @@ class Lowered:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know: ops without a rule, weights that stay whole."""
+        """What a person should know: ops without a rule, weights that stay replicated."""
         return self.program.notes
 
     def with_note(self, note: str) -> Lowered:

@@ -101,7 +101,8 @@ def _message(own: OwnRule, pattern: Pattern, faults: Mapping[str, str]) -> str:
     ]
     bad = [name for name in faults if name in (*pattern.names(), "...")]
     if bad:
-        lines.append(f"If the pattern is right, these must stay whole: whole={tuple(sorted({*own.whole, *bad}))}.")
+        names = tuple(sorted({*own.replicated, *bad}))
+        lines.append(f"If the pattern is right, these must stay replicated: replicated={names}.")
     return "\n".join(lines)
 
 
@@ -200,7 +201,7 @@ def _check(own: OwnRule, trial: Trial, pattern: Pattern) -> tuple[dict[str, str]
             return f"{cut(trial, splits)}: it raised {_short(error)}"
         return ""
 
-    unseen = [name for name in pattern.names() if rule.sizes[name] == 1 and name not in own.whole]
+    unseen = [name for name in pattern.names() if rule.sizes[name] == 1 and name not in own.replicated]
     found = {name: splits_of(rule, name) for name in (*rule.names(), *unseen)}
     for name, splits in found.items():
         key, size = (name if name in pattern.names() else "..."), rule.sizes[name]

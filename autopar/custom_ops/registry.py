@@ -61,7 +61,7 @@ def register_rule(
     pattern: str | Sequence[str],
     *,
     linear: str | Iterable[str | Iterable[str]] = (),
-    whole: str | Iterable[str] = (),
+    replicated: str | Iterable[str] = (),
     partial: str = "sum",
     flops: str = "",
     size_args: Mapping[str, str] | None = None,
@@ -70,13 +70,13 @@ def register_rule(
     device: str = "cpu",
     registry: CustomOps = CUSTOM_OPS,
 ) -> Registered:
-    """Say how an op of torch.library may be split: `register_rule("mylib::norm", "b s h, h -> b s h", whole="h")`.
+    """Say how an op of torch.library may be split: `register_rule("mylib::norm", "b s h, h -> b s h", replicated="h")`.
 
     pattern: the names of the dims of each tensor argument and result (docs/custom_ops.md); several if it is called in
       several ways. A name that a result lacks leaves it partial: to be summed, or as `partial` says.
     linear: sets of tensor arguments (a name alone is a set of one) through which partial sums pass:
       f(a1 + a2, b) = f(a1, b) + f(a2, b).
-    whole: names that must not be split. flops: of the whole call, e.g. "2*m*n*k": makes it a matrix product, whose
+    replicated: names that must not be split. flops: of the whole call, e.g. "2*m*n*k": makes it a matrix product, whose
       weights tp splits. size_args: names whose size is an integer argument, e.g. {"n": "heads"}; a piece gets its own.
     sizes, args, device: what the check runs on: sizes of names; values of other arguments, and for tensors a dtype
       (else float64) or a function of the shape.
@@ -87,7 +87,7 @@ def register_rule(
     found, signature = find_op(op)
     if not isinstance(pattern, (str, list, tuple)):
         raise RuleError(f'a pattern is a string such as "b s h, h -> b s h", or several of them, not {pattern!r}.')
-    own = _own_rule(signature, pattern, linear, whole, partial, flops, size_args or {})
+    own = _own_rule(signature, pattern, linear, replicated, partial, flops, size_args or {})
     examples = Examples(dict(sizes or {}), dict(args or {}), device)
     _raise(own.signature, list(examples.faults(own)))
     known = registry.rules.get(signature.op)
@@ -142,7 +142,7 @@ def _values(known: Registered, node: fx.Node) -> dict[str, Any]:
 
 def _said(own: OwnRule) -> str:
     options = {
-        "linear": [sorted(one) for one in own.linear], "whole": sorted(own.whole), "flops": own.flops,
+        "linear": [sorted(one) for one in own.linear], "replicated": sorted(own.replicated), "flops": own.flops,
         "size_args": dict(own.size_args), "partial": "" if own.partial == "sum" else own.partial,
     }  # fmt: skip
     patterns = " and ".join(f'"{pattern.text}"' for pattern in own.patterns)
@@ -151,10 +151,10 @@ def _said(own: OwnRule) -> str:
 
 def _own_rule(
     signature: Signature, pattern: str | Sequence[str], linear: str | Iterable[str | Iterable[str]],
-    whole: str | Iterable[str], partial: str, flops: str, size_args: Mapping[str, str],
+    replicated: str | Iterable[str], partial: str, flops: str, size_args: Mapping[str, str],
 ) -> OwnRule:  # fmt: skip
     """What was said, read; raises RuleError with all faults."""
-    marks = frozenset(_several(whole))
+    marks = frozenset(_several(replicated))
     sets = tuple(frozenset(_several(one)) for one in _several(linear))
     patterns: list[Pattern] = []
     faults: list[str] = []
@@ -177,8 +177,8 @@ def _own_rule(
 
 def _option_faults(own: OwnRule) -> Iterator[str]:
     signature, names = own.signature, list(dict.fromkeys(name for one in own.patterns for name in one.names()))
-    for name in sorted(own.whole - {*names, "..."}):
-        yield f"whole names '{name}', which the pattern has not; it has {listed(names)}."
+    for name in sorted(own.replicated - {*names, "..."}):
+        yield f"replicated names '{name}', which the pattern has not; it has {listed(names)}."
     for name in sorted(frozenset().union(*own.linear) - {*signature.tensors}):
         yield f"linear names '{name}', which is no tensor argument; these are {listed(signature.tensors)}."
     if own.partial not in KINDS:

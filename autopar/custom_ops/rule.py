@@ -54,7 +54,7 @@ class OwnRule:
     signature: Signature
     patterns: tuple[Pattern, ...]
     linear: tuple[frozenset[str], ...]
-    whole: frozenset[str]
+    replicated: frozenset[str]
     partial: str
     flops: str
     size_args: tuple[tuple[str, str], ...]  # (name, argument that is its size)
@@ -103,7 +103,7 @@ class OwnRule:
         sizes = {name: self._argument(argument, given) for name, argument in self.size_args if name in known}
         linear = [frozenset(present.index(name) for name in one if name in present) for one in self.linear]
         rule = instantiate(
-            spec, call, whole=self.whole & (known | {"..."}), partial=self.partial, sizes=sizes,
+            spec, call, replicated=self.replicated & (known | {"..."}), partial=self.partial, sizes=sizes,
             linear=[one for one in dict.fromkeys(linear) if one],
         )  # fmt: skip
         _check_batch(spec, pattern, call)
@@ -170,7 +170,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
     raise ValueError(f"cannot read '{ast.unparse(node)}'")
 
 
-def parse_pattern(text: object, signature: Signature, whole: frozenset[str] = frozenset()) -> Pattern:
+def parse_pattern(text: object, signature: Signature, replicated: frozenset[str] = frozenset()) -> Pattern:
     """Read one pattern and see that it fits the op; raises RuleError with all its faults, one a line."""
     if not isinstance(text, str):
         raise RuleError(f'a pattern is a string such as "b s h, h -> b s h", not {text!r}')
@@ -185,7 +185,7 @@ def parse_pattern(text: object, signature: Signature, whole: frozenset[str] = fr
     except RuleError as error:
         faults.append(str(error).removeprefix(f"'{_spec(pattern)}'").lstrip(": "))
     else:
-        faults += _names(pattern, whole)
+        faults += _names(pattern, replicated)
     if faults:
         raise RuleError("\n".join(f'"{text}": {fault}' for fault in faults))
     return pattern
@@ -210,7 +210,7 @@ def _counts(pattern: Pattern, signature: Signature) -> Iterator[str]:
         yield f"it has {results} results, but {signature.name} returns {signature.results}"
 
 
-def _names(pattern: Pattern, whole: frozenset[str]) -> Iterator[str]:
+def _names(pattern: Pattern, replicated: frozenset[str]) -> Iterator[str]:
     count = sum(one != ABSENT for one in pattern.operands)
     tensors = pattern.dims()
     read = {name for dims in tensors[:count] for dim in dims for name in dim}
@@ -224,5 +224,5 @@ def _names(pattern: Pattern, whole: frozenset[str]) -> Iterator[str]:
             if name == "..." and ("...",) not in dims:
                 yield "'...' cannot stand in parentheses"
     for name in dict.fromkeys(name for dims in tensors[count:] for dim in dims for name in dim):
-        if name not in read | whole:
-            yield f"'{name}' is only in a result, so that no operand is split with it: put it into whole=('{name}',)"
+        if name not in read | replicated:
+            yield f"'{name}' is only in a result, so that no operand is split with it: say replicated=('{name}',)"

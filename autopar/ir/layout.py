@@ -51,12 +51,12 @@ class Layout:
         return tuple(f for dim in self.dims for f in dim if isinstance(f, str))
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """True if every rank holds the whole value."""
         return not self.partial and not any(self.dims)
 
 
-def whole(ndim: int) -> Layout:
+def replicated(ndim: int) -> Layout:
     """The layout of a value that every rank holds whole."""
     return Layout(((),) * ndim)
 

@@ -55,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def target_name(target: Any) -> str:
-    """The name of an op in text, e.g. `aten.mul.Tensor`, `autopar.contract.default`, `operator.getitem`."""
+    """The name of an op in text, e.g. `aten.mul.Tensor`, `autopar.einsum.default`, `operator.getitem`."""
     if isinstance(target, _OVERLOAD):
         return str(target)
     return _PYTHON_NAMES.get(target) or f"{target.__module__}.{target.__qualname__}"

@@ -49,8 +49,8 @@ def _semantic(schema: str, **facts: Any) -> Callable[[Callable[..., Any]], Seman
     return lambda meta: SemanticOp(schema, meta, **facts)
 
 
-@_semantic("contract(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Contract")
-def contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+@_semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")
+def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     """einsum of two operands, e.g. equation "abc,dc->abd"."""
     return a.new_empty(equation_shape(equation, tuple(a.shape), tuple(b.shape)))
 
@@ -185,7 +185,7 @@ def random(
 
 
 SEMANTIC = (
-    contract, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
+    einsum, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
     embedding, embedding_backward, expert_mm, expert_mm_backward, dropout, random,
 )  # fmt: skip
 
@@ -255,7 +255,7 @@ for _one in SEMANTIC:
 
 
 def op(name: str) -> Any:
-    """The overload of an op of our own, e.g. `op("contract")`."""
+    """The overload of an op of our own, e.g. `op("einsum")`."""
     return getattr(torch.ops.autopar, name).default
 
 

@@ -1,4 +1,4 @@
-"""A program cut into stages, with what every rank does in order: what `partition` and `schedule` make."""
+"""A program cut into stages, with what every rank does in order: what `stages` and `schedule` make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def graph_name(place: int, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Reduction:
     """How a value of the step is made of its parts: their sum, max, min or logsumexp; or `gather`, side by side on a
     dim that reads (outer, micro-batches, rest)."""
 
@@ -31,16 +31,17 @@ class Pipeline:
     """The graphs of all stages and the lists of all ranks.
 
     mesh: of the devices, with "pp" if there are several ranks of a pipeline. graphs: by (stage, kind); of the kinds C,
-    P and E by rank. C is run for all micro-batches side by side, and gives the prologue what they add up to. joins: the
-    values of the step that micro-batches add up to. homes: the stage that keeps each parameter, by its first name.
+    P and E by rank. C is run for all micro-batches side by side, and gives the prologue what they add up to.
+    reductions: the values of the step that micro-batches add up to. owners: the stage that keeps each parameter, by its
+    first name.
     lists: of each rank of the pipeline, empty before `schedule`.
     """
 
     mesh: Mesh
     flow: Flow
     graphs: Mapping[tuple[int, str], Program]
-    joins: Mapping[str, Join]
-    homes: Mapping[str, int]
+    reductions: Mapping[str, Reduction]
+    owners: Mapping[str, int]
     costs: Costs
     schedule: str = ""
     lists: tuple[tuple[Instruction, ...], ...] = ()
@@ -51,7 +52,7 @@ class Pipeline:
 
     def rank_of(self, parameter: str) -> int:
         """The rank of the pipeline that keeps a parameter."""
-        return self.flow.ranks[self.homes[parameter]]
+        return self.flow.ranks[self.owners[parameter]]
 
     def graphs_of(self, rank: int) -> dict[str, Program]:
         """The graphs that a rank runs, by name: `forward_0`, `backward_0`, ... and `epilogue`."""

@@ -37,14 +37,14 @@ class Staging:
 
     schedule: a name, a function or a CSV (see `passes/schedules/parse.py`). chunks: stages on a rank, None for the
     schedule's usual number. stages: modules, a stage an entry; None for the automatic cut. stage_memory: bytes that a
-    stage may hold. homes: the stages that keep parameters already, by name. machine: what the cut is for.
+    stage may hold. owners: the stages that keep parameters already, by name. machine: what the cut is for.
     """
 
     schedule: Any = "1f1b"
     chunks: int | None = None
     stages: tuple[str, ...] | None = None
     stage_memory: int | None = None
-    homes: Mapping[str, int] | None = None
+    owners: Mapping[str, int] | None = None
     machine: Machine = GPU
 
 
@@ -92,7 +92,7 @@ class Plan:
 
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
-    needs them whole. batch_whole: every rank computes the whole batch, which the batch's axes cannot divide.
+    needs them whole. batch_replicated: every rank computes the whole batch, which the batch's axes cannot divide.
     microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
     in which order they run. memory: what a rank keeps. frozen: parameters that are not trained, by first name. stored:
     how parameters lie between steps, ZeRO's split included, where that is decided already. rules: the rows of the
@@ -103,7 +103,7 @@ class Plan:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     _: KW_ONLY
     sequence_parallel: bool = False
-    batch_whole: bool = False
+    batch_replicated: bool = False
     microbatches: int = 1
     staging: Staging = field(default_factory=Staging)
     memory: Memory = field(default_factory=Memory)

@@ -80,7 +80,7 @@ class Work:
 class Flow:
     """How values flow between the actions of a pipeline. A name is a value of the micro-batch or of the step, not both.
 
-    ranks: the rank of each stage. works: by (stage, kind). types: of all values, with one rank's shapes. homes: the
+    ranks: the rank of each stage. works: by (stage, kind). types: of all values, with one rank's shapes. owners: the
     values of the step that are there before it (parameters), with the ranks that have them.
     """
 
@@ -88,7 +88,7 @@ class Flow:
     microbatches: int
     works: Mapping[tuple[int, str], Work]
     types: Mapping[str, TensorType] = field(default_factory=dict)
-    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
@@ -102,7 +102,7 @@ class Flow:
     def step_values(self) -> frozenset[str]:
         """The values of which there is one for all micro-batches."""
         works = self.works.values()
-        return frozenset(self.homes).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
+        return frozenset(self.owners).union(*((*work.sums, *work.step_reads, *work.step_writes) for work in works))
 
     def rank_of(self, action: Action) -> int:
         """Who runs an action."""

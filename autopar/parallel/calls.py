@@ -138,7 +138,7 @@ class Call:
         for tensor in self.written():
             if isinstance(tensor, PlacedTensor):
                 base = tensor.base if isinstance(tensor, ViewOf) else tensor
-                if not base.place.is_whole and base.place.is_here:
+                if not base.place.is_replicated and base.place.is_here:
                     local = local_of(base)
                     local.copy_(base.place.part(self.bases[id(local)]))
 

@@ -54,7 +54,7 @@ def write_items(name: str, tensor: PlacedTensor) -> list[WriteItem]:
 def _runs(tensor: PlacedTensor, dim: int) -> list[Run]:
     """The blocks along one dim, from what a tensor of all its positions would leave here."""
     place = tensor.place
-    along = place.world.place(Layout((place.layout.dims[dim],)), place.home)
+    along = place.world.place(Layout((place.layout.dims[dim],)), place.owner)
     here = along.part(torch.arange(tensor.shape[dim])).tolist()
     starts = [i for i, at in enumerate(here) if i == 0 or at != here[i - 1] + 1]
     return [Run(here[a], a, b - a) for a, b in itertools.pairwise([*starts, len(here)])]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.ir.layout import Layout, combine, whole
+from autopar.ir.layout import Layout, combine, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.padding import beginning, with_padding, without_padding
@@ -60,22 +60,23 @@ def _device(device: str | torch.device | None, settings: Settings) -> torch.devi
 class Distributor:
     """Makes DTensors of whole tensors, and whole tensors of DTensors.
 
-    Layouts are over `inner`, the mesh without `pp`. `home` is the coordinate on `pp` where a value lies; None: on each.
+    Layouts are over `inner`, the mesh without `pp`. `owner`: the stage where a value lies (its place on `pp`); None: on
+    each.
     """
 
     def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, announce: Callable[[str], None]) -> None:
         self.mesh, self.device_mesh, self.world = mesh, device_mesh, World.of(mesh, device_mesh, announce)
         self.inner, self.coord = self.world.inner, self.world.coord
 
-    def split(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> ParameterTensor:
+    def split(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> ParameterTensor:
         """A whole tensor, the same on every rank, in a layout."""
-        place = self.world.place(layout, home)
-        part = tensor.detach().contiguous() if place.is_whole else place.part(tensor.detach())
+        place = self.world.place(layout, owner)
+        part = tensor.detach().contiguous() if place.is_replicated else place.part(tensor.detach())
         return parameter_tensor(part, place, tensor.shape)
 
-    def parameter(self, tensor: torch.Tensor, layout: Layout, home: int | None = None) -> nn.Parameter:
+    def parameter(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> nn.Parameter:
         """As `split`, as a parameter that requires a gradient if `tensor` does."""
-        return nn.Parameter(self.split(tensor, layout, home), requires_grad=tensor.requires_grad)
+        return nn.Parameter(self.split(tensor, layout, owner), requires_grad=tensor.requires_grad)
 
     def given(self, parameter: DTensor, layout: Layout) -> torch.Tensor:
         """What a program takes of a parameter on this rank."""
@@ -85,21 +86,21 @@ class Distributor:
         """What a program's gradient is, on this rank, for a parameter of `shape`."""
         return without_padding(value, tuple(shape), layout, self.inner, self.coord)
 
-    def is_home(self, home: int | None) -> bool:
+    def is_owner(self, owner: int | None) -> bool:
         """True if this rank holds a part of what lies there."""
-        return home is None or home == self.coord[PIPELINE]
+        return owner is None or owner == self.coord[PIPELINE]
 
     def gather(
-        self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, owner: int | None = None
     ) -> torch.Tensor | None:
         """The whole CPU tensor, of `shape`, on rank 0; None elsewhere. Every rank must call this, in a call that
         announced itself."""
         first = dist.get_rank() == 0
         part = part.detach()
-        if home is not None:
-            value = self.gather_everywhere(part, layout, shape, home)
+        if owner is not None:
+            value = self.gather_everywhere(part, layout, shape, owner)
             return value.cpu() if first else None
-        if layout.is_whole:
+        if layout.is_replicated:
             return part.cpu().clone() if first else None
         part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
@@ -107,21 +108,21 @@ class Distributor:
         return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
 
     def gather_everywhere(
-        self, part: torch.Tensor, layout: Layout, shape: torch.Size, home: int | None = None
+        self, part: torch.Tensor, layout: Layout, shape: torch.Size, owner: int | None = None
     ) -> torch.Tensor:
-        """The whole tensor, of `shape`, on every rank; those that are not at its home hold no part of it. In a call
+        """The whole tensor, of `shape`, on every rank; those that are not at its owner hold no part of it. In a call
         that announced itself."""
-        return self.world.place(layout, home).gather(part.detach(), torch.Size(shape), None)
+        return self.world.place(layout, owner).gather(part.detach(), torch.Size(shape), None)
 
     def relayout(
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,
-        home: int | None = None, new_home: int | None = None,
+        owner: int | None = None, new_owner: int | None = None,
     ) -> None:  # fmt: skip
-        """Change layout and home of a parameter in place: optimizers and users that hold it keep holding it."""
+        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it."""
         local = local_of(parameter)  # type: ignore[arg-type]
         value = local
-        if home is not None or has != whole(len(has.dims)):
-            value = self.gather_everywhere(local, has, parameter.shape, home)
-        made = self.parameter(value, wanted, new_home)
+        if owner is not None or has != replicated(len(has.dims)):
+            value = self.gather_everywhere(local, has, parameter.shape, owner)
+        made = self.parameter(value, wanted, new_owner)
         made.requires_grad_(parameter.requires_grad)
         swap_in_place(parameter, made)

@@ -41,7 +41,7 @@ def _split(out: Any, like: PlacedTensor) -> Any:
     """Results of the shape of a split operand, split as it is."""
     if isinstance(out, (list, tuple)):
         return type(out)(_split(item, like) for item in out)
-    if is_split(like) and isinstance(out, PlacedTensor) and out.place.is_whole and out.shape == like.shape:
+    if is_split(like) and isinstance(out, PlacedTensor) and out.place.is_replicated and out.shape == like.shape:
         return like.around(like.place.part(local_of(out)), like.place, like.shape)
     return out
 

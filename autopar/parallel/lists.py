@@ -26,7 +26,7 @@ def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:
                 return NotImplemented
             arg = [local_of(item) for item in arg]
         elif isinstance(arg, PlacedTensor):
-            if arg.ndim or isinstance(arg, ViewOf) or not arg.place.is_whole:
+            if arg.ndim or isinstance(arg, ViewOf) or not arg.place.is_replicated:
                 return NotImplemented
             arg = local_of(arg)
         elif isinstance(arg, torch.Tensor):

@@ -108,5 +108,5 @@ class Maker:
         """The choices of every program but the first, whose layouts and stages bind the others."""
         sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
-        staging = replace(choices.staging, homes=self._store.stages)
+        staging = replace(choices.staging, owners=self._store.stages)
         return replace(choices, shard=None, sequence_parallel=sequence, uneven=True, staging=staging)

@@ -60,8 +60,8 @@ def _alias(func: Any, op: Op, tensor: PlacedTensor) -> Any:
 def _turn(call: Call) -> Any:
     """Another shape in place, for what every rank holds whole: functions of torch do it to what they computed."""
     tensor: Any = call.args[0]
-    is_whole = isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and tensor.place.is_whole
-    if not is_whole or isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+    is_replicated = isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and tensor.place.is_replicated
+    if not is_replicated or isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
         raise refusal(call.name)
     part = local_of(tensor).detach()  # another tensor of the same memory: a detached one of ours may hold this one
     call.func(part, *call.args[1:], **call.kwargs)
@@ -90,7 +90,7 @@ def _view(call: Call) -> Any:
     base = call.args[0] if call.args else None
     if not call.op.is_view or not isinstance(base, PlacedTensor):
         return NotImplemented
-    if not isinstance(base, ViewOf) and base.place.is_whole:
+    if not isinstance(base, ViewOf) and base.place.is_replicated:
         out = call.func(local_of(base), *call.args[1:], **call.kwargs)
         return [call.wrap_whole(part) for part in out] if isinstance(out, (list, tuple)) else call.wrap_whole(out)
     rest = call.args[1:]

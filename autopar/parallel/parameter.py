@@ -101,7 +101,7 @@ class _Held(PlacedTensor):
         return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
 
     def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
-        stride = part.stride() if place.is_whole and not part.is_contiguous() else None
+        stride = part.stride() if place.is_replicated and not part.is_contiguous() else None
         return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape, stride))  # type: ignore[no-any-return]
 
     def view_by(self, step: Step) -> ViewTensor:
@@ -183,7 +183,7 @@ class _Full(torch.autograd.Function):
         held: Any = tensor.detach()
         ctx.like, ctx.place, ctx.shape = held, tensor.place, tensor.shape
         value = whole_value(held, "full_tensor")
-        own = isinstance(tensor, ViewOf) or tensor.place.is_whole
+        own = isinstance(tensor, ViewOf) or tensor.place.is_replicated
         return value.clone() if own else value
 
     @staticmethod
@@ -284,7 +284,7 @@ def _quick(name: str) -> Callable[..., Any]:
             if type(arg) is float or type(arg) is int:
                 parts.append(arg)
             elif type(arg) is ParameterTensor and (
-                spec_of(arg) is spec or (arg.ndim == 0 and arg.place.is_whole and self.ndim)
+                spec_of(arg) is spec or (arg.ndim == 0 and arg.place.is_replicated and self.ndim)
             ):
                 parts.append(local_of(arg))
             else:

@@ -17,7 +17,7 @@ from autopar.capture.partners import Inlined, Partner
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.options import Choices, Shard
 from autopar.errors import CaptureError, MeshError, PlanError
-from autopar.ir.layout import Layout, whole
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER
@@ -51,7 +51,7 @@ class PlainStore:
         return dict(self.model.named_parameters())
 
     def given(self, name: str, layout: Layout) -> torch.Tensor:
-        assert layout.is_whole
+        assert layout.is_replicated
         return self.model.get_parameter(name).detach()
 
     def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
@@ -123,8 +123,8 @@ class Owners:
         for owner, store in self.stores.items():
             prefix = f"{owner}." if owner else ""
             if isinstance(store, PlainStore):
-                stored.update({prefix + name: whole(p.ndim) for name, p in store.parameters().items()})
-                shard.update({prefix + name: whole(p.ndim) for name, p in store.parameters().items()})
+                stored.update({prefix + name: replicated(p.ndim) for name, p in store.parameters().items()})
+                shard.update({prefix + name: replicated(p.ndim) for name, p in store.parameters().items()})
             elif store.is_placed:
                 stored.update({prefix + name: layout for name, layout in store.layouts.items()})
                 shard.update({prefix + name: layout for name, layout in store.searched.items()})

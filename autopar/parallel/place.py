@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import AutoparError, RankError
-from autopar.ir.layout import Layout, combine, local_shape, padded_shape, whole
+from autopar.ir.layout import Layout, combine, local_shape, padded_shape, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, padded_part, with_padding, without_padding
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
@@ -54,16 +54,16 @@ class World:
         kind = self.device_mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    def place(self, layout: Layout, home: int | None = None) -> Place:
+    def place(self, layout: Layout, owner: int | None = None) -> Place:
         """The one object for a layout and an owner stage (None: every stage)."""
-        key = (layout, home)
+        key = (layout, owner)
         if key not in self._places:
-            self._places[key] = Place(self, layout, home)
+            self._places[key] = Place(self, layout, owner)
         return self._places[key]
 
     def everywhere(self, ndim: int) -> Place:
         """The place of what every rank holds whole."""
-        return self.place(whole(ndim))
+        return self.place(replicated(ndim))
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -102,11 +102,11 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A layout over the mesh of `home`, or over that of all ranks. Two are alike if they are the same object."""
+    """A layout over the mesh of `owner`, or over that of all ranks. Two are alike if they are the same object."""
 
     world: World
     layout: Layout
-    home: int | None
+    owner: int | None
     _specs: dict[Any, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Place:
@@ -115,21 +115,21 @@ class Place:
     @cached_property
     def mesh(self) -> Mesh:
         """The axes that the layout may name."""
-        return self.world.mesh if self.home is None else self.world.inner
+        return self.world.mesh if self.owner is None else self.world.inner
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        return self.world.device_mesh if self.home is None else self.world.stages[self.home]
+        return self.world.device_mesh if self.owner is None else self.world.stages[self.owner]
 
     @cached_property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """True if every rank holds all elements."""
-        return self.home is None and self.layout.is_whole
+        return self.owner is None and self.layout.is_replicated
 
     @cached_property
     def is_here(self) -> bool:
         """True if this rank may hold elements."""
-        return self.home is None or self.home == self.world.coord[PIPELINE]
+        return self.owner is None or self.owner == self.world.coord[PIPELINE]
 
     @cached_property
     def shown(self) -> tuple[Placement, ...]:
@@ -189,13 +189,13 @@ class Place:
         kept = tuple(
             () if has == 1 and size != 1 else dim for dim, has, size in zip(dims, value.shape, sizes, strict=True)
         )
-        return self.world.place(Layout(kept), self.home).part(value)
+        return self.world.place(Layout(kept), self.owner).part(value)
 
     def gather(self, part: torch.Tensor, shape: torch.Size, what: str | None) -> torch.Tensor:
         """The whole value of which every rank holds its `part`; `part` itself where each holds all of it.
 
         Every rank must call this."""
-        if self.is_whole:
+        if self.is_replicated:
             return part
         if not shape.numel():
             return part.new_empty(shape)
@@ -215,8 +215,8 @@ class Place:
         else:
             count = math.prod(self.mesh[axis] for axis in axes)
             grid = torch.empty((count, math.prod(padded) * part.element_size()), dtype=torch.uint8, device=world.device)
-        if self.home is not None and world.mesh[PIPELINE] > 1:
-            source = world.mesh.rank({**world.coord, PIPELINE: self.home})
+        if self.owner is not None and world.mesh[PIPELINE] > 1:
+            source = world.mesh.rank({**world.coord, PIPELINE: self.owner})
             dist.broadcast(grid, src=source, group=world.device_mesh.get_group(PIPELINE))
         like = value.new_empty(padded)
         split = Mesh(tuple((axis, self.mesh[axis]) for axis in axes))
@@ -230,11 +230,11 @@ class Place:
         world = self.world
         found = []
         for rank, coord in enumerate(world.mesh.coords()):
-            if self.home is not None and coord[PIPELINE] != self.home:
+            if self.owner is not None and coord[PIPELINE] != self.owner:
                 continue
             if any(at and axis not in self.layout.axes for axis, at in coord.items() if axis != PIPELINE):
                 continue
-            if self.home is None and coord.get(PIPELINE, 0) and PIPELINE not in self.layout.axes:
+            if self.owner is None and coord.get(PIPELINE, 0) and PIPELINE not in self.layout.axes:
                 continue
             if all(self._size_at(dim, size, coord) for dim, size in enumerate(shape)):
                 found.append(rank)
@@ -299,8 +299,8 @@ def _meshes_of_stages(mesh: Mesh, device_mesh: DeviceMesh, mine: int) -> tuple[D
         names, ranks = (PIPELINE,), ranks.reshape(-1, 1)
         device_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=("stage", PIPELINE))
     found = []
-    for home, inside in enumerate(ranks):
-        if home == mine:
+    for owner, inside in enumerate(ranks):
+        if owner == mine:
             found.append(device_mesh[names])
         else:
             found.append(mesh_elsewhere(device_mesh.device_type, inside.contiguous(), names))

@@ -69,7 +69,7 @@ def whole_value(tensor: PlacedTensor, what: str) -> torch.Tensor:
 
 def is_split(tensor: torch.Tensor) -> bool:
     """True if this rank's memory is a part of the tensor's value."""
-    return isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and not tensor.place.is_whole
+    return isinstance(tensor, PlacedTensor) and not isinstance(tensor, ViewOf) and not tensor.place.is_replicated
 
 
 # What saves a model, for functions that read the memory of its parameters.
@@ -109,10 +109,10 @@ def placed(tensor: DTensor, like: PlacedTensor) -> PlacedTensor:
 def place_of(tensor: DTensor, world: World) -> Place | None:
     """Where torch's placements say that a tensor lies; None for what no layout expresses."""
     spec = spec_of(tensor)
-    home = _home_of(spec.mesh, world)
-    if isinstance(home, str):
+    owner = _owner_of(spec.mesh, world)
+    if isinstance(owner, str):
         return None
-    mesh = world.mesh if home is None else world.inner
+    mesh = world.mesh if owner is None else world.inner
     dims: list[list[tuple[int, int]]] = [[] for _ in spec.shape]  # (the axis, how often its dim was split before)
     for index, placement in enumerate(spec.placements):
         if isinstance(placement, (Shard, StridedShard)):
@@ -122,7 +122,7 @@ def place_of(tensor: DTensor, world: World) -> Place | None:
     layout = Layout(tuple(_factors(axes, mesh) for axes in dims))
     if mesh.names and tuple(placements(layout, mesh)) != tuple(spec.placements):
         return None
-    place = world.place(layout, home)
+    place = world.place(layout, owner)
     padded = padded_shape(tuple(spec.shape), layout, mesh)
     if sum(map(bool, layout.dims)) and padded != tuple(spec.shape) and max(map(len, layout.dims)) > 1:
         return None  # torch splits such a dim otherwise
@@ -148,13 +148,13 @@ def _factors(axes: list[tuple[int, int]], mesh: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _home_of(mesh: Any, world: World) -> int | str | None:
+def _owner_of(mesh: Any, world: World) -> int | str | None:
     ranks = mesh.mesh
     if ranks.shape == world.device_mesh.mesh.shape and bool((ranks == world.device_mesh.mesh).all()):
         return None
-    for home, stage in enumerate(world.stages):
+    for owner, stage in enumerate(world.stages):
         if ranks.shape == stage.mesh.shape and bool((ranks == stage.mesh).all()):
-            return home
+            return owner
     return "elsewhere"
 
 

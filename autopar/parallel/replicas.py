@@ -34,7 +34,7 @@ class _Part:
     title: str
     value: torch.Tensor
     axes: tuple[str, ...]
-    home: int | None
+    owner: int | None
 
 
 class Replicas:
@@ -66,14 +66,14 @@ class Replicas:
         store, where = self._store, self._store.distributor
         found = []
         for entry, tensor in store.entries():
-            home = store.homes.get(entry.name)
+            owner = store.owners.get(entry.name)
             layout = store.layouts.get(entry.name)
             split = () if layout is None else layout.axes
-            axes = tuple(axis for axis in self._axes() if axis not in split and (axis != PIPELINE or home is None))
+            axes = tuple(axis for axis in self._axes() if axis not in split and (axis != PIPELINE or owner is None))
             value = local_of(tensor) if entry.kind == "parameter" else tensor
-            if not where.is_home(home):
+            if not where.is_owner(owner):
                 value = value.new_empty(0)
-            found.append(_Part(f"{entry.kind} '{' = '.join(entry.names)}'", value.detach(), axes, home))
+            found.append(_Part(f"{entry.kind} '{' = '.join(entry.names)}'", value.detach(), axes, owner))
         return found
 
     def _differing(self, axis: str, parts: list[_Part], digests: torch.Tensor) -> list[int]:
@@ -117,7 +117,7 @@ class Replicas:
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
             coord = mesh.coord(rank)
-            if part.home is None or coord[PIPELINE] == part.home:
+            if part.owner is None or coord[PIPELINE] == part.owner:
                 place = tuple(at for axis, at in coord.items() if axis not in part.axes)
                 alike.setdefault(place, []).append(rank)
         lines = []

@@ -52,7 +52,7 @@ class States:
         found = [
             (states, key, value, parameter)
             for parameter, states in known
-            if parameter.ndim > 0 and not parameter.place.is_whole
+            if parameter.ndim > 0 and not parameter.place.is_replicated
             for key, value in states.items()
             if _is_whole(value, parameter)
         ]
@@ -70,4 +70,4 @@ def _is_whole(value: Any, parameter: ParameterTensor) -> bool:
     """Whether a state goes element by element with its parameter, and lies whole on every rank."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
-    return value.place.is_whole if isinstance(value, ParameterTensor) else not isinstance(value, DTensor)
+    return value.place.is_replicated if isinstance(value, ParameterTensor) else not isinstance(value, DTensor)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.capture import state_of
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
-from autopar.ir.layout import Layout, whole
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
@@ -29,7 +29,7 @@ class ParameterStore:
         self.model, self.distributor, self.device = model, distributor, device
         self.layouts: dict[str, Layout] = {}  # by first name
         self.searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
-        self.homes: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
+        self.owners: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
         self.is_placed = False  # by a program
         self.stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
 
@@ -51,9 +51,9 @@ class ParameterStore:
                     dist.broadcast(value, src=0)
             made: torch.Tensor = value
             if entry.kind == "parameter":
-                made = self.distributor.parameter(value, whole(value.ndim))
+                made = self.distributor.parameter(value, replicated(value.ndim))
                 made.requires_grad_(tensor.requires_grad)
-                self.layouts[entry.name], self.homes[entry.name] = whole(value.ndim), None
+                self.layouts[entry.name], self.owners[entry.name] = replicated(value.ndim), None
             for name in entry.names:
                 assign(model, name, made, entry.kind)
         self.structure = Structure(model)
@@ -61,24 +61,24 @@ class ParameterStore:
     def adopt(self, compiled: Lowered, prefix: str = "") -> None:
         """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.
         Every rank must call this."""
-        homes, searched = compiled.homes, compiled.searched
+        owners, searched = compiled.owners, compiled.searched
         inner = {name: f"{prefix}{name}" for name in self.layouts}
         self.relayout(
             {name: compiled.layouts[known] for name, known in inner.items()},
-            {name: homes[known] for name, known in inner.items()},
+            {name: owners[known] for name, known in inner.items()},
         )
         self.searched = {name: searched[known] for name, known in inner.items()}
         self.is_placed = True
-        self.stages = compiled.pipeline.homes if compiled.pipeline is not None else None
+        self.stages = compiled.pipeline.owners if compiled.pipeline is not None else None
 
-    def relayout(self, layouts: Mapping[str, Layout], homes: Mapping[str, int | None]) -> None:
+    def relayout(self, layouts: Mapping[str, Layout], owners: Mapping[str, int | None]) -> None:
         """Move parameters to other layouts and stages, in place. Every rank must call this."""
         parameters = self.parameters()
         for name, layout in layouts.items():
-            has, wanted = (self.layouts[name], self.homes[name]), (layout, homes.get(name))
+            has, wanted = (self.layouts[name], self.owners[name]), (layout, owners.get(name))
             if wanted != has:
                 self.distributor.relayout(parameters[name], has[0], layout, has[1], wanted[1])
-                self.layouts[name], self.homes[name] = wanted
+                self.layouts[name], self.owners[name] = wanted
 
     # -- what it holds ------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class ParameterStore:
 
     def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        layout = self.layouts.get(name, whole(tensor.ndim))
-        return self.distributor.gather(part, layout, tensor.shape, self.homes.get(name))
+        layout = self.layouts.get(name, replicated(tensor.ndim))
+        return self.distributor.gather(part, layout, tensor.shape, self.owners.get(name))
 
 
 def _describe(entry: Input, tensor: torch.Tensor) -> str:

@@ -84,7 +84,7 @@ class _Finder:
         self.searched = compiled.history[names.index("propagate") - 1][1]
         self.sharded = history["propagate"]
         # Before the gradients are put into buckets: each moves alone there.
-        self.moved = history.get("localize", compiled.program)
+        self.moved = history.get("partition", compiled.program)
         self.nodes = {node.name: node for node in self.searched.graph.nodes if node.op != "output"}
         self.origins = {record(node).origin: node for node in reversed(self.nodes.values()) if record(node).origin}
         self.layouts = {node.name: node for node in self.sharded.graph.nodes}
@@ -175,9 +175,9 @@ class _Finder:
         if entry is not None:
             if entry.kind != "parameter":
                 return ""
-            home = pipeline.homes[entry.name]
+            owner = pipeline.owners[entry.name]
             return (
-                f"\n  kept by stage {home} of {pipeline.flow.stages} (pp={pipeline.flow.ranks[home]}), its first user"
+                f"\n  kept by stage {owner} of {pipeline.flow.stages} (pp={pipeline.flow.ranks[owner]}), its first user"
             )
         made = [(place, kind) for (place, kind), graph in pipeline.graphs.items()
                 if any(one.name == node.name and one.op == "call_function" for one in graph.graph.nodes)]  # fmt: skip

@@ -44,7 +44,7 @@ def other_mode_on_one_rank(side: Side, seed: int) -> None:
 def other_weight_on_one_rank(side: Side) -> None:
     """A weight that becomes another on one rank; the check that comes every 100 steps is asked for at once."""
     store = parallel(side)._store
-    name = next(name for name, layout in store.layouts.items() if layout.is_whole and store.homes[name] is None)
+    name = next(name for name, layout in store.layouts.items() if layout.is_replicated and store.owners[name] is None)
     part = local_of(side.model.get_parameter(name))
     was = part.detach().clone()
     with torch.no_grad():

@@ -47,7 +47,7 @@ def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
             yield f"requires_grad of '{name}': {mine.requires_grad}, plain {parameter.requires_grad}"
         if (mine.grad is None) != (parameter.grad is None):
             yield f"gradient '{name}': {'None' if mine.grad is None else 'there'}, plain the other way round"
-        if not store.distributor.is_home(store.homes[name]):
+        if not store.distributor.is_owner(store.owners[name]):
             continue
 
         def part(value: Tensor, name: str = name) -> Tensor:

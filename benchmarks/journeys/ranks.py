@@ -106,7 +106,8 @@ class Pair:
             "foreign": "pp" in side.setup["mesh"] and _has_foreign_states(self.ours),
             "fp16": setup["options"].get("precision") == "fp16",
             "ranks": ranks,
-            "replicated": ranks and any(store.layouts[n].is_whole and store.homes[n] is None for n in store.layouts),
+            "replicated": ranks
+            and any(store.layouts[n].is_replicated and store.owners[n] is None for n in store.layouts),
             "pp": "pp" in side.setup["mesh"],
             "local": setup.get("batch") == "local",
             "stepped": side.steps > 0,

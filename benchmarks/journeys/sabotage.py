@@ -82,7 +82,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
         "objects are no containers, and their tensors may be constants",
         {
             "autopar.capture.containers._Walk._first": _objects_are_leaves,
-            "autopar.capture.steady.first_difference": _nothing,
+            "autopar.capture.determinism.first_difference": _nothing,
         },
     ),
     "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),

@@ -23,18 +23,18 @@ STATE = 4  # a parameter, its gradient and Adam's two moments
 @dataclass(frozen=True, slots=True)
 class Limits:
     """memory: bytes that a stage may hold, None if it does not matter. in_flight: of each stage, the micro-batches
-    whose activations it holds at once. homes: the stages of parameters that are placed already, by name. machine: whose
+    whose activations it holds at once. owners: the stages of parameters that have one already, by name. machine: whose
     times count."""
 
     in_flight: Sequence[int]
     memory: int | None = None
-    homes: Mapping[str, int] | None = None
+    owners: Mapping[str, int] | None = None
     machine: Machine = GPU
 
 
 def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
     """What stages are made of, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).phase == "forward"]
+    return [node for node in program.calls() if times.of[node] is When.BODY and record(node).phase == "forward"]
 
 
 def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
@@ -71,7 +71,7 @@ class _Line:
         cost = node_times(program, machine)
         position = {node: i for i, node in enumerate(self.nodes)}
         own = np.array([cost[node] for node in self.nodes])
-        each = {node: time for node, time in cost.items() if times.of[node] is When.EACH}
+        each = {node: time for node, time in cost.items() if times.of[node] is When.BODY}
         total = own + self._backward(program, each, own)
         crossing, saved = self._values(program, position, machine)
         train = any(out.kind == "gradient" for out in program.outputs)
@@ -144,15 +144,17 @@ class _Line:
 
     def _away(self, program: Program, position: Mapping[fx.Node, int]) -> dict[int, np.ndarray]:
         """Of each stage, the number of parameters up to a place that another stage keeps."""
-        homes = self.limits.homes
-        if not homes:
+        owners = self.limits.owners
+        if not owners:
             return {}
-        firsts = [(homes[name], first) for name, first in self._first_uses(program, position).values() if name in homes]
+        firsts = [
+            (owners[name], first) for name, first in self._first_uses(program, position).values() if name in owners
+        ]
         found = {}
-        for stage in range(max(homes.values()) + 1):
+        for stage in range(max(owners.values()) + 1):
             away = np.zeros(len(self.nodes))
-            for home, first in firsts:
-                away[first] += home != stage
+            for owner, first in firsts:
+                away[first] += owner != stage
             found[stage] = _prefix(away)[self.places]
         return found
 

@@ -20,7 +20,7 @@ from autopar.ir.program import (
 )
 from autopar.passes.pipeline.when import Times, When
 
-MADE_BY = "partition"
+MADE_BY = "stages"
 Key = tuple[int, str]  # (stage or rank, kind of action)
 
 
@@ -104,4 +104,4 @@ def reach(nodes: Iterable[fx.Node], outside: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_before(times: Times, node: fx.Node) -> bool:
-    return node.op != "placeholder" and times.of[node] is When.BEFORE
+    return node.op != "placeholder" and times.of[node] is When.INVARIANT

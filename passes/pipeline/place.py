@@ -6,9 +6,9 @@ from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.pipeline.again import originals
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.node_costs import local_bytes
+from autopar.passes.pipeline.rematerialized import originals
 from autopar.passes.pipeline.when import Times, When
 
 Everywhere = None  # the stages of a value that any stage can compute
@@ -16,7 +16,7 @@ Everywhere = None  # the stages of a value that any stage can compute
 
 def backward_nodes(program: Program, times: Times) -> list[fx.Node]:
     """The backward nodes of a micro-batch that need parameters, in the order of the program."""
-    return [node for node in program.calls() if times.of[node] is When.EACH and record(node).is_backward]
+    return [node for node in program.calls() if times.of[node] is When.BODY and record(node).is_backward]
 
 
 def place_backward(program: Program, times: Times, stages: Stages, count: int) -> Stages:
@@ -30,7 +30,7 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
     original = originals(program)
     present = _present(program, times, stages)
     present |= {again: present[node] for again, node in original.items() if node in present}
-    homes = _homes(program, stages, present, original)
+    owners = _owners(program, stages, present, original)
     found: Stages = {}
     for node in backward_nodes(program, times):
         if node in original:
@@ -42,24 +42,24 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
         operands = node.all_input_nodes
         limit = min((found[operand] for operand in operands if operand in found), default=count - 1)
         needs = [where for operand in operands if (where := present.get(operand, Everywhere)) is not Everywhere]
-        if node in homes:
-            needs.append(frozenset({homes[node]}))
+        if node in owners:
+            needs.append(frozenset({owners[node]}))
         fits = [stage for stage in range(limit + 1) if all(stage in where for where in needs)]
         made = [original.get(operand, operand) for operand in operands]
         best = max((stages[operand] for operand in made if operand in stages), default=limit)
         found[node] = max(fits, default=min(limit, best))
     for node in reversed(found):
-        _lower(node, found, present, homes, program.mesh)
+        _lower(node, found, present, owners, program.mesh)
     return found | {again: stages[node] for again, node in original.items() if node in stages}
 
 
 def _lower(
-    node: fx.Node, found: Stages, present: dict[fx.Node, frozenset[int]], homes: dict[fx.Node, int], mesh: Mesh
+    node: fx.Node, found: Stages, present: dict[fx.Node, frozenset[int]], owners: dict[fx.Node, int], mesh: Mesh
 ) -> None:
     """Put a node on the stage of its users if less is sent so: a mask on a gradient that is sent anyway, not a sum."""
     users = [found[user] for user in node.users if user in found]
     stage = max(users, default=found[node])
-    if stage == found[node] or node in homes or is_getitem(node) or record(node).several:
+    if stage == found[node] or node in owners or is_getitem(node) or record(node).several:
         return
     if any(stage not in present.get(operand, {stage}) for operand in node.all_input_nodes):
         return
@@ -78,15 +78,15 @@ def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, fr
         where = frozenset(stages[user] for user in node.users if user in stages)
         if node in stages:
             found[node] = where | {stages[node]}
-        elif times.of[node] is When.BEFORE:  # parameters, and what is computed of them, go with their users
-            users = (found[user] for user in node.users if user in found and times.of[user] is When.BEFORE)
+        elif times.of[node] is When.INVARIANT:  # parameters, and what is computed of them, go with their users
+            users = (found[user] for user in node.users if user in found and times.of[user] is When.INVARIANT)
             where = where.union(*users)
             if where:
                 found[node] = where
     return found
 
 
-def _homes(
+def _owners(
     program: Program, stages: Stages, present: dict[fx.Node, frozenset[int]], original: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, int]:
     """The stage of what leads, one gradient at a time, to one parameter and to nothing else. Of a bias no forward value

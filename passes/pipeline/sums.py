@@ -8,7 +8,7 @@ from torch import fx
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective, op
-from autopar.ir.pipeline import Join
+from autopar.ir.pipeline import Reduction
 from autopar.ir.program import Builder, Program, Record, record, set_record
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.when import Times, When, times_of
@@ -16,25 +16,25 @@ from autopar.passes.pipeline.when import Times, When, times_of
 ADD = torch.ops.aten.add.Tensor
 
 
-def join_of(node: fx.Node) -> Join:
+def reduction_of(node: fx.Node) -> Reduction:
     """How a join takes the parts together."""
     if node.target is op("all_reduce"):
-        return Join(str(node.args[2]))
+        return Reduction(str(node.args[2]))
     _, _, dim, outer = node.args
     assert isinstance(dim, int) and isinstance(outer, int)
-    return Join("gather", dim, outer)
+    return Reduction("gather", dim, outer)
 
 
-def with_joins(program: Program) -> Program:
+def with_reductions(program: Program) -> Program:
     """The program of a single micro-batch with a join, of one part, before all that leaves it from a stage; before the
     collective by which it leaves, if there is one, so that gradients are reduced once a step here too."""
     when = times_of(program, 1).of
     output = program.graph.output_node()
-    build = Builder("partition")
+    build = Builder("stages")
     joined: dict[fx.Node, fx.Node] = {}
 
     def join(node: fx.Node) -> fx.Node:
-        if when[node] is not When.EACH:
+        if when[node] is not When.BODY:
             return build.value[node]
         if node not in joined:
             like = record(node).with_(operands=record(node).layouts, flops=0)  # type: ignore[arg-type]
@@ -71,18 +71,18 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         %a_total = all_reduce(%a, "mb"); %b_total = all_reduce(%b, "mb")
         %add = aten.add.Tensor(%a_total, %b_total)
     """
-    joins = {node: node.args[0] for node in times.joins if times.of[node] is When.AFTER}
+    reductions = {node: node.args[0] for node in times.reductions if times.of[node] is When.AFTER}
     late = {
         one: join
-        for join, part in joins.items()
-        if isinstance(part, fx.Node) and join_of(join).kind == "sum"
+        for join, part in reductions.items()
+        if isinstance(part, fx.Node) and reduction_of(join).kind == "sum"
         for one in _additions(part, stages)
     }
-    build = Builder("partition")
+    build = Builder("stages")
     for node in program.nodes:
         if node in late:
             continue
-        part = joins.get(node)
+        part = reductions.get(node)
         if isinstance(part, fx.Node) and part in late:
             build.value[node] = _total(build, part, node, late)
         else:

@@ -20,30 +20,30 @@ JOINS = (op("all_reduce"), op("all_gather"))
 class When(enum.Enum):
     """The time of a node in a step."""
 
-    BEFORE = "before"  # the same for all micro-batches, and there before the first
-    GIVEN = "given"  # of a micro-batch, but made of the batch alone: any rank can compute it
-    EACH = "each"  # of a micro-batch, and of parameters: what stages are made of
+    INVARIANT = "invariant"  # the same for all micro-batches, and there before the first
+    INPUT = "input"  # of a micro-batch, but made of the batch alone: any rank can compute it
+    BODY = "body"  # of a micro-batch, and of parameters: what stages are made of
     AFTER = "after"  # needs what all micro-batches add up to
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The time of every node. `joins`: the nodes that take the parts of all micro-batches together."""
+    """The time of every node. `reductions`: the nodes that take the parts of all micro-batches together."""
 
     of: dict[fx.Node, When]
-    joins: frozenset[fx.Node]
+    reductions: frozenset[fx.Node]
 
 
-def times_of(program: Program, microbatches: int, again: str | None = None) -> Times:
+def times_of(program: Program, microbatches: int, regathered: str | None = None) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
-    again: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them.
+    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them.
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
     """
     of: dict[fx.Node, When] = {}
-    joins: set[fx.Node] = set()
+    reductions: set[fx.Node] = set()
     weighted: set[fx.Node] = set()  # depends on parameters
     renewed: set[fx.Node] = set()  # parameters alone, gathered anew
     entries = dict(program.entries)
@@ -53,7 +53,7 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
         if node.op == "placeholder":
             kind = entries[node].kind
             split = MICROBATCH in record(node).layout.axes or (microbatches == 1 and kind == "batch")
-            of[node] = When.GIVEN if split else When.BEFORE
+            of[node] = When.INPUT if split else When.INVARIANT
             if kind == "parameter":
                 weighted.add(node)
             continue
@@ -61,14 +61,16 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
         if any(operand in weighted for operand in operands):
             weighted.add(node)
         if is_join(node):
-            joins.add(node)
+            reductions.add(node)
             source = of[operands[0]]
-            of[node] = When.AFTER if source in (When.EACH, When.AFTER) else When.BEFORE
+            of[node] = When.AFTER if source in (When.BODY, When.AFTER) else When.INVARIANT
             continue
-        gathers = node.target is op("all_gather") and _axis(node) == again and is_given(operands[0])
-        differs = gathers or _is_cut(node) or any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
+        gathers = node.target is op("all_gather") and _axis(node) == regathered and is_given(operands[0])
+        differs = gathers or _is_cut(node) or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
-        if gathers or (differs and not _is_cut(node) and all(o in renewed or of[o] is When.BEFORE for o in operands)):
+        if gathers or (
+            differs and not _is_cut(node) and all(o in renewed or of[o] is When.INVARIANT for o in operands)
+        ):
             renewed.add(node)
         if differs and after and not _is_cut(node):
             late = _behind(operands, renewed)
@@ -76,18 +78,18 @@ def times_of(program: Program, microbatches: int, again: str | None = None) -> T
                 of.get(user, When.AFTER) is not When.AFTER for each in late for user in each.users.keys() - late
             ):
                 of.update(dict.fromkeys(late, When.AFTER))  # gathered once, after the micro-batches
-                differs = any(of[operand] in (When.GIVEN, When.EACH) for operand in operands)
+                differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
-            raise LayoutError(_coupled(node, _join_before(after[0], joins), program.notes))
+            raise LayoutError(_coupled(node, _reduction_before(after[0], reductions), program.notes))
         if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
             raise LayoutError(_coupled(node, node, program.notes))
         if after:
             of[node] = When.AFTER
         elif not differs:
-            of[node] = When.BEFORE
+            of[node] = When.INVARIANT
         else:
-            of[node] = When.EACH if node in weighted else When.GIVEN
-    return Times(of, frozenset(joins))
+            of[node] = When.BODY if node in weighted else When.INPUT
+    return Times(of, frozenset(reductions))
 
 
 def _behind(operands: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
@@ -119,12 +121,12 @@ def _axis(node: fx.Node) -> str:
     return str(node.args[position]) if len(node.args) > position else ""
 
 
-def _join_before(node: fx.Node, joins: set[fx.Node]) -> fx.Node:
+def _reduction_before(node: fx.Node, reductions: set[fx.Node]) -> fx.Node:
     """The nearest join that a value comes from."""
     pending = [node]
     while pending:
         found = pending.pop(0)
-        if found in joins:
+        if found in reductions:
             return found
         pending += found.all_input_nodes
     return node

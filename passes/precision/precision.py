@@ -20,12 +20,12 @@ aten = torch.ops.aten
 def precision(program: Program, plan: Plan) -> Program:
     """CAPTURED -> CAPTURED. Every op gets the dtype that it computes in, as under torch.autocast (arXiv 1710.03740).
 
-        %contract: f32[8,6] = autopar.contract.default(%x, %w, "ab,cb->ac")
-        %logsumexp: f32[8] = autopar.logsumexp.default(%contract)
+        %einsum: f32[8,6] = autopar.einsum.default(%x, %w, "ab,cb->ac")
+        %logsumexp: f32[8] = autopar.logsumexp.default(%einsum)
     becomes
         %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16); %cast_1: bf16[6,4] = ... (%w, dtype=bf16)
-        %contract: bf16[8,6] = autopar.contract.default(%cast, %cast_1, "ab,cb->ac")
-        %cast_2: f32[8,6] = aten._to_copy.default(%contract, dtype=f32)
+        %einsum: bf16[8,6] = autopar.einsum.default(%cast, %cast_1, "ab,cb->ac")
+        %cast_2: f32[8,6] = aten._to_copy.default(%einsum, dtype=f32)
         %logsumexp: f32[8] = autopar.logsumexp.default(%cast_2)
 
     The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter

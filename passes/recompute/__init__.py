@@ -10,9 +10,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_gathered_input, kept_values, root_of
 from autopar.passes.pipeline.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
-from autopar.passes.recompute.duplicate import Again, duplicate
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of
+from autopar.passes.recompute.rematerialize import Recomputed, rematerialize
 
 __all__ = ["recompute"]
 
@@ -22,8 +22,8 @@ def recompute(program: Program, plan: Plan) -> Program:
 
         %gelu = aten.gelu.default(%add)                               the last use of %gelu is in the forward pass
         ...
-        %gelu_again = aten.gelu.default(%add)                         just before its first use
-        %contract_3 = autopar.contract.default(%grad, %gelu_again, "cb,ca->ba")
+        %gelu_recomputed = aten.gelu.default(%add)                         just before its first use
+        %einsum_3 = autopar.einsum.default(%grad, %gelu_recomputed, "cb,ca->ba")
 
     - "none": the program as it is.
     - "full": of a layer (a member of a list of modules) only what enters it is kept, as by torch.utils.checkpoint
@@ -35,27 +35,27 @@ def recompute(program: Program, plan: Plan) -> Program:
       of them, with a pipeline those of all stages.
     - those by pattern of modules; the first pattern that fits a module is its own.
 
-    Random ops are functions of their key and of the seed, so duplicates draw the same masks. Raises PlanError for a
+    Random ops are functions of their key and of the seed, so clones draw the same masks. Raises PlanError for a
     pattern that no module has, and for a budget that cannot be met.
     """
     wanted = plan.memory.recompute
     if wanted == "none" or not any(map(is_backward, program.nodes)):
         return program
     policies = policies_of(program, wanted)
-    again = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
-    again |= _gathered(again) if plan.gathers_again else {}
-    return duplicate(program, again, policies) if again else program
+    recomputed = choose(program, plan, policies, lambda: _bytes_of_full(program, plan))
+    recomputed |= _gathered(recomputed) if plan.gathers_again else {}
+    return rematerialize(program, recomputed, policies) if recomputed else program
 
 
-def _gathered(again: Mapping[fx.Node, Again]) -> dict[fx.Node, Again]:
+def _gathered(recomputed: Mapping[fx.Node, Recomputed]) -> dict[fx.Node, Recomputed]:
     """The inputs that what is computed again reads, where each use gathers them anew (ZeRO-3)."""
     groups: dict[fx.Node, set[str]] = {}
-    for node, found in again.items():
+    for node, found in recomputed.items():
         for root in map(root_of, node.all_input_nodes):
             if is_gathered_input(root):
                 groups.setdefault(root, set()).add(found.group)
     return {
-        root: Again(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")
+        root: Recomputed(next(iter(names)), "gathered again: ZeRO-3 keeps no parameter whole")
         for root, names in groups.items()
         if len(names) == 1
     }
@@ -63,5 +63,5 @@ def _gathered(again: Mapping[fx.Node, Again]) -> dict[fx.Node, Again]:
 
 def _bytes_of_full(program: Program, plan: Plan) -> int:
     policies: Policies = policies_of(program, "full")
-    found = duplicate(program, choose(program, plan, policies, int), policies)
+    found = rematerialize(program, choose(program, plan, policies, int), policies)
     return sum(local_bytes(value, found.mesh) for value in kept_values(found))

@@ -13,12 +13,12 @@ from autopar.passes.pipeline.when import When, times_of
 from autopar.passes.recompute.budget import Layer, within
 from autopar.passes.recompute.core import attention_core
 from autopar.passes.recompute.cut import Point, Problem, Value, least
-from autopar.passes.recompute.duplicate import Again
 from autopar.passes.recompute.graph import Call, Forward, forward_of, is_costly
 from autopar.passes.recompute.policies import Policies, Rule
+from autopar.passes.recompute.rematerialize import Recomputed
 
 
-def choose(program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> dict[fx.Node, Again]:
+def choose(program: Program, plan: Plan, policies: Policies, full: Callable[[], int]) -> dict[fx.Node, Recomputed]:
     """The calls of the forward pass that the backward pass computes again, in the order of their policies.
 
     full: gives the bytes that are saved if all layers are computed again, for the message of a PlanError.
@@ -35,9 +35,9 @@ class _Choice:
         selective = any(rule.policy == "selective" for rule in policies.rules)
         self.core = attention_core(program) if selective else frozenset()
 
-    def run(self) -> dict[fx.Node, Again]:
+    def run(self) -> dict[fx.Node, Recomputed]:
         self.groups = self._groups()
-        found = {node: Again(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
+        found = {node: Recomputed(group, f"recomputed: full ('{group}')") for node, group in self.whole.items()}
         for rule in self.policies.rules:
             if rule.policy == "selective":
                 found |= self._selective(rule)
@@ -55,7 +55,7 @@ class _Choice:
         if not self.plan.is_staged:
             return frozenset()
         of = times_of(self.program, self.plan.microbatches).of
-        return frozenset(call.node for call in self.forward.calls if of[call.node] is not When.EACH)
+        return frozenset(call.node for call in self.forward.calls if of[call.node] is not When.BODY)
 
     # -- who needs what -----------------------------------------------------------------------------------------
 
@@ -149,8 +149,8 @@ class _Choice:
 
     # -- the policies -------------------------------------------------------------------------------------------
 
-    def _selective(self, rule: Rule) -> dict[fx.Node, Again]:
-        found: dict[fx.Node, Again] = {}
+    def _selective(self, rule: Rule) -> dict[fx.Node, Recomputed]:
+        found: dict[fx.Node, Recomputed] = {}
         solved: dict[Problem, Point] = {}
         for layer in self._layers(rule):
             point = solved.get(layer.problem) or least(layer.problem)
@@ -158,18 +158,18 @@ class _Choice:
             found |= _again(layer, point, "selective, attention core" if layer.is_core else "selective")
         return found
 
-    def _budget(self, rule: Rule, policy: int | float) -> dict[fx.Node, Again]:
+    def _budget(self, rule: Rule, policy: int | float) -> dict[fx.Node, Recomputed]:
         mine = (value for value in self.forward.needed if self.policies.rule(record(value).module) is rule)
         kept = sum(map(self._bytes, mine))
         budget = int(policy * kept) if isinstance(policy, float) else policy
         if budget >= kept:
             return {}
-        found: dict[fx.Node, Again] = {}
+        found: dict[fx.Node, Recomputed] = {}
         for layer, point in within(budget, kept, self._layers(rule), rule, self.full):
             found |= _again(layer, point, f"budget of {budget} bytes")
         return found
 
 
-def _again(layer: Layer, point: Point, what: str) -> dict[fx.Node, Again]:
+def _again(layer: Layer, point: Point, what: str) -> dict[fx.Node, Recomputed]:
     where = f"'{layer.group}'" if layer.group else "outside of modules"
-    return {layer.calls[place]: Again(layer.group, f"recomputed: {what} ({where})") for place in point.again}
+    return {layer.calls[place]: Recomputed(layer.group, f"recomputed: {what} ({where})") for place in point.again}

@@ -1,6 +1,6 @@
 """The table of op rows: how each op may be split.
 
-`rule_of(call)` finds the rule of a call; an op without a row is `replicated`, and the search reports it.
+`rule_of(call)` finds the rule of a call; an op without a row has `replicated_rule`, and the search reports it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopar.passes.rules import (
     spatial,
     views,
 )
-from autopar.passes.rules.build import replicated
+from autopar.passes.rules.build import replicated_rule
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
 
-__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated", "rule_of",
+__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated_rule", "rule_of",
            "table_of"]  # fmt: skip
 
 _KINDS = (

@@ -24,7 +24,7 @@ def _mask(call: Call, at: int) -> list[str]:
     return [" ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))]
 
 
-def _whole(causal: bool) -> frozenset[str]:
+def _replicated(causal: bool) -> frozenset[str]:
     return frozenset({"s", "t", "d", "e"} if causal else {"t", "d", "e"})
 
 
@@ -38,15 +38,15 @@ def _attention(call: Call) -> Rule:
     spec = f"{', '.join((Q, K, V, *_mask(call, 3)))} -> {OUT}, {LSE}"
     d, e = call.operands[0].shape[3], call.operands[2].shape[3]
     flops = 2 * _points(call, 0, 1) * (d + e)
-    return instantiate(spec, call, whole=_whole(bool(argument(call, 4, "causal"))), flops=flops)
+    return instantiate(spec, call, replicated=_replicated(bool(argument(call, 4, "causal"))), flops=flops)
 
 
 def _attention_backward(call: Call) -> Rule:
     spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE))} -> {Q}, {K}, {V}"
     d, e = call.operands[1].shape[3], call.operands[3].shape[3]
     flops = 2 * _points(call, 1, 2) * (3 * d + 2 * e)  # the logits once more, and a product for each gradient
-    whole = _whole(bool(argument(call, 7, "causal")))
-    return instantiate(spec, call, whole=whole, linear=({0},), flops=flops)
+    replicated = _replicated(bool(argument(call, 7, "causal")))
+    return instantiate(spec, call, replicated=replicated, linear=({0},), flops=flops)
 
 
 ROWS: Mapping[str, Row] = {

@@ -26,7 +26,7 @@ def build(
     operands: Sequence[Dims],
     results: Sequence[Dims],
     *,
-    whole: Iterable[str] = (),
+    replicated: Iterable[str] = (),
     linear: Linear = NONE,
     partial: str = "sum",
     sizes: Mapping[str, int] | None = None,
@@ -41,14 +41,14 @@ def build(
                 assert known.setdefault(dim[0], size) == size, (call.op, dim, known, size)
             else:
                 assert math.prod(known[name] for name in dim) == size, (call.op, dim, known, size)
-    return Rule(tuple(operands), tuple(results), known, frozenset(whole), partial, linear, frozenset(), flops)
+    return Rule(tuple(operands), tuple(results), known, frozenset(replicated), partial, linear, frozenset(), flops)
 
 
-def replicated(call: Call) -> Rule:
+def replicated_rule(call: Call) -> Rule:
     """The rule in which nothing may be split: what an op gets that has no row."""
     operands = [named(type_.shape, f"a{i}_") for i, type_ in enumerate(call.operands)]
     results = [named(type_.shape, f"r{i}_") for i, type_ in enumerate(call.results)]
-    return build(call, operands, results, whole=names_of(*operands, *results))
+    return build(call, operands, results, replicated=names_of(*operands, *results))
 
 
 def names_of(*tensors: Dims) -> set[str]:

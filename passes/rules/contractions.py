@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.ops import contraction_flops
-from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated
+from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated_rule
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
 
@@ -28,7 +28,7 @@ def _vectors(spec: str) -> Callable[[Call], Rule]:
     return lambda call: instantiate(spec, call, linear=EITHER, flops=2 * call.operands[0].numel)
 
 
-def contract(call: Call) -> Rule:
+def einsum(call: Call) -> Rule:
     """The names are the letters of the equation."""
     equation = str(argument(call, 2, "equation"))
     left, result = equation.split("->")
@@ -45,7 +45,7 @@ def contract(call: Call) -> Rule:
 
 
 def _added(product: str) -> Callable[[Call], Rule]:
-    """beta * bias + alpha * a b: linear in bias and a, or bias and b, jointly. Every rank adds it: k is whole."""
+    """beta * bias + alpha * a b: linear in bias and a, or bias and b, jointly. Every rank adds it: k is replicated."""
     result = product.split(" -> ")[1].split()
 
     def rule(call: Call) -> Rule:
@@ -55,13 +55,13 @@ def _added(product: str) -> Callable[[Call], Rule]:
         # mv has one column
         columns = call.operands[2].shape[-1] if len(call.operands[2].shape) > 1 else 1
         flops = 2 * call.operands[1].numel * columns
-        return instantiate(f"{bias}, {product}", call, whole={"k"}, linear=({0, 1}, {0, 2}), flops=flops)
+        return instantiate(f"{bias}, {product}", call, replicated={"k"}, linear=({0, 1}, {0, 2}), flops=flops)
 
     return rule
 
 
 def _grouped(call: Call) -> Rule:
-    """Rows of a are multiplied by the matrix of their group, found by `offs`: groups and rows are whole."""
+    """Rows of a are multiplied by the matrix of their group, found by `offs`: groups and rows are replicated."""
     a, b = (len(operand.shape) for operand in call.operands[:2])
     spec = {
         (2, 3): "m k, g k n, g -> m n",
@@ -71,10 +71,10 @@ def _grouped(call: Call) -> Rule:
     }[a, b]
     assert len(call.operands) == spec.count(",") + 1, "grouped_mm with a bias"
     # in the 2-d by 2-d form the groups are ranges of k
-    whole = {(2, 3): {"m", "g"}, (3, 2): {"n", "g"}, (2, 2): {"k", "g"}, (3, 3): set()}[a, b]
+    replicated = {(2, 3): {"m", "g"}, (3, 2): {"n", "g"}, (2, 2): {"k", "g"}, (3, 3): set()}[a, b]
     linear = EITHER
     points = call.operands[0].numel * call.results[0].shape[-1]
-    return instantiate(spec, call, whole=whole, linear=linear, flops=2 * points)
+    return instantiate(spec, call, replicated=replicated, linear=linear, flops=2 * points)
 
 
 def _expert_mm(call: Call) -> Rule:
@@ -93,13 +93,13 @@ def _solve_triangular(call: Call) -> Rule:
     a, b = call.operands
     flops = call.results[0].numel * a.shape[-1]
     if len(a.shape) != len(b.shape):
-        return replace(replicated(call), flops=flops)
+        return replace(replicated_rule(call), flops=flops)
     sides = "... n k" if argument(call, 3, "left", True) else "... k n"
-    return instantiate(f"... n r, {sides} -> {sides}", call, whole={"n", "r"}, linear=SECOND, flops=flops)
+    return instantiate(f"... n r, {sides} -> {sides}", call, replicated={"n", "r"}, linear=SECOND, flops=flops)
 
 
 ROWS: Mapping[str, Row] = {
-    "autopar.contract.default": Row(contract),
+    "autopar.einsum.default": Row(einsum),
     "aten.mm.default": Row(_product("m k, k n -> m n")),
     "aten.bmm.default": Row(_product("b m k, b k n -> b m n")),
     "aten.mv.default": Row(_vectors("m k, k -> m")),

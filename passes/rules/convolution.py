@@ -1,4 +1,4 @@
-"""Convolutions. Batch, channels and groups may be split; space is whole (a kernel 1 wide with stride 1 is a product).
+"""Convolutions. Batch, channels and groups may be split; space is replicated (a kernel 1 wide, stride 1, is a product).
 
 Names: n batch, g groups, i and o channels of a group on the way in and out, x.. y.. k.. space of the input, of the
 output and of the kernel.
@@ -17,12 +17,12 @@ from autopar.passes.rules.rule import Arguments, Call, Pieces, Row, Rule
 
 @dataclass(frozen=True, slots=True)
 class _Dims:
-    """The specs of the tensors of one convolution, its whole names and its floating-point operations."""
+    """The specs of the tensors of one convolution, its replicated names and its floating-point operations."""
 
     input: str
     weight: str
     output: str
-    whole: frozenset[str]
+    replicated: frozenset[str]
     groups: int
     flops: int
 
@@ -50,14 +50,14 @@ def _dims(call: Call, input_: tuple[int, ...], weight: tuple[int, ...], output: 
 
 
 def _convolution(call: Call) -> Rule:
-    """A bias is added by every rank: then i is whole."""
+    """A bias is added by every rank: then i is replicated."""
     dims = _dims(call, call.operands[0].shape, call.operands[1].shape, call.results[0].shape, 3)
     bias = call.args[2] is not None
     operands = f"{dims.input}, {dims.weight}" + (", (g o)" if bias else "")
     return instantiate(
         f"{operands} -> {dims.output}",
         call,
-        whole=dims.whole | ({"i"} if bias else set()),
+        replicated=dims.replicated | ({"i"} if bias else set()),
         linear=({0, 2}, {1, 2}) if bias else ({0}, {1}),
         sizes={"g": dims.groups},
         flops=dims.flops,
@@ -65,7 +65,7 @@ def _convolution(call: Call) -> Rule:
 
 
 def _convolution_backward(call: Call) -> Rule:
-    """The gradient of the bias has no i and is not a sum over it: then i is whole."""
+    """The gradient of the bias has no i and is not a sum over it: then i is replicated."""
     grad, input_, weight = (operand.shape for operand in call.operands)
     dims = _dims(call, input_, weight, grad, 4)
     mask = call.args[10]
@@ -73,7 +73,7 @@ def _convolution_backward(call: Call) -> Rule:
     return instantiate(
         f"{dims.output}, {dims.input}, {dims.weight} -> {', '.join(results)}",
         call,
-        whole=dims.whole | ({"i"} if mask[2] else set()),
+        replicated=dims.replicated | ({"i"} if mask[2] else set()),
         linear=({0},),
         sizes={"g": dims.groups},
         flops=dims.flops * (bool(mask[0]) + bool(mask[1])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.passes.rules.build import FIRST, NONE, Linear, argument, build, named, names_of, replicated
+from autopar.passes.rules.build import FIRST, NONE, Linear, argument, build, named, names_of, replicated_rule
 from autopar.passes.rules.rule import Call, Row, Rule
 
 
@@ -21,7 +21,7 @@ def _like(call: Call, linear: Linear) -> Rule:
     if call.operands[0].shape == call.results[0].shape:
         return build(call, [result], [result], linear=linear)
     operand = named(call.operands[0].shape, "a")
-    return build(call, [operand], [result], whole=() if linear else names_of(operand), linear=linear)
+    return build(call, [operand], [result], replicated=() if linear else names_of(operand), linear=linear)
 
 
 def _new_full(call: Call) -> Rule:
@@ -39,12 +39,12 @@ ROWS: Mapping[str, Row] = {
     "aten.new_ones.default": Row(lambda call: _like(call, NONE), shape_arg=1),
     "aten.new_full.default": Row(_new_full, shape_arg=1),
     # Elements that depend on their place: every rank makes the whole, which costs no communication.
-    "aten.arange.default": Row(replicated),
-    "aten.arange.start": Row(replicated),
-    "aten.arange.start_step": Row(replicated),
-    "aten.linspace.default": Row(replicated),
-    "aten.eye.default": Row(replicated),
-    "aten.eye.m": Row(replicated),
-    "aten.triu_indices.default": Row(replicated),
-    "aten.tril_indices.default": Row(replicated),
+    "aten.arange.default": Row(replicated_rule),
+    "aten.arange.start": Row(replicated_rule),
+    "aten.arange.start_step": Row(replicated_rule),
+    "aten.linspace.default": Row(replicated_rule),
+    "aten.eye.default": Row(replicated_rule),
+    "aten.eye.m": Row(replicated_rule),
+    "aten.triu_indices.default": Row(replicated_rule),
+    "aten.tril_indices.default": Row(replicated_rule),
 }

@@ -1,4 +1,4 @@
-"""Ops that look up or add by index. The indexed dim is whole, or split contiguously where the op takes an `offset`."""
+"""Ops that look up or add by index. The indexed dim is replicated, or cut contiguously where the op has an `offset`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.passes.rules.build import (
     named,
     names_of,
     replace_dim,
-    replicated,
+    replicated_rule,
 )
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Dims, Row, Rule
@@ -40,13 +40,13 @@ def _embedding_backward(call: Call) -> Rule:
 
 
 def _aten_embedding(call: Call) -> Rule:
-    return instantiate("v h, ... -> ... h", call, whole={"v"}, linear=({0},))
+    return instantiate("v h, ... -> ... h", call, replicated={"v"}, linear=({0},))
 
 
 def _aten_embedding_backward(call: Call) -> Rule:
     """Scaling by frequency needs all indices."""
-    whole = {"v", "..."} if argument(call, 4, "scale_grad_by_freq", False) else {"v"}
-    return instantiate("... h, ... -> v h", call, whole=whole, linear=({0},))
+    replicated = {"v", "..."} if argument(call, 4, "scale_grad_by_freq", False) else {"v"}
+    return instantiate("... h, ... -> v h", call, replicated=replicated, linear=({0},))
 
 
 def _checked_index(call: Call) -> Rule:
@@ -103,26 +103,26 @@ def _is_mask(call: Call, first: int, last: int) -> bool:
 
 def _index(call: Call) -> Rule:
     if _is_mask(call, 1, len(call.operands)):
-        return replicated(call)
+        return replicated_rule(call)
     places, operands, shape, _ = _index_names(call, 1)
     dims = named(call.operands[0].shape)
-    result, whole = _looked_up(dims, places, named(shape, "i"))
-    return build(call, [dims, *operands], [result], whole=whole, linear=FIRST)
+    result, replicated = _looked_up(dims, places, named(shape, "i"))
+    return build(call, [dims, *operands], [result], replicated=replicated, linear=FIRST)
 
 
 def _index_put(call: Call) -> Rule:
-    """Indices are whole: each rank would add to, or keep, its own copy of self."""
+    """Indices are replicated: each rank would add to, or keep, its own copy of self."""
     if _is_mask(call, 1, len(call.operands) - 1):
-        return replicated(call)
+        return replicated_rule(call)
     places, operands, shape, indices = _index_names(call, 1)
     dims = named(call.operands[0].shape)
-    target, whole = _looked_up(dims, places, named(shape, "i"))
+    target, replicated = _looked_up(dims, places, named(shape, "i"))
     own = call.operands[-1].shape
     aligned = target[len(target) - len(own) :]
     values = tuple(() if size == 1 else dim for dim, size in zip(aligned, own, strict=True))
     count = len(call.operands)
     linear = (frozenset({0, count - 1}),) if argument(call, 3, "accumulate", False) else NONE
-    return build(call, [dims, *operands, values], [dims], whole=whole | set(indices), linear=linear)
+    return build(call, [dims, *operands, values], [dims], replicated=replicated | set(indices), linear=linear)
 
 
 def _beside(call: Call, index: int, others: tuple[int, ...], at: int) -> tuple[Dims, list[Dims], set[str]]:
@@ -130,34 +130,34 @@ def _beside(call: Call, index: int, others: tuple[int, ...], at: int) -> tuple[D
     dims = named(call.operands[0].shape)
     tensors = [call.operands[i].shape for i in (index, *others)]
     if not dims or any(len(shape) != len(dims) for shape in tensors):
-        rule = replicated(call)
-        return rule.operands[0], [rule.operands[i] for i in (index, *others)], set(rule.whole)
-    whole: set[str] = set(dims[at])
+        rule = replicated_rule(call)
+        return rule.operands[0], [rule.operands[i] for i in (index, *others)], set(rule.replicated)
+    replicated: set[str] = set(dims[at])
     beside: list[Dims] = [named(shape, f"j{i}_") for i, shape in enumerate(tensors)]
     for dim, name in enumerate(dims):
         alike = dim != at and all(shape[dim] == call.operands[0].shape[dim] for shape in tensors)
         if alike:
             beside = [replace_dim(one, dim, name) for one in beside]
         else:
-            whole |= {*name, *(n for one in beside for n in one[dim])}
-    return dims, beside, whole
+            replicated |= {*name, *(n for one in beside for n in one[dim])}
+    return dims, beside, replicated
 
 
 def _gather(call: Call) -> Rule:
     """The index (and with it the result) may be split along every dim."""
     at = dim_argument(call, 1)
-    dims, (index,), whole = _beside(call, 1, (), at)
-    whole -= {name for name in (index[at] if index else ()) if name not in names_of(dims)}
-    return build(call, [dims, index], [index], whole=whole, linear=FIRST)
+    dims, (index,), replicated = _beside(call, 1, (), at)
+    replicated -= {name for name in (index[at] if index else ()) if name not in names_of(dims)}
+    return build(call, [dims, index], [index], replicated=replicated, linear=FIRST)
 
 
 def _scatter(linear: Linear | Callable[[Call], Linear] = NONE) -> Row:
     def rule(call: Call) -> Rule:
         at = dim_argument(call, 1)
         others = tuple(range(2, len(call.operands)))
-        dims, beside, whole = _beside(call, 1, others, at)
+        dims, beside, replicated = _beside(call, 1, others, at)
         passed = linear(call) if callable(linear) else linear
-        return build(call, [dims, *beside], [dims], whole=whole, linear=passed)
+        return build(call, [dims, *beside], [dims], replicated=replicated, linear=passed)
 
     return Row(rule)
 
@@ -178,7 +178,7 @@ def _index_select(call: Call) -> Rule:
     if not dims:
         return build(call, [dims, index], [dims])
     result = replace_dim(dims, at, index[0] if index else ())
-    return build(call, [dims, index], [result], whole=dims[at], linear=FIRST)
+    return build(call, [dims, index], [result], replicated=dims[at], linear=FIRST)
 
 
 def _searchsorted(call: Call) -> Rule:
@@ -186,13 +186,13 @@ def _searchsorted(call: Call) -> Rule:
     sequence, values = named(call.operands[0].shape), named(call.operands[1].shape, "v")
     if len(sequence) > 1:
         values = (*sequence[:-1], *values[-1:])
-    return build(call, [sequence, values, *[sequence] * (len(call.operands) - 2)], [values], whole=sequence[-1])
+    return build(call, [sequence, values, *[sequence] * (len(call.operands) - 2)], [values], replicated=sequence[-1])
 
 
 def _bucketize(call: Call) -> Rule:
     """The first operand is looked up in the second."""
     values, ends = (named(type_.shape, kind) for type_, kind in zip(call.operands, "vb", strict=True))
-    return build(call, [values, ends], [values], whole=ends[0])
+    return build(call, [values, ends], [values], replicated=ends[0])
 
 
 def _index_into(linear: Linear) -> Row:
@@ -203,10 +203,10 @@ def _index_into(linear: Linear) -> Row:
         dims, index = named(call.operands[0].shape), named(call.operands[1].shape, "i")
         source = [named(type_.shape, "s") for type_ in call.operands[2:]]
         if not dims or any(len(one) != len(dims) and one for one in source):
-            rule = replicated(call)
-            return Rule(rule.operands, rule.results, rule.sizes, rule.whole, linear=linear)
+            rule = replicated_rule(call)
+            return Rule(rule.operands, rule.results, rule.sizes, rule.replicated, linear=linear)
         source = [replace_dim(dims, at, index[0] if index else ()) if one else one for one in source]
-        return build(call, [dims, index, *source], [dims], whole={*dims[at], *names_of(index)}, linear=linear)
+        return build(call, [dims, index, *source], [dims], replicated={*dims[at], *names_of(index)}, linear=linear)
 
     return Row(rule)
 

@@ -1,4 +1,4 @@
-"""Losses. A sum over elements is a partial sum; a mean is whole: a piece does not know the count it divides by."""
+"""Losses. A sum over elements is a partial sum; a mean is replicated: a piece does not know the count it divides by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.passes.rules.build import (
     dim_argument,
     named,
     replace_dim,
-    replicated,
+    replicated_rule,
 )
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.pointwise import pointwise
@@ -31,7 +31,7 @@ def _elementwise(position: int) -> Row:
         if reduction == NO_REDUCTION:
             return pointwise(call)
         if reduction == MEAN or any(operand.shape != call.operands[0].shape for operand in call.operands):
-            return replicated(call)
+            return replicated_rule(call)
         dims = named(call.operands[0].shape)
         return build(call, [dims] * len(call.operands), [()])
 
@@ -41,7 +41,7 @@ def _elementwise(position: int) -> Row:
 def _elementwise_backward(position: int) -> Row:
     def rule(call: Call) -> Rule:
         if argument(call, position, "reduction", MEAN) == MEAN:
-            return replicated(call)
+            return replicated_rule(call)
         return pointwise(call, FIRST)
 
     return Row(rule)
@@ -52,13 +52,13 @@ def _weight(call: Call, at: int) -> str:
 
 
 def _nll(call: Call) -> Rule:
-    """Classes are whole; the two results are sums over the elements, or one of them is the loss of each."""
+    """Classes are replicated; the two results are sums over the elements, or one of them is the loss of each."""
     reduction = argument(call, 3, "reduction")
     full, target = ("n c ...", "n ...") if len(call.operands[0].shape) > 1 else ("c", "")
     loss = target if call.results[0].shape == call.operands[1].shape and reduction == NO_REDUCTION else ""
     spec = f"{full}, {target}{_weight(call, 2)} -> {loss}, "
-    whole = {"c", "n", "..."} if reduction == MEAN else {"c"}
-    return instantiate(spec, call, whole=whole)
+    replicated = {"c", "n", "..."} if reduction == MEAN else {"c"}
+    return instantiate(spec, call, replicated=replicated)
 
 
 def _nll_backward(call: Call) -> Rule:
@@ -66,7 +66,7 @@ def _nll_backward(call: Call) -> Rule:
     full, target = ("n c ...", "n ...") if len(call.operands[1].shape) > 1 else ("c", "")
     grad = target if call.operands[0].shape == call.operands[2].shape else ""
     spec = f"{grad}, {full}, {target}{_weight(call, 3)},  -> {full}"
-    return instantiate(spec, call, whole={"c"}, linear=({0},))
+    return instantiate(spec, call, replicated={"c"}, linear=({0},))
 
 
 def _halves(position: int, linear: Linear) -> Row:
@@ -81,7 +81,7 @@ def _halves(position: int, linear: Linear) -> Row:
         long: Dims = replace_dim(dims, at, compound(sizes, "c", "x"))
         short: Dims = replace_dim(dims, at, compound(sizes, "x"))
         operands, results = ([short, long], [long]) if backward else ([long], [short])
-        return build(call, operands, results, whole={"c"}, sizes=sizes, linear=linear)
+        return build(call, operands, results, replicated={"c"}, sizes=sizes, linear=linear)
 
     return Row(rule)
 

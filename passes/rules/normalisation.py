@@ -1,10 +1,10 @@
-"""Norms: the dims that a statistic runs over are whole; gradients of weights are partial over the others."""
+"""Norms: the dims that a statistic runs over are replicated; gradients of weights are partial over the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.passes.rules.build import argument, named, replace_dim, replicated
+from autopar.passes.rules.build import argument, named, replace_dim, replicated_rule
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Arguments, Call, Pieces, Row, Rule
 
@@ -28,7 +28,7 @@ def _layer_norm(call: Call) -> Rule:
     norm, ones = _names("h", count), " ".join(["1"] * count)
     operands = _present(call, {0: f"... {norm}", 2: norm, 3: norm})
     spec = f"{operands} -> ... {norm}, ... {ones}, ... {ones}"
-    return instantiate(spec, call, whole=norm.split())
+    return instantiate(spec, call, replicated=norm.split())
 
 
 def _layer_norm_backward(call: Call) -> Rule:
@@ -37,14 +37,14 @@ def _layer_norm_backward(call: Call) -> Rule:
     full, stat = f"... {norm}", f"... {ones}"
     operands = _present(call, {0: full, 1: full, 3: stat, 4: stat, 5: norm, 6: norm})
     results = _masked((full, norm, norm), argument(call, 7, "output_mask"))
-    return instantiate(f"{operands} -> {results}", call, whole=norm.split(), linear=({0},))
+    return instantiate(f"{operands} -> {results}", call, replicated=norm.split(), linear=({0},))
 
 
 def _rms_norm(call: Call) -> Rule:
     count = len(argument(call, 1, "normalized_shape"))
     norm, ones = _names("h", count), " ".join(["1"] * count)
     operands = _present(call, {0: f"... {norm}", 2: norm})
-    return instantiate(f"{operands} -> ... {norm}, ... {ones}", call, whole=norm.split())
+    return instantiate(f"{operands} -> ... {norm}, ... {ones}", call, replicated=norm.split())
 
 
 def _rms_norm_backward(call: Call) -> Rule:
@@ -53,13 +53,13 @@ def _rms_norm_backward(call: Call) -> Rule:
     full = f"... {norm}"
     operands = _present(call, {0: full, 1: full, 3: f"... {ones}", 4: norm})
     results = _masked((full, norm), argument(call, 5, "output_mask"))
-    return instantiate(f"{operands} -> {results}", call, whole=norm.split(), linear=({0},))
+    return instantiate(f"{operands} -> {results}", call, replicated=norm.split(), linear=({0},))
 
 
 def _group_norm(call: Call) -> Rule:
     operands = _present(call, {0: "n (g i) ...", 1: "(g i)", 2: "(g i)"})
     spec = f"{operands} -> n (g i) ..., n g, n g"
-    return instantiate(spec, call, whole={"i", "..."}, sizes={"g": call.args[6]})
+    return instantiate(spec, call, replicated={"i", "..."}, sizes={"g": call.args[6]})
 
 
 def _group_norm_backward(call: Call) -> Rule:
@@ -67,7 +67,7 @@ def _group_norm_backward(call: Call) -> Rule:
     operands = _present(call, {0: full, 1: full, 2: "n g", 3: "n g", 4: "(g i)"})
     results = _masked((full, "(g i)", "(g i)"), call.args[9])
     spec = f"{operands} -> {results}"
-    return instantiate(spec, call, whole={"i", "..."}, sizes={"g": call.args[8]}, linear=({0},))
+    return instantiate(spec, call, replicated={"i", "..."}, sizes={"g": call.args[8]}, linear=({0},))
 
 
 def _group_norm_local(at: int) -> Row:
@@ -88,20 +88,20 @@ def _batch_norm_results(call: Call, count: int) -> str:
 
 
 def _batch_norm(call: Call) -> Rule:
-    """New running statistics do not depend on n in evaluation, yet have no n: it is whole even then."""
+    """New running statistics do not depend on n in evaluation, yet have no n: it is replicated even then."""
     statistics = ", ".join("c" for _ in call.operands[1:])
     spec = f"n c ..., {statistics} -> n c ..., {_batch_norm_results(call, 4)}"
     if not statistics:
         spec = f"n c ... -> n c ..., {_batch_norm_results(call, 4)}"
-    return instantiate(spec, call, whole={"n", "e", "..."})
+    return instantiate(spec, call, replicated={"n", "e", "..."})
 
 
 def _batch_norm_evaluation(call: Call) -> Rule:
     """No statistic is taken; the saved ones are empty (or, on some devices, those it was given)."""
     statistics = ", ".join("c" for _ in call.operands[1:])
     saved = _batch_norm_results(call, 2)
-    whole = {"n", "..."} if "c" in saved else set()
-    return instantiate(f"n c ..., {statistics} -> n c ..., {saved}", call, whole={"e", *whole})
+    replicated = {"n", "..."} if "c" in saved else set()
+    return instantiate(f"n c ..., {statistics} -> n c ..., {saved}", call, replicated={"e", *replicated})
 
 
 def _batch_norm_backward(call: Call) -> Rule:
@@ -113,8 +113,8 @@ def _batch_norm_backward(call: Call) -> Rule:
             saved[at] = "e" if next(shapes).shape == (0,) else "c"
     operands = _present(call, {0: full, 1: full, **saved})
     results = _masked((full, "c", "c"), call.args[9])
-    whole = {"e", "n", "..."} if call.args[7] else {"e"}
-    return instantiate(f"{operands} -> {results}", call, whole=whole, linear=({0},))
+    replicated = {"e", "n", "..."} if call.args[7] else {"e"}
+    return instantiate(f"{operands} -> {results}", call, replicated=replicated, linear=({0},))
 
 
 def _weight_norm(call: Call) -> Rule:
@@ -124,7 +124,7 @@ def _weight_norm(call: Call) -> Rule:
     shape = call.operands[small].shape
     kept = [at for at, size in enumerate(shape) if size != 1]
     if len(kept) != 1 or len(shape) != len(dims):
-        return replicated(call)
+        return replicated_rule(call)
     norm = replace_dim(((),) * len(dims), kept[0], dims[kept[0]])
     tensors = [dims if t.shape == call.operands[0].shape else norm for t in (*call.operands, *call.results)]
     count = len(call.operands)

@@ -59,14 +59,14 @@ def instantiate(
     spec: str,
     call: Call,
     *,
-    whole: Iterable[str] = (),
+    replicated: Iterable[str] = (),
     linear: Sequence[Iterable[int]] = (),
     partial: str = "sum",
     indexed: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
     flops: int = 0,
 ) -> Rule:
-    """The rule that a spec gives for one call. `whole` may hold `...`; `sizes` those no dim tells (of `(g i)`).
+    """The rule that a spec gives for one call. `replicated` may hold `...`; `sizes` those no dim tells (of `(g i)`).
 
     Raises RuleError if the call does not fit.
     """
@@ -97,7 +97,7 @@ def instantiate(
         )
         for dims, shape in zip(expanded, shapes, strict=True)
     ]
-    marks = frozenset(whole)
+    marks = frozenset(replicated)
     if "..." in marks:
         marks = marks - {"..."} | frozenset(batch)
     count = len(call.operands)
@@ -105,7 +105,7 @@ def instantiate(
         operands=tuple(named[:count]),
         results=tuple(named[count:]),
         sizes=known,
-        whole=marks,
+        replicated=marks,
         partial=partial,
         linear=tuple(frozenset(one) for one in linear),
         indexed=frozenset(indexed),

@@ -1,7 +1,7 @@
 """Ops that take a tensor apart along a dim or put one together: split, slice, select, cat, pad and their backwards.
 
 Where the pieces are equal blocks, the long dim is (c x): c blocks (whole) of x elements; x may be split, and each
-rank then has its part of every block. A slice with a step that divides the dim is (x c). Other cuts are whole.
+rank then has its part of every block. A slice with a step that divides the dim is (x c). Other cuts are replicated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.passes.rules.build import (
     named,
     names_of,
     replace_dim,
-    replicated,
+    replicated_rule,
 )
 from autopar.passes.rules.local import with_arg
 from autopar.passes.rules.rule import Arguments, Call, Dim, Dims, Pieces, Row, Rule
@@ -34,12 +34,12 @@ def _split(call: Call, position: int = 2) -> Rule:
     dims = named(shape)
     if len(set(lengths)) > 1 or 0 in lengths:
         results = [replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)]
-        whole = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
-        return build(call, [dims], results, whole=whole, linear=FIRST)
+        replicated = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
+        return build(call, [dims], results, replicated=replicated, linear=FIRST)
     sizes = {"c": len(lengths), "x": lengths[0]}
     operand = replace_dim(dims, at, compound(sizes, "c", "x"))
     result = replace_dim(dims, at, compound(sizes, "x"))
-    return build(call, [operand], [result] * len(lengths), whole={"c"}, sizes=sizes, linear=FIRST)
+    return build(call, [operand], [result] * len(lengths), replicated={"c"}, sizes=sizes, linear=FIRST)
 
 
 def _split_sizes_local(pieces: Pieces) -> Arguments:
@@ -52,19 +52,19 @@ def _split_sizes_local(pieces: Pieces) -> Arguments:
 def _cat(call: Call) -> Rule:
     shape = call.results[0].shape
     if any(len(operand.shape) != len(shape) for operand in call.operands):  # torch lets an empty 1-d tensor pass
-        return replicated(call)
+        return replicated_rule(call)
     at = dim_argument(call, 1, ndim=len(shape))
     lengths = [operand.shape[at] for operand in call.operands]
     dims = named(shape)
     jointly = (frozenset(range(len(lengths))),)
     if len(set(lengths)) > 1 or 0 in lengths:
         operands = [replace_dim(dims, at, () if length == 1 else (f"x{i}",)) for i, length in enumerate(lengths)]
-        whole = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
-        return build(call, operands, [dims], whole=whole, linear=jointly)
+        replicated = {*dims[at], *(f"x{i}" for i in range(len(lengths)))}
+        return build(call, operands, [dims], replicated=replicated, linear=jointly)
     sizes = {"c": len(lengths), "x": lengths[0]}
     result = replace_dim(dims, at, compound(sizes, "c", "x"))
     operand = replace_dim(dims, at, compound(sizes, "x"))
-    return build(call, [operand] * len(lengths), [result], whole={"c"}, sizes=sizes, linear=jointly)
+    return build(call, [operand] * len(lengths), [result], replicated={"c"}, sizes=sizes, linear=jointly)
 
 
 def _stack(call: Call) -> Rule:
@@ -73,32 +73,32 @@ def _stack(call: Call) -> Rule:
     count = len(call.operands)
     new: Dim = ("c",) if count > 1 else ()
     result = (*dims[:at], new, *dims[at:])
-    return build(call, [dims] * count, [result], whole={"c"}, linear=(frozenset(range(count)),))
+    return build(call, [dims] * count, [result], replicated={"c"}, linear=(frozenset(range(count)),))
 
 
 def _unbind(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
     at = dim_argument(call, 1)
     kept = (*dims[:at], *dims[at + 1 :])
-    return build(call, [dims], [kept] * len(call.results), whole=dims[at], linear=FIRST)
+    return build(call, [dims], [kept] * len(call.results), replicated=dims[at], linear=FIRST)
 
 
 def _select(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
     at = dim_argument(call, 1)
-    return build(call, [dims], [(*dims[:at], *dims[at + 1 :])], whole=dims[at], linear=FIRST)
+    return build(call, [dims], [(*dims[:at], *dims[at + 1 :])], replicated=dims[at], linear=FIRST)
 
 
 def _select_backward(call: Call) -> Rule:
     dims = named(call.results[0].shape)
     at = dim_argument(call, 2, ndim=len(dims))
-    return build(call, [(*dims[:at], *dims[at + 1 :])], [dims], whole=dims[at], linear=FIRST)
+    return build(call, [(*dims[:at], *dims[at + 1 :])], [dims], replicated=dims[at], linear=FIRST)
 
 
 def _select_scatter(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
     at = dim_argument(call, 2)
-    return build(call, [dims, (*dims[:at], *dims[at + 1 :])], [dims], whole=dims[at], linear=BOTH)
+    return build(call, [dims, (*dims[:at], *dims[at + 1 :])], [dims], replicated=dims[at], linear=BOTH)
 
 
 def _window(call: Call, position: int, long: int, short: int) -> tuple[str, int]:
@@ -116,7 +116,7 @@ def _window(call: Call, position: int, long: int, short: int) -> tuple[str, int]
 
 
 def _sliced(kind: str, dims: Dims, at: int, long: int, short: int) -> tuple[Dims, Dims, dict[str, int], set[str]]:
-    """The dims of the long and of the short tensor, compound sizes, and what is whole."""
+    """The dims of the long and of the short tensor, compound sizes, and what is replicated."""
     if kind == "all":
         return dims, dims, {}, set()
     if kind == "other":
@@ -139,12 +139,12 @@ def _slice_row(position: int, *, backward: bool = False, scatter: bool = False) 
         tall, low = shapes(call)
         at = dim_argument(call, position, ndim=len(tall))
         kind, _ = _window(call, position + 1, tall[at], low[at])
-        long, short, sizes, whole = _sliced(kind, named(tall), at, tall[at], low[at])
+        long, short, sizes, replicated = _sliced(kind, named(tall), at, tall[at], low[at])
         if backward:
-            return build(call, [short], [long], whole=whole, sizes=sizes, linear=FIRST)
+            return build(call, [short], [long], replicated=replicated, sizes=sizes, linear=FIRST)
         if scatter:
-            return build(call, [long, short], [long], whole=whole, sizes=sizes, linear=BOTH)
-        return build(call, [long], [short], whole=whole, sizes=sizes, linear=FIRST)
+            return build(call, [long, short], [long], replicated=replicated, sizes=sizes, linear=BOTH)
+        return build(call, [long], [short], replicated=replicated, sizes=sizes, linear=FIRST)
 
     def local(pieces: Pieces) -> Arguments:
         call = pieces.call
@@ -167,17 +167,17 @@ def _slice_row(position: int, *, backward: bool = False, scatter: bool = False) 
 
 
 def _pad(call: Call, linear: Linear) -> Rule:
-    """Padded dims are whole; `pad` holds (before, after) from the last dim on."""
+    """Padded dims are replicated; `pad` holds (before, after) from the last dim on."""
     source, target = call.operands[0].shape, call.results[0].shape
     pad = call.args[1]
     dims, result = named(source), list(named(target))
-    whole: set[str] = set()
+    replicated: set[str] = set()
     for at in range(len(source)):
         back = len(source) - 1 - at
         if back < len(pad) // 2 and (pad[2 * back] or pad[2 * back + 1]):
             result[at] = () if target[at] == 1 else (f"p{at}",)
-            whole |= {*dims[at], *result[at]}
-    return build(call, [dims], [tuple(result)], whole=whole, linear=linear)
+            replicated |= {*dims[at], *result[at]}
+    return build(call, [dims], [tuple(result)], replicated=replicated, linear=linear)
 
 
 def _constant_pad(call: Call) -> Rule:
@@ -190,8 +190,8 @@ def _edge_pad_backward(call: Call) -> Rule:
     count = len(call.args[2]) // 2
     lead = len(dims) - count
     grad[:lead] = dims[:lead]
-    whole = names_of(tuple(grad[lead:]), dims[lead:])
-    return build(call, [tuple(grad), dims], [dims], whole=whole, linear=FIRST)
+    replicated = names_of(tuple(grad[lead:]), dims[lead:])
+    return build(call, [tuple(grad), dims], [dims], replicated=replicated, linear=FIRST)
 
 
 _EDGES = {

@@ -12,12 +12,12 @@ from autopar.passes.rules.rule import Arguments, Call, Dims, Pieces, Row, Rule
 def _dropout(call: Call) -> Rule:
     """The same mask wherever x is: linear in x."""
     dims, seed = named(call.operands[0].shape), named(call.operands[1].shape, "s")
-    return build(call, [dims, seed], [dims], whole=names_of(seed), linear=FIRST)
+    return build(call, [dims, seed], [dims], replicated=names_of(seed), linear=FIRST)
 
 
 def _random(call: Call) -> Rule:
     seed = named(call.operands[0].shape, "s")
-    return build(call, [seed], [named(call.results[0].shape)], whole=names_of(seed))
+    return build(call, [seed], [named(call.results[0].shape)], replicated=names_of(seed))
 
 
 def _cut(pieces: Pieces, dims: Dims, shape: tuple[int, ...]) -> list[list[Any]]:

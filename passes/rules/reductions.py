@@ -1,4 +1,4 @@
-"""Reductions, scans and sorts. A reduced name may be split where the op has a partial kind; else it is whole."""
+"""Reductions, scans and sorts. A reduced name may be split where the op has a partial kind; else it is replicated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.passes.rules.rule import Call, Dims, Row, Rule
 
 
 def reduce(call: Call, dims: tuple[int, ...], *, partial: str | None = None, linear: Linear = NONE) -> Rule:
-    """Every result lacks `dims`, or keeps them with size 1. Without a `partial` kind they are whole."""
+    """Every result lacks `dims`, or keeps them with size 1. Without a `partial` kind they are replicated."""
     names = named(call.operands[0].shape)
     kept: list[Dims] = []
     for result in call.results:
@@ -33,7 +33,9 @@ def reduce(call: Call, dims: tuple[int, ...], *, partial: str | None = None, lin
         else:
             kept.append(tuple(name for dim, name in enumerate(names) if dim not in dims))
     gone = {name for dim in dims for name in names[dim]} if names else set()
-    return build(call, [names], kept, whole=gone if partial is None else (), partial=partial or "sum", linear=linear)
+    return build(
+        call, [names], kept, replicated=gone if partial is None else (), partial=partial or "sum", linear=linear
+    )
 
 
 def _all(partial: str | None = None, linear: Linear = NONE) -> Row:
@@ -64,22 +66,24 @@ def _histc(call: Call) -> Rule:
     fixed = argument(call, 2, "min", 0) != argument(call, 3, "max", 0)
     dims = named(call.operands[0].shape)
     bins = named(call.results[0].shape, "bin")
-    return build(call, [dims], [bins], whole=names_of(bins) | (set() if fixed else names_of(dims)))
+    return build(call, [dims], [bins], replicated=names_of(bins) | (set() if fixed else names_of(dims)))
 
 
 def _along(position: int, linear: Linear = NONE, default: int = 0) -> Row:
-    """The dim is whole; every operand and result has the shape of the first."""
+    """The dim is replicated; every operand and result has the shape of the first."""
 
     def rule(call: Call) -> Rule:
         dims = named(call.operands[0].shape)
-        whole = dims[dim_argument(call, position, default=default)] if dims else ()
-        return build(call, [dims] * len(call.operands), [dims] * len(call.results), whole=whole, linear=linear)
+        replicated = dims[dim_argument(call, position, default=default)] if dims else ()
+        return build(
+            call, [dims] * len(call.operands), [dims] * len(call.results), replicated=replicated, linear=linear
+        )
 
     return Row(rule)
 
 
 def _resized(position: int, default: int) -> Row:
-    """The dim is whole and has another size in the results."""
+    """The dim is replicated and has another size in the results."""
 
     def rule(call: Call) -> Rule:
         dims = named(call.operands[0].shape)
@@ -88,7 +92,7 @@ def _resized(position: int, default: int) -> Row:
         at = dim_argument(call, position, default=default)
         size = call.results[0].shape[at]
         result = replace_dim(dims, at, () if size == 1 else ("r",))
-        return build(call, [dims], [result] * len(call.results), whole=(*dims[at], "r"), sizes={"r": size})
+        return build(call, [dims], [result] * len(call.results), replicated=(*dims[at], "r"), sizes={"r": size})
 
     return Row(rule)
 

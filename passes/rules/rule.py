@@ -37,7 +37,7 @@ class Rule:
 
     operands, results: for each tensor, for each dim, the names that make it up.
     sizes: the size of each name.
-    whole: the names that must not be split.
+    replicated: the names that must not be split.
     partial: the kind of partial result that a split name leaves in a result that lacks it.
     linear: sets of operands; if all operands of a set are partial sums (and the others are not), so are the results.
     indexed: names along which an index operand points; they may be split contiguously only, and the call then gets
@@ -48,7 +48,7 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     partial: str = "sum"
     linear: tuple[frozenset[int], ...] = ()
     indexed: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ class Rule:
         for dims in (*self.operands, *self.results):
             for dim in dims:
                 order.update(dict.fromkeys(dim))
-        return tuple(name for name in order if name not in self.whole)
+        return tuple(name for name in order if name not in self.replicated)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
@@ -115,7 +115,12 @@ Table = Mapping[str, Row]
 def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
     """True if `name`, read as (outer, n, rest), may be split into `n` pieces."""
     size = rule.sizes.get(name, 0)
-    return name not in rule.whole and size > 0 and size % (outer * n) == 0 and (outer == 1 or name not in rule.indexed)
+    return (
+        name not in rule.replicated
+        and size > 0
+        and size % (outer * n) == 0
+        and (outer == 1 or name not in rule.indexed)
+    )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Pooling, resizing, image patches and Fourier transforms: the dims they run over are whole, all others free."""
+"""Pooling, resizing, image patches and Fourier transforms: the dims they run over are replicated, all others free."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from autopar.passes.rules.rule import Call, Dims, Row, Rule
 
 
 def _spatial(call: Call, count: int, linear: Linear) -> Rule:
-    """The last `count` dims of every tensor are space and whole; the leading ones are alike."""
+    """The last `count` dims of every tensor are space and replicated; the leading ones are alike."""
     tensors: list[Dims] = []
-    whole: set[str] = set()
+    replicated: set[str] = set()
     for i, type_ in enumerate((*call.operands, *call.results)):
         lead = len(type_.shape) - count
         space = named(type_.shape, f"s{i}_")[lead:]
-        whole |= names_of(space)
+        replicated |= names_of(space)
         tensors.append((*named(type_.shape[:lead]), *space))
     operands = len(call.operands)
-    return build(call, tensors[:operands], tensors[operands:], whole=whole, linear=linear)
+    return build(call, tensors[:operands], tensors[operands:], replicated=replicated, linear=linear)
 
 
 def _row(count: int, linear: Linear = FIRST, shape_arg: int | None = None) -> Row:
@@ -36,15 +36,15 @@ def _resizing(name: str, count: int, plain_shape: int) -> dict[str, Row]:
 
 
 def _fft(call: Call) -> Rule:
-    """Transformed dims are whole, and may have another size in the result."""
+    """Transformed dims are replicated, and may have another size in the result."""
     source, target = call.operands[0].shape, call.results[0].shape
     dims, result = named(source), list(named(target))
     transformed = dims_argument(call, 1) if call.args[1] else ()
-    whole: set[str] = set()
+    replicated: set[str] = set()
     for at in transformed:
         result[at] = dims[at] if source[at] == target[at] else () if target[at] == 1 else (f"f{at}",)
-        whole |= {*dims[at], *result[at]}
-    return build(call, [dims], [tuple(result)], whole=whole, linear=FIRST)
+        replicated |= {*dims[at], *result[at]}
+    return build(call, [dims], [tuple(result)], replicated=replicated, linear=FIRST)
 
 
 def _patches(spec: str) -> Row:
@@ -57,7 +57,7 @@ def _patches(spec: str) -> Row:
         return instantiate(
             f"{batch}{left} -> {batch}{right}",
             call,
-            whole={"k", "l", "h", "w"},
+            replicated={"k", "l", "h", "w"},
             linear=({0},),
             sizes={"c": channels},
         )

@@ -16,7 +16,7 @@ from autopar.passes.rules.build import (
     named,
     names_of,
     replace_dim,
-    replicated,
+    replicated_rule,
 )
 from autopar.passes.rules.local import with_arg
 from autopar.passes.rules.pointwise import pointwise
@@ -25,14 +25,14 @@ from autopar.passes.rules.rule import Arguments, Call, Dims, Namer, Pieces, Row,
 
 @functools.cache
 def factorise(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """Common names of two shapes of one size, and those that must be whole.
+    """Common names of two shapes of one size, and those that must be replicated.
 
     Both shapes are read from the left, and each name takes what the present dims have in common:
     (6,4) -> (2,12) gives (a b) c -> a (b c). Where neither size divides the other they share only the leading
-    factor, and the rest is whole: (6,4) -> (4,6) gives (a w) v -> (a u) t.
+    factor, and the rest is replicated: (6,4) -> (4,6) gives (a w) v -> (a u) t.
     """
     namer = Namer()
-    whole: set[str] = set()
+    replicated: set[str] = set()
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in source], [[] for _ in target])
     left = (list(source), list(target))  # what is still to be named of each dim
     at = [0, 0]
@@ -54,14 +54,14 @@ def factorise(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, D
                 dims[side][at[side]].append(name)
                 left[side][at[side]] //= common
         if common < min(sizes):
-            _rest(namer, whole, dims, left, at)
+            _rest(namer, replicated, dims, left, at)
     named_ = tuple(tuple(tuple(dim) for dim in side) for side in dims)
-    return named_[0], named_[1], namer.sizes, frozenset(whole)
+    return named_[0], named_[1], namer.sizes, frozenset(replicated)
 
 
 def _rest(
     namer: Namer,
-    whole: set[str],
+    replicated: set[str],
     dims: tuple[list[list[str]], list[list[str]]],
     left: tuple[list[int], list[int]],
     at: list[int],
@@ -73,7 +73,7 @@ def _rest(
         size = left[side][at[side]]
         if size > 1:
             name = namer.new(size)
-            whole.add(name)
+            replicated.add(name)
             dims[side][at[side]].append(name)
             covered[side] *= size
         left[side][at[side]] = 1
@@ -83,9 +83,9 @@ def _rest(
 def _view(call: Call) -> Rule:
     source, target = call.operands[0].shape, call.results[0].shape
     if 0 in source:
-        return replicated(call)
-    operand, result, sizes, whole = factorise(source, target)
-    return Rule((operand,), (result,), sizes, whole, linear=FIRST)
+        return replicated_rule(call)
+    operand, result, sizes, replicated = factorise(source, target)
+    return Rule((operand,), (result,), sizes, replicated, linear=FIRST)
 
 
 def _permuted(call: Call, order: tuple[int, ...]) -> Rule:
@@ -115,10 +115,10 @@ def _unsqueeze(call: Call) -> Rule:
     return build(call, [dims], [(*dims[:at], (), *dims[at:])], linear=FIRST)
 
 
-def _squeezed(call: Call, gone: tuple[int, ...], whole: set[str]) -> Rule:
+def _squeezed(call: Call, gone: tuple[int, ...], replicated: set[str]) -> Rule:
     dims = named(call.operands[0].shape)
     result = tuple(dim for at, dim in enumerate(dims) if at not in gone or dim)
-    return build(call, [dims], [result], whole=whole, linear=FIRST)
+    return build(call, [dims], [result], replicated=replicated, linear=FIRST)
 
 
 def _squeeze(call: Call) -> Rule:
@@ -144,7 +144,7 @@ def _repeat(call: Call) -> Rule:
     """Every dim is (times, old size): which copy a rank would make is not for it to choose."""
     source, target = call.operands[0].shape, call.results[0].shape
     if 0 in target or 0 in source:
-        return replicated(call)
+        return replicated_rule(call)
     dims = named(source)
     lead = len(target) - len(source)
     sizes = {dim[0]: size for dim, size in zip(dims, source, strict=True) if dim}
@@ -154,44 +154,44 @@ def _repeat(call: Call) -> Rule:
         sizes[f"r{at}"] = size // own
         result.append((*compound(sizes, f"r{at}"), *(dims[at - lead] if at >= lead else ())))
     repeats = {name for name in sizes if name.startswith("r")}
-    return build(call, [dims], [tuple(result)], whole=repeats, sizes=sizes, linear=FIRST)
+    return build(call, [dims], [tuple(result)], replicated=repeats, sizes=sizes, linear=FIRST)
 
 
 def _whole_dims(position: int, name: str = "dims") -> Row:
-    """The shape stays; the dims that are named are whole (flip, roll)."""
+    """The shape stays; the dims that are named are replicated (flip, roll)."""
 
     def rule(call: Call) -> Rule:
         dims = named(call.operands[0].shape)
         moved = dims_argument(call, position, name) if dims else ()
-        return build(call, [dims], [dims], whole={n for dim in moved for n in dims[dim]}, linear=FIRST)
+        return build(call, [dims], [dims], replicated={n for dim in moved for n in dims[dim]}, linear=FIRST)
 
     return Row(rule)
 
 
 def _triangle(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
-    return build(call, [dims], [dims], whole=names_of(dims[-2:]), linear=FIRST)
+    return build(call, [dims], [dims], replicated=names_of(dims[-2:]), linear=FIRST)
 
 
 def _unfold(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
     result = named(call.results[0].shape, "w")
     if not dims:
-        return build(call, [dims], [result], whole=names_of(result), linear=FIRST)
+        return build(call, [dims], [result], replicated=names_of(result), linear=FIRST)
     at = dim_argument(call, 1, "dimension")
     windows = replace_dim(dims, at, result[at])
-    whole = {*dims[at], *result[at], *result[-1]}
-    return build(call, [dims], [(*windows, result[-1])], whole=whole, linear=FIRST)
+    replicated = {*dims[at], *result[at], *result[-1]}
+    return build(call, [dims], [(*windows, result[-1])], replicated=replicated, linear=FIRST)
 
 
 def _unfold_backward(call: Call) -> Rule:
     dims = named(call.results[0].shape)
     grad = named(call.operands[0].shape, "w")
     if not dims:
-        return build(call, [grad], [dims], whole=names_of(grad), linear=FIRST)
+        return build(call, [grad], [dims], replicated=names_of(grad), linear=FIRST)
     at = dim_argument(call, 2, ndim=len(dims))
     windows = (*replace_dim(dims, at, grad[at]), grad[-1])
-    return build(call, [windows], [dims], whole={*dims[at], *grad[at], *grad[-1]}, linear=FIRST)
+    return build(call, [windows], [dims], replicated={*dims[at], *grad[at], *grad[-1]}, linear=FIRST)
 
 
 def _diagonal(call: Call, large: tuple[int, ...], small: tuple[int, ...], position: int) -> tuple[Dims, Dims]:
@@ -207,22 +207,22 @@ def _diagonal(call: Call, large: tuple[int, ...], small: tuple[int, ...], positi
 
 def _diagonal_forward(call: Call) -> Rule:
     dims, result = _diagonal(call, call.operands[0].shape, call.results[0].shape, 2)
-    return build(call, [dims], [result], whole=names_of(dims) - names_of(result) | {"w"}, linear=FIRST)
+    return build(call, [dims], [result], replicated=names_of(dims) - names_of(result) | {"w"}, linear=FIRST)
 
 
 def _diagonal_backward(call: Call) -> Rule:
     dims, grad = _diagonal(call, call.results[0].shape, call.operands[0].shape, 3)
-    return build(call, [grad], [dims], whole=names_of(dims) - names_of(grad) | {"w"}, linear=FIRST)
+    return build(call, [grad], [dims], replicated=names_of(dims) - names_of(grad) | {"w"}, linear=FIRST)
 
 
 def _real_view(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
-    return build(call, [dims], [(*dims, ("w",))], whole={"w"}, linear=FIRST)
+    return build(call, [dims], [(*dims, ("w",))], replicated={"w"}, linear=FIRST)
 
 
 def _complex_view(call: Call) -> Rule:
     dims = named(call.results[0].shape)
-    return build(call, [(*dims, ("w",))], [dims], whole={"w"}, linear=FIRST)
+    return build(call, [(*dims, ("w",))], [dims], replicated={"w"}, linear=FIRST)
 
 
 def _expand(call: Call) -> Rule:

@@ -12,7 +12,7 @@ from autopar.ir.text import print_type
 from autopar.passes.schedules.flows import check_flow
 
 _SHOWN = 5  # faults named in one message
-_FREED, _THERE, _HOME = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
+_FREED, _THERE, _OWNED = 0, 1, 2  # the states of a value on a rank; one that has never been there has none
 
 
 def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
@@ -44,10 +44,10 @@ class _Run:
         self.step = flow.step_values()
         self.at = [0] * len(lists)
         self.values: list[list[dict[str, int]]] = [[{} for _ in range(flow.microbatches + 1)] for _ in lists]
-        for name, homes in flow.homes.items():
-            for rank in homes:
+        for name, owners in flow.owners.items():
+            for rank in owners:
                 if rank < len(lists):
-                    self.values[rank][ONCE][name] = _HOME
+                    self.values[rank][ONCE][name] = _OWNED
         # by stage and kind: the rank, the work, and for each micro-batch whether it was done
         self.todo: dict[tuple[int, str], tuple[int, Work, bytearray]] = {
             (stage, kind): (
@@ -172,7 +172,7 @@ class _Run:
         state = values.get(name)
         if state is None:
             values[name] = _THERE
-        elif state != _HOME or self.lists[rank][self.at[rank]].op == "RECV":  # the epilogue may renew what is at home
+        elif state != _OWNED or self.lists[rank][self.at[rank]].op == "RECV":  # the epilogue may renew what it owns
             self.fault(rank, f"%{name} comes to this rank twice")
 
     def free(self, rank: int, line: Instruction, here: dict[str, int], step: dict[str, int]) -> None:
@@ -180,8 +180,8 @@ class _Run:
             values = step if name in self.step else here
             if values.get(name) == _THERE:
                 values[name] = _FREED
-            elif values.get(name) == _HOME:
-                self.fault(rank, f"it frees %{name}, whose home is this rank")
+            elif values.get(name) == _OWNED:
+                self.fault(rank, f"it frees %{name}, whose owner is this rank")
             else:
                 self.fault(rank, f"it frees %{name}, which {self.state(values, name)}")
 

@@ -39,8 +39,8 @@ def with_transfers(orders: Sequence[Sequence[Action]], flow: Flow, costs: Costs,
     check_flow(flow)
     replay = _Replay(orders, flow, costs, prefetch)
     replay.run()
-    homes = {(name, rank) for name, ranks in flow.homes.items() for rank in ranks}
-    return tuple(_with_frees(rank, lines, flow, replay.step, homes) for rank, lines in enumerate(replay.lists))
+    owners = {(name, rank) for name, ranks in flow.owners.items() for rank in ranks}
+    return tuple(_with_frees(rank, lines, flow, replay.step, owners) for rank, lines in enumerate(replay.lists))
 
 
 class _Replay:
@@ -111,28 +111,28 @@ class _Replay:
             if not self.parts[name]:
                 made.append(name)
         # values of the step go apart: they are needed later than those of the micro-batch, and may be large
-        letters: dict[tuple[int, bool], list[str]] = {}
+        messages: dict[tuple[int, bool], list[str]] = {}
         for name in made:
             key = self.key(name, action)
             self.arrival[rank][key] = self.clock[rank]
             for target in self.readers.get(key, ()):
                 if target != rank:
-                    letters.setdefault((target, name in self.step), []).append(name)
-        for (target, _), names in sorted(letters.items()):
+                    messages.setdefault((target, name in self.step), []).append(name)
+        for (target, _), names in sorted(messages.items()):
             self.send(rank, target, action, names)
-        for woken in (rank, *dict.fromkeys(target for target, _ in letters)):
+        for woken in (rank, *dict.fromkeys(target for target, _ in messages)):
             self.start(woken)
 
     def send_homes(self) -> None:
         """What lies on another rank from the start is sent first of all."""
         targets: dict[tuple[int, int], list[str]] = {}
-        for name, homes in self.flow.homes.items():
-            for rank in homes:
+        for name, owners in self.flow.owners.items():
+            for rank in owners:
                 if rank < len(self.orders):
                     self.arrival[rank][name, ONCE] = 0.0
             for target in self.readers.get((name, ONCE), ()):
-                if target not in homes:
-                    targets.setdefault((homes[0], target), []).append(name)
+                if target not in owners:
+                    targets.setdefault((owners[0], target), []).append(name)
         for (rank, target), names in sorted(targets.items()):
             self.send(rank, target, Action(rank, "P"), names)
 
@@ -192,9 +192,9 @@ def _reads(action: Action, work: Work) -> list[Key]:
 
 
 def _with_frees(
-    rank: int, lines: Sequence[Instruction], flow: Flow, step: frozenset[str], homes: set[tuple[str, int]]
+    rank: int, lines: Sequence[Instruction], flow: Flow, step: frozenset[str], owners: set[tuple[str, int]]
 ) -> tuple[Instruction, ...]:
-    """Free each value with the last instruction that names it; what is at home here stays."""
+    """Free each value with the last instruction that names it; what is at their owner here stays."""
     seen: set[Key] = set()
     result = []
     for line in reversed(lines):
@@ -207,7 +207,7 @@ def _with_frees(
             key = (name, ONCE if name in step else line.action.microbatch)
             if key not in seen:
                 seen.add(key)
-                if (name, rank) not in homes:
+                if (name, rank) not in owners:
                     frees.append(name)
         result.append(
             Instruction(line.op, line.action, line.peer, line.values, line.types, tuple(frees)) if frees else line

@@ -66,8 +66,8 @@ class AxisSearch:
     def solve(self) -> Solution:
         """Find the cheapest plan.
 
-        Where no plan splits every weight that the intent would split, those stay whole that must; where there is none
-        within the intent, its prohibitions are broken.
+        Where no plan splits every weight that the intent would split, those stay replicated that must; where there is
+        none within the intent, its prohibitions are broken.
         """
         if self.is_idle:
             return Solution([[(_whole(item), 0.0)] for item in self.classes.items], [0] * len(self.classes.items))
@@ -101,7 +101,7 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
     for axis, size in mesh.axes:
         if size > 1:
             intent = intent_of(axis, plan.sequence_parallel)
-            is_idle = plan.batch_whole and axis in DATA_AXES  # micro-batches divide it all the same
+            is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle)
 
 

@@ -120,8 +120,8 @@ class _Question:
     def idle(self) -> Decision:
         """The decision on an axis that cannot divide the batch: there was nothing to choose."""
         because = f"'{self.axis.axis}' cannot divide this batch: every rank computes all of it"
-        whole = Alternative(self._layout(None), CHOSEN, 0.0, 0.0)
-        return Decision(self.axis.axis, self.axis.size, self._spell(None), SIZE, because, (whole,), self._alike())
+        replicated = Alternative(self._layout(None), CHOSEN, 0.0, 0.0)
+        return Decision(self.axis.axis, self.axis.size, self._spell(None), SIZE, because, (replicated,), self._alike())
 
     def answer(self) -> Decision:
         axis, solution = self.axis, self.solution
@@ -199,7 +199,7 @@ class _Question:
         if not isinstance(state, tuple):
             return f"{op} never gives a sum in parts here"
         choice = choice_at(rule.results[self.result], state, dict(rule.sizes))
-        if choice is None or choice[0] in rule.whole:
+        if choice is None or choice[0] in rule.replicated:
             return f"{op} computes dim {state[0]} whole"
         if not may_split(rule, choice, self.axis.size, tuple(self.item.taken)):
             return f"{op} cannot split dim {state[0]} over {self.axis.size} ranks"
@@ -239,13 +239,17 @@ class _Question:
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"
-            return "splits the batch" if self.entry.kind == "batch" else "splits the batch; all other inputs are whole"
+            return (
+                "splits the batch"
+                if self.entry.kind == "batch"
+                else "splits the batch; all other inputs are replicated"
+            )
         if self.entry is not None and self.entry.kind == "parameter":
             role = self.item.role
             rows = role is not None and (role.vocabulary or (role.table and role.multiplied))
             return f"splits a weight {'that is looked up by rows' if rows else 'wherever it can'} and never gathers it"
         if self.entry is not None:
-            return "splits weights; all other inputs are whole"
+            return "splits weights; all other inputs are replicated"
         moves = (
             "scatters and gathers activations on the sequence"
             if self.axis.intent.sequence_split
@@ -255,7 +259,7 @@ class _Question:
 
     def _spell(self, state: State) -> str:
         if state is None:
-            return "whole"
+            return "replicated"
         if isinstance(state, str):
             return f"partial ({state})"
         dim, outer = state

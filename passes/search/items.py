@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_nodes, record
-from autopar.passes.rules import Call, Rule, call_of, replicated, rule_of
+from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.classes import classify
 from autopar.passes.search.intents import Role, batch_size
@@ -207,7 +207,7 @@ def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table
             found = rule_of(call, table)
         except RuleError as error:  # of an op of the user's, called as its patterns do not say
             raise RuleError(f"{error}\nThe call is at {record(node).source}.") from None
-        rule, has_row = (found[0], True) if found else (replicated(call), False)
+        rule, has_row = (found[0], True) if found else (replicated_rule(call), False)
     item = Item(node, count, rule, types, sources, has_row)
     item.states = [{} for _ in types]
     item.wanted = [{} for _ in sources]

@@ -37,7 +37,9 @@ def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
         lines = [_sizes_line(item, size) for item in parameters[:8]]
         raise LayoutError(f"axis '{axis}' (size {size}) can split no weight of the model:\n" + "\n".join(lines))
     return [
-        f"'{item.role.entry.name}' {list(item.types[0].shape)} stays whole on '{axis}'" for item in left if item.role
+        f"'{item.role.entry.name}' {list(item.types[0].shape)} stays replicated on '{axis}'"
+        for item in left
+        if item.role
     ]
 
 
@@ -72,12 +74,12 @@ def _whole_products(search: AxisSearch, solution: Solution) -> list[str]:
     more = f" and {len(work) - SHOWN} more" if len(work) > SHOWN else ""
     count = sum(classes.items[number].count for number in work)
     products = sum(item.count for item in classes.items if item.rule and item.rule.flops)
-    what = "divides no product" if count == products else f"leaves {count} of {products} products whole"
+    what = "divides no product" if count == products else f"leaves {count} of {products} products replicated"
     return [f"{axis} {what}: {_share(sum(work.values()))} of the work {each}: {', '.join(named)}{more}"]
 
 
 def _product(item: Item, share: float) -> str:
-    """`%contract_3 at model.py:12 in head (17 %)`."""
+    """`%einsum_3 at model.py:12 in head (17 %)`."""
     known = record(item.node)
     place = f" at {known.source}" if known.source else ""
     module = f" in {known.module}" if known.module else ""
@@ -99,7 +101,7 @@ def rule_notes(classes: Classes) -> list[str]:
             bytes_ = sum(type_.bytes_ for type_ in item.types) * item.count
             hint = "" if str(item.node.target).startswith("aten.") else "; autopar.register_rule can give it one"
             notes.append(
-                f"op '{item.node.target}' has no rule: computed whole on every rank "
+                f"op '{item.node.target}' has no rule: replicated, computed on every rank "
                 f"({item.count} times, {bytes_ / 1e6:.3g} MB of results; first at {where}){hint}"
             )
     return notes

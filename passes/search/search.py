@@ -12,7 +12,7 @@ from autopar.passes.search.items import Classes, used_role
 from autopar.passes.search.solve import Edge, Problem
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
 
-WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays whole because nothing else is possible
+WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
@@ -23,7 +23,7 @@ Options = list[list[tuple[Strategy, float]]]
 
 
 def with_whole_weights(classes: Classes, options: Options, pins: Mapping[str, Mapping[str, State]]) -> Options:
-    """The same options, and for every parameter that the user did not place the one to stay whole, at a high price."""
+    """The same options, and for every parameter that the user did not place the one to be replicated, at a price."""
     found = list(options)
     for i, item in enumerate(classes.items):
         role = item.role
@@ -75,7 +75,7 @@ def options_of(
 def _held(strategy: Strategy, bytes_: list[float], size: int) -> float:
     """The bytes of its results that a rank holds."""
     shares = (1 / size if isinstance(state, tuple) else 1.0 for state in strategy.results)
-    return sum(whole * share for whole, share in zip(bytes_, shares, strict=True))
+    return sum(replicated * share for replicated, share in zip(bytes_, shares, strict=True))
 
 
 def _placeholder_options(
@@ -143,7 +143,7 @@ def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tupl
         for value, dims in tensors:
             for split in values.get(value, ()):
                 choice = choice_at(dims, split, sizes)
-                if choice is None or choice[0] in rule.whole:
+                if choice is None or choice[0] in rule.replicated:
                     continue
                 outers = found[i].setdefault(choice[0], set())
                 if choice[1] not in outers and len(outers) < MAX_OUTERS:

@@ -67,7 +67,7 @@ def choice_at(dims: Dims, split: Split, sizes: dict[str, int]) -> Choice | None:
 def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, int], ...]) -> bool:
     """True if a choice is allowed by the rule, divides, and goes with the choices of earlier axes (`taken`)."""
     name, outer = choice
-    if name in rule.whole or (name in rule.indexed and outer != 1):
+    if name in rule.replicated or (name in rule.indexed and outer != 1):
         return False
     inside = 1  # earlier pieces that this axis splits further
     for (other, other_outer), other_size in taken:

@@ -200,7 +200,7 @@ def test_an_op_without_a_rule_is_whole_right_and_reported(mesh: str) -> None:
     line = line_of(Swirling.forward, "swirl(")
     for name in ("swirl", "swirl_backward"):
         expected = (
-            f"op 'autopar_tests.{name}.default' has no rule: computed whole on every rank "
+            f"op 'autopar_tests.{name}.default' has no rule: replicated, computed on every rank "
             f"(1 times, 0.000384 MB of results; first at {FILE.name}:{line})"
             "; autopar.register_rule can give it one"
         )

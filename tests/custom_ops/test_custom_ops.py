@@ -34,8 +34,9 @@ VALUES = r"-?[\d.e-]+ from the pieces, -?[\d.e-]+ from the whole"
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("normalised", "b h -> b h", {},
      rf"'h' is not splittable: 'h' \(size \d+\) in 2 pieces: result 0 at \[0, 0\]: {VALUES}"),
-    ("lookup", "v h, n -> n h", without("lookup", "whole"), rf"'v' is not splittable: .*{VALUES}"),
-    ("reversed_heads", "b (n d) -> b (n d)", without("reversed_heads", "whole"), rf"'d' is not splittable: .*{VALUES}"),
+    ("lookup", "v h, n -> n h", without("lookup", "replicated"), rf"'v' is not splittable: .*{VALUES}"),
+    ("reversed_heads", "b (n d) -> b (n d)", without("reversed_heads", "replicated"),
+     rf"'d' is not splittable: .*{VALUES}"),
     ("averaged", "b h, h -> b h", {}, rf"'b' is not splittable: .*: the gradient of operand 0 at \[0, 0\]: {VALUES}"),
     ("halves", "b h -> h, h", {}, rf"'b' is not splittable: .*result 1 at \[0\]: {VALUES}"),
     ("halves", "b h -> h, h", {"partial": "max"}, rf"'b' is not splittable: .*result 0 at \[0\]: {VALUES}"),
@@ -46,7 +47,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("mixed", "b, -, b -> b", {"linear": [("x", "y")]}, "it is not linear in 'x', 'y'"),
     ("lookup", "v h, n -> n h", {**RIGHT["lookup"][1], "linear": "index"},
      "it is not linear in 'index': an operand that is no float has no partial sums"),
-    ("largest", "b h -> b k", {"whole": "k", "args": {"k": 5}},
+    ("largest", "b h -> b k", {"replicated": "k", "args": {"k": 5}},
      "'h' is not splittable: .*it raised RuntimeError: selected index k"),
     ("project", "b i, o i -> b o", {"sizes": {"i": 7}}, "'i' is not checked: its size 7 can be cut in neither 2 nor 3"),
     ("project", "b i, o i -> b o", {"sizes": {"o": 1}}, "'o' is not checked: its size 1 can be cut in neither 2 nor 3"),
@@ -67,8 +68,8 @@ def test_wrong_rules_are_refused_for_the_right_name(
     bad = re.findall(r"^  '([\w.]+)' is not splittable", text, re.MULTILINE)
     assert len(bad) <= 1, text
     if bad:
-        marks = tuple(sorted({*_several(options.get("whole", ())), *bad}))
-        assert text.endswith(f"If the pattern is right, these must stay whole: whole={marks}.")
+        marks = tuple(sorted({*_several(options.get("replicated", ())), *bad}))
+        assert text.endswith(f"If the pattern is right, these must stay replicated: replicated={marks}.")
 
 
 def _several(items: Any) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ def test_the_two_values_are_those_of_the_op() -> None:
     expected = (
         'the rule of own_tests::normalised, "b h -> b h", does not hold:\n'
         f"  'h' is not splittable: 'h' (size 4) in 2 pieces: result 0 at [0, 0]: {values}\n"
-        "If the pattern is right, these must stay whole: whole=('h',)."
+        "If the pattern is right, these must stay replicated: replicated=('h',)."
     )
     refused(WrongRule, expected, lambda: rule("normalised", "b h -> b h", **options))
 
@@ -98,10 +99,12 @@ def test_the_same_rule_again_is_fine_and_another_one_is_not() -> None:
     assert again[0] is again[1]
     expected = (
         "own_tests::scale has another rule already: \"b h, h -> b h\", linear=[['x']]; "
-        "now \"b h, h -> b h\", whole=['h']. An op has one rule in a process."
+        "now \"b h, h -> b h\", replicated=['h']. An op has one rule in a process."
     )
     refused(
-        RuleError, expected, lambda: register_rule("own_tests::scale", "b h, h -> b h", whole="h", registry=registry)
+        RuleError,
+        expected,
+        lambda: register_rule("own_tests::scale", "b h, h -> b h", replicated="h", registry=registry),
     )
     assert registry.rules["own_tests.scale.default"] is again[0]
 

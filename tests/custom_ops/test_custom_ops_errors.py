@@ -29,7 +29,7 @@ OPS = {
     "wxyz::q": "there is no op 'wxyz::q'. Namespace 'wxyz' has no op. Import the module that defines it (torch",
     "scale.out": "'own_tests::scale.out' is no overload of 'own_tests::scale'; these are 'own_tests::scale'.",
     "aten::mm": "'aten::mm' is an op of PyTorch; autopar has the rules of these",
-    "autopar::contract": "'autopar::contract' is an op of autopar, which has the rules of these. Rules can be",
+    "autopar::einsum": "'autopar::einsum' is an op of autopar, which has the rules of these. Rules can be",
     "::": "'::' is not the name of an op: write namespace and name, e.g. \"mylib::norm\".",
     "own_tests::": "'own_tests::' is not the name of an op",
     "write_": "'own_tests::write_' writes to its arguments or returns views of them",
@@ -62,7 +62,7 @@ PATTERNS = {
     "b h, - -> b h": "'-' stands for None, but argument 'w' is always a tensor",
     "b (h, h -> b h": "cannot read 'b (h'",
     "b h, h -> b b": "'b' stands twice in one tensor",
-    "b h, h -> b k": "'k' is only in a result, so that no operand is split with it: put it into whole=('k',)",
+    "b h, h -> b k": "'k' is only in a result, so that no operand is split with it: say replicated=('k',)",
     "b 8, 8 -> b 8": "'8' is neither a name nor 1",
     "... ..., h -> h": "has two '...' in one tensor",
     "(... h), h -> h": "'...' cannot stand in parentheses",
@@ -98,7 +98,7 @@ def test_sizes(name: str, pattern: str) -> None:
 
 
 OPTIONS: list[tuple[str, Any, str]] = [
-    ("whole", "z", "whole names 'z', which the pattern has not; it has 'b', 'h'."),
+    ("replicated", "z", "replicated names 'z', which the pattern has not; it has 'b', 'h'."),
     ("linear", "h", "linear names 'h', which is no tensor argument; these are 'x', 'w'."),
     ("partial", "mean", "partial='mean' is no kind of partial result; these are 'sum', 'max', 'min', 'logsumexp'."),
     ("flops", "2*b*k", "flops=\"2*b*k\": 'k' is no name of the pattern. Write names of sizes and numbers, e.g. "),

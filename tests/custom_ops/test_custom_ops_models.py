@@ -104,7 +104,7 @@ def test_custom_ops_in_a_recomputed_region(own: CustomOps) -> None:
 
 def test_a_rule_without_a_split_lets_a_saved_program_load(own: CustomOps, tmp_path: Path) -> None:
     register("project", "project_weight", "reversed_heads")
-    autopar.register_rule("own_tests::scale", "... h, h -> ... h", whole=("...", "h"))
+    autopar.register_rule("own_tests::scale", "... h, h -> ... h", replicated=("...", "h"))
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
     assert compiled.notes == () and layouts(compiled, "scale") == ["[-,-,-]"]
     compiled.save(tmp_path)
@@ -115,7 +115,7 @@ def test_ops_without_a_rule_run_whole_and_are_reported(own: CustomOps) -> None:
     register("project", "project_weight", "reversed_heads")
     compiled = autopar.compile(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
     (note,) = compiled.notes
-    assert note.startswith("op 'own_tests.scale.default' has no rule: computed whole on every rank (1 times, ")
+    assert note.startswith("op 'own_tests.scale.default' has no rule: replicated, computed on every rank (1 times, ")
     assert note.endswith("; autopar.register_rule can give it one")
     assert layouts(compiled, "scale") == ["[-,-,-]"]
     report = autopar.verify(Net(), "dp=2,tp=2", loss_fn=loss_fn, batch=batch())
@@ -182,7 +182,7 @@ class Shifting(nn.Module):
 
 def test_a_rule_is_checked_for_the_arguments_of_each_call(own: CustomOps) -> None:
     """The rule is for the last dim, whatever the op is told: with another it would be silently wrong."""
-    autopar.register_rule("own_tests::shifted", "b s h -> b s h", whole="h", args={"dim": -1})
+    autopar.register_rule("own_tests::shifted", "b s h -> b s h", replicated="h", args={"dim": -1})
     assert autopar.compile(Shifting(2), "dp=2", loss_fn=loss_fn, batch=batch()).notes == ()
     assert own.checked == {("own_tests.shifted.default", "{'dim': 2}")}
     with pytest.raises(

@@ -34,7 +34,7 @@ def test_the_programs_are_those_that_the_compiler_prints() -> None:
     compiled = autopar.compile(model, "dp=2,tp=2", loss_fn=loss_fn, batch=(torch.empty(12, 8), torch.empty(12, 4)))
     history = dict(compiled.history)
     blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
-    passes = ["capture", "propagate", "reshard", "localize", "bucket"]
+    passes = ["capture", "propagate", "reshard", "partition", "bucket"]
     assert len(blocks) == len(passes)
     for name, block in zip(passes, blocks, strict=True):
         printed = {line.split("   #")[0].rstrip() for line in print_program(history[name]).splitlines()}

@@ -152,7 +152,7 @@ def test_weights_that_no_axis_can_split() -> None:
 def test_a_weight_that_stays_whole_is_noted() -> None:
     """37 words and 35 wide with 5 heads: only the MLP can be split by 4, and the user is told."""
     notes = compiled("tp=4", "odd_gpt").notes
-    assert "'tokens.weight' [37, 35] stays whole on 'tp'" in notes
+    assert "'tokens.weight' [37, 35] stays replicated on 'tp'" in notes
     assert not any("mlp" in note for note in notes)
 
 

@@ -11,7 +11,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.schedule import Action, Instruction
 from autopar.parallel.agreement import lost_peers
 from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.peers import LEAVING, Peers
+from autopar.runtime.p2p import LEAVING, Peers
 from autopar.runtime.pipeline import Send
 
 
@@ -38,10 +38,10 @@ def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(dist, "isend", isend)
     peers = Peers(None, lambda place: place + 6, torch.device("cpu"))  # type: ignore[arg-type]
-    letter = Send(Instruction("SEND", Action(0, "F", 0), 1), (torch.ones(3, 2).t(), torch.ones(2)))
+    message = Send(Instruction("SEND", Action(0, "F", 0), 1), (torch.ones(3, 2).t(), torch.ones(2)))
     for sent in range(1, 20):
-        peers.send(letter)
-        assert len(peers.leaving) <= LEAVING + len(letter.tensors)
+        peers.send(message)
+        assert len(peers.leaving) <= LEAVING + len(message.tensors)
         assert sum(work.waited for work in works) == 2 * sent - len(peers.leaving), "the oldest are waited for"
     peers.finish()
     assert not peers.leaving and all(work.waited for work in works)

@@ -29,7 +29,7 @@ from autopar.ir.verify import verify as verify_level
 from autopar.passes import run_passes
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
-from autopar.passes.localize import localize
+from autopar.passes.partition import partition
 from autopar.passes.propagate import propagate
 from autopar.passes.reshard import reshard
 from autopar.passes.rules import TABLE
@@ -94,7 +94,7 @@ def assert_found(report: Report, what: str = "") -> None:
     """Wrong, and the node is named with the pass that made it and the user's line."""
     assert not report.ok, f"a sabotaged program passed: {what}\n{report}"
     assert report.mismatch is not None and report.mismatch.node, str(report)
-    assert report.mismatch.pass_name in ("capture", "propagate", "reshard", "localize", "bucket")
+    assert report.mismatch.pass_name in ("capture", "propagate", "reshard", "partition", "bucket")
     assert report.mismatch.source.rsplit(":", 1)[-1].isdigit(), str(report.mismatch)
     assert "NOT EQUAL" in str(report) and f"%{report.mismatch.node}" in str(report)
 
@@ -250,7 +250,7 @@ def planted(name: str, change: Callable[[Rule, Call], Rule]) -> Table:
 
 
 def all_may_split(rule: Rule, _: Call) -> Rule:
-    return replace(rule, whole=frozenset())
+    return replace(rule, replicated=frozenset())
 
 
 def linear_in_first(rule: Rule, _: Call) -> Rule:
@@ -300,7 +300,7 @@ WRONG = {
     "sum and number": ("aten.add.Tensor", linear_in_first, same, summed(lambda x: x + 10), "tp=2"),
     "tanh of a sum": ("aten.tanh.default", linear_in_first, same, summed(torch.tanh), "tp=2"),
     "product of sums": ("aten.mul.Tensor", linear_in_both, same, summed(lambda x: x * x), "tp=2"),
-    "a sum that is called a maximum": ("autopar.contract.default", of_kind("max"), same, same, "tp=2"),
+    "a sum that is called a maximum": ("autopar.einsum.default", of_kind("max"), same, same, "tp=2"),
     "a maximum that is called a sum": (
         "aten.amax.default", of_kind("sum"), same, lambda x: x + x.detach().amax(0, True), "dp=2"
     ),
@@ -329,7 +329,7 @@ def test_a_wrong_rule_is_never_ok(name: str, checked: bool) -> None:
             check_rules(sharded, plan)
         return
     check_rules(sharded, wrong)
-    local = localize(reshard(sharded, wrong), wrong)
+    local = partition(reshard(sharded, wrong), wrong)
     final = bucket(local, plan)
     compiled = Compiled(plan, (("capture", captured.program), ("bucket", final)))
     report = measure(model, square_loss, (x, y), captured, compiled)

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.capture import capture
 from autopar.errors import VerificationError
-from autopar.ir.layout import parse_layout, whole
+from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
@@ -54,7 +54,7 @@ def refused(level: Level, change: Break, message: str) -> None:
         verify(program, level)
 
 
-GELU, REDUCE, CONTRACT = torch.ops.aten.gelu.default, op("all_reduce"), op("contract")
+GELU, REDUCE, EINSUM = torch.ops.aten.gelu.default, op("all_reduce"), op("einsum")
 EVERY = [Level.CAPTURED, Level.SHARDED, Level.EXPLICIT, Level.LOCAL]
 
 
@@ -127,7 +127,7 @@ def test_a_gradient_leaves_as_its_parameter_lies() -> None:
     def change(program: Program) -> None:
         parameter = program.placeholders[0]
         assert str(record(parameter).layout) == "[tp,-]"
-        with_record(program, parameter, layouts=(whole(2),))
+        with_record(program, parameter, layouts=(replicated(2),))
 
     refused(Level.SHARDED, change, r"gradient '0.weight' leaves in \[tp,-\], not in \[-,-\]")
 
@@ -139,7 +139,7 @@ def test_every_operand_has_a_wanted_layout() -> None:
 @pytest.mark.parametrize("level", EVERY[2:])
 def test_every_operand_lies_as_it_is_wanted(level: Level) -> None:
     def change(program: Program) -> None:
-        with_record(program, first(program, GELU), operands=(whole(2),))
+        with_record(program, first(program, GELU), operands=(replicated(2),))
 
     refused(level, change, r"%gelu .*wants %\w+ in \[-,-\], which is in \[dp,tp\]")
 
@@ -257,8 +257,8 @@ def test_a_contraction_that_breaks_its_rule_is_refused(operands: str, gives: str
     left, _, right = operands.replace("] [", "]|[").replace(") [", ")|[").partition("|")
 
     def change(program: Program) -> None:
-        node = first(program, CONTRACT)
+        node = first(program, EINSUM)
         wanted = (parse_layout(left), parse_layout(right))
         with_record(program, node, operands=wanted, layouts=(parse_layout(gives),))
 
-    rules_refuse(change, "%contract = autopar.contract.default .*breaks its rule on axis 'tp'")
+    rules_refuse(change, "%einsum = autopar.einsum.default .*breaks its rule on axis 'tp'")

@@ -100,7 +100,7 @@ def test_gradient_norm_counting_replicated_parameters() -> None:
 
     model, loss_fn, batch = models.short_gpt()
     for report, compiled in check(model, WITH_TP, loss_fn, batch, optimizer=lambda p: Clipped(p, lr=1.0)):
-        replicated = {name for name, layout in compiled.layouts.items() if layout.is_whole}
+        replicated = {name for name, layout in compiled.layouts.items() if layout.is_replicated}
         assert {"norm.weight", "blocks.0.mlp.down.bias"} <= replicated
         assert all(row.replicas == 0.0 for row in report.rows if row.name in replicated)
 

@@ -22,7 +22,7 @@ from autopar.ir.layout import (
     pieces,
     reduce_dim,
     replica_error,
-    whole,
+    replicated,
 )
 from autopar.ir.mesh import Mesh, parse_mesh
 
@@ -57,7 +57,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("text", SPELLINGS)
-def test_spelling(text: str) -> None:
+def test_canonical(text: str) -> None:
     assert str(SPELLINGS[text]) == text and parse_layout(text) == SPELLINGS[text]
 
 
@@ -108,9 +108,9 @@ def test_what_cannot_be_read(text: str) -> None:
 
 def test_properties() -> None:
     layout = parse_layout("[dp,2:tp,-] partial(max:cp)")
-    assert layout.axes == ("dp", "tp") and not layout.is_whole
-    assert whole(3) == parse_layout("[-,-,-]") and whole(3).is_whole and whole(0).is_whole
-    assert not parse_layout("[-] partial(dp)").is_whole and not parse_layout("[dp]").is_whole
+    assert layout.axes == ("dp", "tp") and not layout.is_replicated
+    assert replicated(3) == parse_layout("[-,-,-]") and replicated(3).is_replicated and replicated(0).is_replicated
+    assert not parse_layout("[-] partial(dp)").is_replicated and not parse_layout("[dp]").is_replicated
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from autopar.ir.aliasing import is_fresh
 from autopar.ir.ops import SEMANTIC, SemanticOp, op
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.rules import TABLE
-from autopar.report.memory.stand_ins import ON_CPU
+from autopar.report.memory.meta_kernels import ON_CPU
 from autopar.runtime.decompositions import decomposed
 from autopar.runtime.kernels import KERNELS
 
@@ -36,7 +36,7 @@ def missing(one: SemanticOp, examples: dict[str, Any]) -> list[str]:
         "a kernel: an entry of KERNELS in a file of runtime/": name in kernels,
         "a precision: one of Kind": one.precision in kinds and kind_of(name).value == one.precision,
         "a gradient: a Function in capture/functions.py": hasattr(functions, one.gradient) if one.gradient else excused,
-        "a stand-in for its random bits: in report/memory/stand_ins.py":
+        "a stand-in for its random bits: in report/memory/meta_kernels.py":
             not one.random or (name in kernels and kernels[name].run in ON_CPU),
         "an example: in tests/support/semantic_examples.py": one.name in examples,
     }  # fmt: skip

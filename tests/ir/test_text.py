@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.api import compile
 from autopar.errors import ArtifactError
-from autopar.ir.layout import Layout, parse_layout, whole
+from autopar.ir.layout import Layout, parse_layout, replicated
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.names import find_target, target_name
 from autopar.ir.ops import op
@@ -31,7 +31,7 @@ note: 1 op stays replicated
 %mm: f32[4,32] of [8,64] [dp,tp] = aten.mm.default(%x, %w)   # up  gpt.py:41
 %split: (f32[4,16] of [8,32] [dp,tp], f32[4,16] of [8,32] [dp,tp]) = aten.split.Tensor(%mm, 32, dim=1)   # gpt.py:42
 %getitem: f32[4,16] of [8,32] [dp,tp] = operator.getitem(%split, 0)   # from split.0
-%coord: - = autopar.coord.default("tp")   # by localize
+%coord: - = autopar.coord.default("tp")   # by partition
 %sum_1: f32[] [] partial(dp,tp) = aten.sum.default(%getitem)   # gpt.py:50  backward
 %all_reduce: f32[] [] partial(dp) = autopar.all_reduce.default(%sum_1, "tp", "sum")   # by reshard  why: a sum, over tp
 return loss "" = %all_reduce as []
@@ -81,7 +81,7 @@ def test_parsed_values():
     assert record(program.nodes[6]).is_backward
     reduce = record(program.nodes[7])
     assert (reduce.made_by, reduce.reason, reduce.phase) == ("reshard", "a sum, over tp", "forward")
-    assert record(program.nodes[-1]).operands == (whole(0),)
+    assert record(program.nodes[-1]).operands == (replicated(0),)
 
 
 def test_arguments_round_trip():
@@ -166,7 +166,7 @@ def test_every_record_round_trips(known: Record, level: Level, has: tuple[Layout
 def test_the_record_of_the_output_round_trips(layouts: tuple[Layout, ...]):
     program = parse_program(MLP)
     output = program.graph.output_node()
-    set_record(output, Record((TENSOR, TENSOR), several=True, layouts=(DP, TP), operands=(whole(0),)))
+    set_record(output, Record((TENSOR, TENSOR), several=True, layouts=(DP, TP), operands=(replicated(0),)))
     round_trip(program)
     set_record(output, Record((), operands=(parse_layout("[] partial(dp)"),), made_by="reshard"))
     round_trip(program)
@@ -200,9 +200,7 @@ def test_dtype_names():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "target", [aten.mul.Tensor, op("contract"), operator.getitem, operator.mul, aten.__and__.Tensor]
-)
+@pytest.mark.parametrize("target", [aten.mul.Tensor, op("einsum"), operator.getitem, operator.mul, aten.__and__.Tensor])
 def test_target_names(target: object):
     assert find_target(target_name(target)) is target
 
@@ -257,7 +255,7 @@ def test_diff():
     before = parse_program(MLP)
     after = parse_program(
         MLP.replace("(%x, %w)", "(%w, %x)")
-        .replace('%coord: - = autopar.coord.default("tp")   # by localize\n', "")
+        .replace('%coord: - = autopar.coord.default("tp")   # by partition\n', "")
         .replace("return loss", "%neg: f32[] [] = aten.neg.default(%all_reduce)\nreturn loss")
     )
     assert diff_programs(before, before) == ""

@@ -88,7 +88,7 @@ def _by_hand(rank: int) -> None:
     again.load_state_dict(single.state_dict())  # whole tensors
     assert_same(again, single, "whole")
     before, *_ = _trained("pp=2,tp=2", 0, moved=False)
-    before.load_state_dict(loaded["model"])  # into parameters that have no home yet
+    before.load_state_dict(loaded["model"])  # into parameters that have no owner yet
     before.load_state_dict(again.state_dict())
     assert_same(before, single, "before")
 

@@ -78,13 +78,13 @@ def made(mesh: str, moved: bool = True) -> tuple[ParallelModule, Model]:
 
 
 def places(mesh: str) -> tuple[dict[str, Any], dict[str, int | None]]:
-    layouts, homes = {}, {}
-    for name, (text, home) in LAYOUTS.items():
+    layouts, owners = {}, {}
+    for name, (text, owner) in LAYOUTS.items():
         if "pp" not in mesh:
-            text, home = text.replace("3:tp", "-"), None
+            text, owner = text.replace("3:tp", "-"), None
         layouts[name] = parse_layout(text if "tp" in mesh else text.replace("3:tp", "-").replace("tp", "-"))
-        homes[name] = home
-    return layouts, homes
+        owners[name] = owner
+    return layouts, owners
 
 
 def give_gradients(model: ParallelModule, single: Model, seed: int = 0) -> None:
@@ -96,7 +96,7 @@ def give_gradients(model: ParallelModule, single: Model, seed: int = 0) -> None:
             continue
         value = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
         parameter.grad = value if parameter.grad is None else parameter.grad + value
-        here = where.is_home(model._store.homes[name])
+        here = where.is_owner(model._store.owners[name])
         part = local_part(value, model._store.layouts[name], where.mesh, where.coord).clone() if here else None
         accumulate(known[name], part)
 
@@ -227,10 +227,10 @@ def _semantics(rank: int) -> None:
     model, single = made("pp=2,tp=2")
     ours, theirs = dict(model.named_parameters()), dict(single.named_parameters())
     for name, parameter in ours.items():
-        value, home = theirs[name].detach(), LAYOUTS.get(name, (None, None))[1]
+        value, owner = theirs[name].detach(), LAYOUTS.get(name, (None, None))[1]
         assert isinstance(parameter, ParameterTensor) and isinstance(parameter, nn.Parameter)
         assert (parameter.shape, parameter.dtype) == (value.shape, value.dtype)
-        away = home is not None and home != model._store.distributor.coord["pp"]
+        away = owner is not None and owner != model._store.distributor.coord["pp"]
         assert (parameter.to_local().untyped_storage().nbytes() == 0) == away and "DTensor" in repr(parameter)
         assert (parameter.device_mesh.get_coordinate() is None) == away
         with torch.no_grad():

@@ -191,15 +191,15 @@ FILLS = (
 )
 
 
-def _random(rank: int, home: int | None) -> None:
-    where = distributor("pp=2,tp=2" if home is not None else "dp=2,tp=2")
-    layouts = (("[tp,-]", (4, 3)), ("[]", ()), ("[-]", (5,))) if home is not None else LAYOUTS
+def _random(rank: int, owner: int | None) -> None:
+    where = distributor("pp=2,tp=2" if owner is not None else "dp=2,tp=2")
+    layouts = (("[tp,-]", (4, 3)), ("[]", ()), ("[-]", (5,))) if owner is not None else LAYOUTS
     for text, shape in layouts:
         value = torch.rand(shape, generator=torch.Generator().manual_seed(1))
         for at, fill in enumerate(FILLS):
             if not shape and at in (7,):
                 continue
-            p, w = where.parameter(value.clone(), parse_layout(text), home), value.clone()
+            p, w = where.parameter(value.clone(), parse_layout(text), owner), value.clone()
             for seed in (0, rank):  # alike on all ranks, or not
                 torch.manual_seed(0)
                 fill(w)
@@ -212,9 +212,9 @@ def _random(rank: int, home: int | None) -> None:
                 assert torch.equal(torch.get_rng_state(), after if seed == 0 else mine), (text, at)
 
 
-@pytest.mark.parametrize("home", [None, 1])
-def test_random_functions_draw_what_one_device_draws(four: Ranks, home: int | None) -> None:
-    four.run(_random, home)
+@pytest.mark.parametrize("owner", [None, 1])
+def test_random_functions_draw_what_one_device_draws(four: Ranks, owner: int | None) -> None:
+    four.run(_random, owner)
 
 
 def _refused(rank: int) -> None:

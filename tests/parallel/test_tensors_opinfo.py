@@ -69,19 +69,19 @@ def _samples(info: Any, count: int) -> list[Any]:
         return []
 
 
-def _layouts(shape: torch.Size, where: Distributor, homes: bool) -> list[tuple[Layout, int | None]]:
+def _layouts(shape: torch.Size, where: Distributor, owners: bool) -> list[tuple[Layout, int | None]]:
     """Layouts that a tensor of a shape may have, those without padding and those of ZeRO."""
     found: list[tuple[Layout, int | None]] = []
     factors: list[tuple[Any, ...]] = [("tp", "dp"), ("dp", "tp"), ("tp",), ("dp",), (2, "tp"), (3, "tp", "dp")]
     for dim, size in enumerate(shape):
         for factor in factors:
-            if homes and "dp" in factor:
+            if owners and "dp" in factor:
                 continue
             layout = Layout(tuple(factor if d == dim else () for d in range(len(shape))))
             uneven = len(factor) == 1 and size >= 2
             if uneven or (size and fits((size,), Layout((factor,)), where.mesh)):
-                found.append((layout, 1 if homes else None))
-    return [*found, (Layout(((),) * len(shape)), 1 if homes else None)]
+                found.append((layout, 1 if owners else None))
+    return [*found, (Layout(((),) * len(shape)), 1 if owners else None)]
 
 
 def _run(function: Callable[..., Any], args: Any) -> tuple[Any, Exception | None]:
@@ -220,11 +220,11 @@ def _fails(value: Any) -> bool:
 
 
 def _placings(
-    leaves: Sequence[Any], where: Distributor, homes: bool, count: int, choose: random.Random
+    leaves: Sequence[Any], where: Distributor, owners: bool, count: int, choose: random.Random
 ) -> Iterator[dict[int, tuple[Layout, int | None]]]:
     """Where to put which of the leaves: one of them, in some layouts; then all of them."""
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    known = {i: _layouts(leaves[i].shape, where, homes) for i in at}
+    known = {i: _layouts(leaves[i].shape, where, owners) for i in at}
     for i in at[:2]:
         for chosen in choose.sample(known[i], min(count, len(known[i]))):
             yield {i: chosen}
@@ -238,7 +238,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _check_sample(
-    info: Any, number: int, sample: Any, where: Distributor, homes: bool, count: int, report: Report
+    info: Any, number: int, sample: Any, where: Distributor, owners: bool, count: int, report: Report
 ) -> None:
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -251,12 +251,12 @@ def _check_sample(
             continue
         plain = _copies(leaves)
         wanted, failed = _run(function, tree_unflatten(plain, spec))
-        for placing in _placings(leaves, where, homes, count if not kind else 1, choose):
+        for placing in _placings(leaves, where, owners, count if not kind else 1, choose):
             mine = _copies(leaves)
-            for i, (layout, home) in placing.items():
-                mine[i] = where.split(mine[i], layout, home)
+            for i, (layout, owner) in placing.items():
+                mine[i] = where.split(mine[i], layout, owner)
             got, error = _run(function, tree_unflatten(mine, spec))
-            shown = ", ".join(f"{i} {layout}" + f" home {h}" * (h is not None) for i, (layout, h) in placing.items())
+            shown = ", ".join(f"{i} {layout}" + f" owner {h}" * (h is not None) for i, (layout, h) in placing.items())
             call = f"{info.full_name}{' ' * (kind != '_')}{kind} #{number} with {shown}"
             report.add(
                 f"{info.name}{' ' * (kind != '_')}{kind}".strip(), call, _verdict(got, error, wanted, failed, defined)

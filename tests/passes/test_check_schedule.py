@@ -152,9 +152,9 @@ BREAKS: dict[str, tuple[Callable[[Lists], None], str]] = {
         lambda lists: change(lists, 1, "1F0", frees=("x1", "skip", "x1")),
         "rank 1, instruction 3 (1F0): it frees %x1, which is freed already.",
     ),
-    "home freed": (
+    "owner freed": (
         lambda lists: change(lists, 0, "0E", frees=("w0",)),
-        "rank 0, instruction 13 (0E): it frees %w0, whose home is this rank.",
+        "rank 0, instruction 13 (0E): it frees %w0, whose owner is this rank.",
     ),
 }
 

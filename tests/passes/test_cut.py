@@ -86,8 +86,8 @@ def test_memory_matters():
 
 def test_a_later_program_keeps_parameters_where_they_are():
     """However unbalanced that is."""
-    homes = {f"layers.{i}.{kind}": int(i >= 5) for i in range(6) for kind in ("weight", "bias")}
-    line = line_of(Limits([2, 1], homes=homes))
+    owners = {f"layers.{i}.{kind}": int(i >= 5) for i in range(6) for kind in ("weight", "bias")}
+    line = line_of(Limits([2, 1], owners=owners))
     borders = line.best(2, math.inf)[1]
     stages = line.stages(borders)
     by_module: dict[str, set[int]] = {}
@@ -110,5 +110,5 @@ def test_every_forward_node_has_a_stage_and_values_flow_forwards():
     assert owners.keys() == forward
     for node in forward_nodes(program, times):
         for operand in node.all_input_nodes:
-            if times.of[operand] is When.EACH:
+            if times.of[operand] is When.BODY:
                 assert owners[operand.name] <= owners[node.name]

@@ -206,6 +206,6 @@ def test_golden_execution_notices_a_wrong_text() -> None:
     """Test the tester: the all-reduce is taken out of an expected text, and nobody says that it was needed."""
     case = read("reshard/row_parallel")
     lines = [line for line in case.expected.splitlines() if "= autopar.all_reduce" not in line]
-    wrong = "\n".join(lines).replace("%all_reduce", "%contract") + "\n"
+    wrong = "\n".join(lines).replace("%all_reduce", "%einsum") + "\n"
     with pytest.raises(AssertionError):
         compare(case.given, wrong, case.plan, seed=1)

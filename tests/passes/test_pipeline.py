@@ -117,7 +117,7 @@ def test_backward_is_split_by_flow_of_data():
 
 
 def products(graph) -> set[str]:  # type: ignore[no-untyped-def]
-    return {node.name for node in graph.calls() if "contract" in str(node.target) or "embedding" in str(node.target)}
+    return {node.name for node in graph.calls() if "einsum" in str(node.target) or "embedding" in str(node.target)}
 
 
 def test_dropout_is_on():

@@ -75,7 +75,7 @@ def test_stages_against_the_flow_of_data():
 def test_stages_by_hand():
     known = compiled(stages=["0-1", "2-4"])
     assert known.pipeline is not None
-    assert known.pipeline.homes == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1, "4.weight": 1, "4.bias": 1}
+    assert known.pipeline.owners == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1, "4.weight": 1, "4.bias": 1}
     options = {"loss_fn": models.square_loss, "batch": (X, Y), "microbatches": 4}
     report = autopar.verify(
         mlp(), "pp=2", stages=["0", "1", "2-3", "4"], chunks=2, schedule="interleaved-1f1b", **options
@@ -117,7 +117,9 @@ def test_stage_memory():
     pipeline = compiled(model=model, stage_memory=bytes_ * 3 // 4).pipeline
     assert pipeline is not None
     sizes = dict(model.named_parameters())
-    held = [sum(sizes[name].numel() * 16 for name, home in pipeline.homes.items() if home == stage) for stage in (0, 1)]
+    held = [
+        sum(sizes[name].numel() * 16 for name, owner in pipeline.owners.items() if owner == stage) for stage in (0, 1)
+    ]
     assert max(held) <= bytes_ * 3 // 4
 
 

@@ -37,8 +37,8 @@ def batch_of(size: int, length: int = 4) -> tuple[Tensor, Tensor]:
 def bound(choices: Choices, first: Compiled) -> Choices:
     """As `Programs` binds every program but the first."""
     known = {name: str(layout) for name, layout in first.searched.items()}
-    homes = first.pipeline.homes if first.pipeline is not None else None
-    return replace(choices, shard=known, uneven=True, staging=replace(choices.staging, homes=homes))
+    owners = first.pipeline.owners if first.pipeline is not None else None
+    return replace(choices, shard=known, uneven=True, staging=replace(choices.staging, owners=owners))
 
 
 CASES: dict[str, tuple[str, dict[str, Any], int, tuple[int, ...]]] = {
@@ -67,7 +67,7 @@ def test_every_size_trains_as_one_device(name: str) -> None:
         if first is None:
             first = compiled
         elif compiled.pipeline is not None and first.pipeline is not None:
-            assert dict(compiled.pipeline.homes) == dict(first.pipeline.homes)
+            assert dict(compiled.pipeline.owners) == dict(first.pipeline.owners)
         report = verify_compiled(network(), captured, compiled, loss_fn=loss_fn, batch=batch, steps=1)
         assert report.ok, f"{size} samples: {report}"
         wanted = options.get("microbatches")

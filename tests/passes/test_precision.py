@@ -160,7 +160,7 @@ def test_what_leaves_has_the_dtype_of_the_model(program: Compiled) -> None:
 
 
 def test_activations_are_summed_over_tp_in_the_short_dtype(program: Compiled) -> None:
-    rows = [row for row in program.collectives if row.axis == "tp" and "contract" in row.value]
+    rows = [row for row in program.collectives if row.axis == "tp" and "einsum" in row.value]
     assert rows
     assert {row.dtype for row in rows} == {BF16}
 
@@ -171,7 +171,7 @@ def test_the_program_says_what_is_short(program: Compiled) -> None:
     assert "f32 stay cross_entropy_backward, embedding_backward, logsumexp, native_layer_norm, native_layer" in note
     text = print_program(program.program)
     assert "bf16[" in text
-    assert "why: %contract takes it in bf16" in text
+    assert "why: %einsum takes it in bf16" in text
     assert print_program(parse_program(text)) == text
 
 
@@ -238,8 +238,8 @@ def test_casts_of_the_model_and_regions_without_autocast_are_honoured() -> None:
     assert {name: of[name] for name in ("sin", "tanh", "sigmoid", "cos", "atan")} == {
         "sin": BF16, "tanh": F32, "sigmoid": F32, "cos": BF16, "atan": F32,
     }  # fmt: skip
-    products = {node.name: record(node).type.dtype for node in calls(found) if "contract" in str(node.target)}
-    assert [products[name] for name in ("contract", "contract_1", "contract_2")] == [BF16, F32, F32]
+    products = {node.name: record(node).type.dtype for node in calls(found) if "einsum" in str(node.target)}
+    assert [products[name] for name in ("einsum", "einsum_1", "einsum_2")] == [BF16, F32, F32]
     gradients = [node for node in products if record_of(found, node).phase == "backward"]
     assert [products[name] for name in gradients[:2]] == [F32, F32], "the backward pass of what is exact"
 

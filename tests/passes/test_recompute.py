@@ -17,8 +17,8 @@ from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Memory
 from autopar.ir.program import Builder, Program, is_getitem, record
 from autopar.ir.text import print_program
-from autopar.passes.pipeline.again import originals
 from autopar.passes.pipeline.node_costs import node_times
+from autopar.passes.pipeline.rematerialized import originals
 from autopar.passes.recompute import recompute
 from autopar.report.inspection import memory_of
 from autopar.report.inspection_pipeline import saved_bytes
@@ -58,7 +58,7 @@ def test_every_gradient_equals_one_device(name: str, mesh: str, policy: Any, opt
 
 
 def test_none_leaves_the_program_as_it_is() -> None:
-    program = dict(localized("gpt", "dp=2").history)["localize"]
+    program = dict(localized("gpt", "dp=2").history)["partition"]
     assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute="none"))) is program
     assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute=1.0))) is program
 

@@ -43,7 +43,7 @@ def test_the_report_says_what_is_kept_and_why() -> None:
     saved, again = saved_values(program), recomputed_values(program)
     assert sum(row.bytes for row in saved) == memory_of(program).activations
     assert not {row.value for row in saved} & {row.value for row in again}
-    assert {row.why for row in saved if row.module.endswith(".q")} == {"read by contract again, contract"}
+    assert {row.why for row in saved if row.module.endswith(".q")} == {"read by einsum again, einsum"}
     text = saved_text(program)
     assert "saved for the backward pass" in text and "recomputed: selective, attention core (" in text
     shallow, deep = (len(saved_text(with_policy(name, "dp=1", "full")).splitlines()) for name in ("llama", "deep"))

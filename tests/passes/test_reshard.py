@@ -15,7 +15,7 @@ from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
 from autopar.ir.verify import verify
-from autopar.passes.localize import localize
+from autopar.passes.partition import partition
 from autopar.passes.reshard import moves, reshard
 from autopar.runtime.executor import Executable
 from autopar.runtime.virtual import VirtualMesh
@@ -44,7 +44,7 @@ def resharded(has: Layout, wants: Layout, shape: tuple[int, ...], mesh: Mesh = M
     for node in explicit.graph.nodes:
         if node.op != "output" and record(node).layouts:
             assert fits(shape, record(node).layout, mesh), f"{has} -> {wants} by way of {record(node).layout}"
-    local = localize(explicit, plan)
+    local = partition(explicit, plan)
     # an output in a split layout is no promise of a level: only operands and moves are checked
     verify(local.with_(outputs=()).with_(graph=without_results(local.graph)), Level.LOCAL)
     return local

@@ -10,7 +10,7 @@ from rule_samples_all import every_sample
 
 from autopar.errors import RuleError
 from autopar.passes.rules import TABLE, rule_of
-from autopar.passes.rules.build import build, named, replicated
+from autopar.passes.rules.build import build, named, replicated_rule
 from autopar.passes.rules.notation import instantiate, parse
 from autopar.passes.rules.pointwise import pointwise
 from autopar.passes.rules.rule import Call, Row, Rule, allows
@@ -59,7 +59,7 @@ def _reduced(call: Call) -> Rule:
 def _halves_swapped(call: Call) -> Rule:
     """The minor factor of the long dim is said to be the count of pieces."""
     sizes = {"c": 2, "x": 6}
-    return build(call, [(("x", "c"),)], [(("x",),)] * 2, whole={"c"}, sizes=sizes)
+    return build(call, [(("x", "c"),)], [(("x",),)] * 2, replicated={"c"}, sizes=sizes)
 
 
 def _view_swapped(call: Call) -> Rule:
@@ -102,18 +102,18 @@ def _view_swapped(call: Call) -> Rule:
         (
             "autopar.attention.default",  # each piece of rows would begin its own causal mask
             sample(r(1, 2, 4, 4), r(1, 2, 4, 4), r(1, 2, 4, 4), None, True, 1.0),
-            Row(lambda c: instantiate("b h s d, b h t d, b h t e -> b h s e, b h s", c, whole={"t", "d", "e"})),
+            Row(lambda c: instantiate("b h s d, b h t d, b h t e -> b h s e, b h s", c, replicated={"t", "d", "e"})),
         ),
         (
             "autopar.dropout.default",  # every piece draws the mask of the first
             sample(r(4, 6), torch.tensor([1, 2]), 3, 0.5, [4, 6], [4, 6], [0, 0]),
-            Row(lambda c: instantiate("a b, s -> a b", c, whole={"s"}), local=lambda p: (
+            Row(lambda c: instantiate("a b, s -> a b", c, replicated={"s"}), local=lambda p: (
                 (*p.call.args[:4], *([list(p.shapes[0])] * 2), [0, 0]), {})),
         ),
         (
             "autopar.random.default",  # likewise
             sample(torch.tensor([1, 2]), 3, "normal", [4, 6], torch.float64, [4, 6], [4, 6], [0, 0]),
-            Row(lambda c: instantiate("s -> a b", c, whole={"s"}), shape_arg=3, local=lambda p: (
+            Row(lambda c: instantiate("s -> a b", c, replicated={"s"}), shape_arg=3, local=lambda p: (
                 (*p.call.args[:5], *([list(p.shapes[0])] * 2), [0, 0]), {})),
         ),
         (
@@ -124,7 +124,7 @@ def _view_swapped(call: Call) -> Rule:
         (
             "aten.native_layer_norm_backward.default",  # the gradient of the weight is a sum over the batch
             sample(r(4, 6), r(4, 6), [6], r(4, 1), r(4, 1), r(6), None, [True, True, False]),
-            Row(lambda c: instantiate("n h, n h, n 1, n 1, h -> n h, h", c, whole={"h"}, partial="max")),
+            Row(lambda c: instantiate("n h, n h, n 1, n 1, h -> n h, h", c, replicated={"h"}, partial="max")),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -153,7 +153,7 @@ def test_a_split_divides_or_is_refused(size: int, n: int, outer: int, allowed: b
 
 
 def test_whole_and_indexed_names() -> None:
-    rule = Rule(((("a",), ("v",)),), ((),), {"a": 4, "v": 4}, whole=frozenset("a"), indexed=frozenset("v"))
+    rule = Rule(((("a",), ("v",)),), ((),), {"a": 4, "v": 4}, replicated=frozenset("a"), indexed=frozenset("v"))
     assert not allows(rule, "a", 2) and not allows(rule, "b", 2)
     assert allows(rule, "v", 2) and not allows(rule, "v", 2, 2)
     assert rule.names() == ("v",)
@@ -179,13 +179,13 @@ def test_a_fused_qkv_is_a_compound_dim() -> None:
     rule = _rule("aten.view.default", sample(r(2, 4, 18), [2, 4, 3, 2, 3]))
     assert rule.operands == ((("n0",), ("n1",), ("n2", "n3", "n4")),)
     assert rule.results == ((("n0",), ("n1",), ("n2",), ("n3",), ("n4",)),)
-    assert not rule.whole
+    assert not rule.replicated
 
 
 def test_no_row_and_replicated() -> None:
     call, _, _ = make_call("aten.nonzero.default", sample(torch.tensor([1, 0, 2])))
     assert rule_of(call) is None
-    assert replicated(call).names() == ()
+    assert replicated_rule(call).names() == ()
 
 
 def test_notation() -> None:

@@ -60,11 +60,11 @@ def test_a_masked_weight_is_split(way: str) -> None:
 
 
 def test_a_product_that_one_axis_cannot_divide() -> None:
-    """Sorted rows mix ranks: over dp the products of the experts stay whole; their share and place are said."""
+    """Sorted rows mix ranks: over dp the products of the experts stay replicated; their share and place are said."""
     model, batch = experts_case("running")
     notes = [note for note in compiled(model, "dp=2,tp=2", *batch).notes if note.startswith("axis 'dp'")]
     (note,) = notes
-    assert note.startswith("axis 'dp' (size 2) leaves 6 of 12 products whole: ")
+    assert note.startswith("axis 'dp' (size 2) leaves 6 of 12 products replicated: ")
     assert "of the work is done by each of its 2 ranks: %expert_mm" in note and " at experts.py:" in note
 
 

@@ -57,7 +57,7 @@ def test_round_trip(compiled: Compiled, saved: Path):
     loaded = autopar.load(saved)
     before, after = compiled.pipeline, loaded.pipeline
     assert before is not None and after is not None
-    for name in ("mesh", "flow", "joins", "homes", "costs", "schedule", "lists"):
+    for name in ("mesh", "flow", "reductions", "owners", "costs", "schedule", "lists"):
         assert getattr(after, name) == getattr(before, name), name
     assert list(after.graphs) == list(before.graphs)
     for key, graph in before.graphs.items():

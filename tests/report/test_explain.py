@@ -39,7 +39,7 @@ EXPECTED = """
 parameter "blocks.0.mlp.up.weight": f32[64,32] of [128,32] [tp,-]
   used at gpt.py:56 in blocks.0.mlp.up
 
-dp (2 ranks): whole, decided by intent: 'dp' splits the batch; all other inputs are whole
+dp (2 ranks): replicated, decided by intent: 'dp' splits the batch; all other inputs are replicated
   [-,-]   chosen
   [dp,-]  forbidden    moves +16 B  it would all-gather 'blocks.0.mlp.up.weight', which 'dp' forbids
   [-,dp]  forbidden    moves +16 B  it would all-gather 'blocks.0.mlp.up.weight', which 'dp' forbids
@@ -47,14 +47,14 @@ dp (2 ranks): whole, decided by intent: 'dp' splits the batch; all other inputs 
 tp (2 ranks): splits dim 0, decided by cost: the cheapest of 2 states within the intent
   [tp,-]  chosen
   [-,-]   forbidden               moves +16.4 kB  'tp' splits a weight wherever it can and never gathers it
-  [-,tp]  possible   cost +82 kB  moves +57.4 kB  it would all-reduce %contract_27 of blocks.0.mlp.down, all-reduce \
-%contract_4 of blocks.0.mlp.up and move 2 more and not all-reduce %contract_29 of blocks.0.mlp.up, all-reduce \
-%contract_5 of blocks.0.mlp.down
+  [-,tp]  possible   cost +82 kB  moves +57.4 kB  it would all-reduce %einsum_27 of blocks.0.mlp.down, all-reduce \
+%einsum_4 of blocks.0.mlp.up and move 2 more and not all-reduce %einsum_29 of blocks.0.mlp.up, all-reduce \
+%einsum_5 of blocks.0.mlp.down
 
 collectives that it causes
-  all_reduce  tp  8.19 kB  gpt.py:56 blocks.0.mlp.up backward  a sum that it leaves over tp: %contract_29 is [dp,-,-] \
+  all_reduce  tp  8.19 kB  gpt.py:56 blocks.0.mlp.up backward  a sum that it leaves over tp: %einsum_29 is [dp,-,-] \
 partial(tp), but %native_layer_norm_backward_3 wants [dp,-,-]
-  all_reduce  dp  8.19 kB  gpt.py:56 blocks.0.mlp.up backward  its gradient: %contract_30 is [tp,-] partial(dp), but \
+  all_reduce  dp  8.19 kB  gpt.py:56 blocks.0.mlp.up backward  its gradient: %einsum_30 is [tp,-] partial(dp), but \
 it leaves as the gradient of 'blocks.0.mlp.up.weight' in [tp,-] (in a bucket of 57 kB)
 """.strip()
 
@@ -90,7 +90,7 @@ def test_golden(compiled: Compiled):
     assert str(compiled.explain(UP)) == EXPECTED
 
 
-@pytest.mark.parametrize("value", [UP, "blocks.1.attn.o.weight", "tokens.weight", "norm.bias", "%contract_5", "%pick"])
+@pytest.mark.parametrize("value", [UP, "blocks.1.attn.o.weight", "tokens.weight", "norm.bias", "%einsum_5", "%pick"])
 def test_no_alternative_is_cheaper_than_the_plan(compiled: Compiled, value: str):
     for decision in compiled.explain(value).decisions:
         assert [one.verdict for one in decision.alternatives].count(CHOSEN) == 1
@@ -112,7 +112,7 @@ def test_the_difference_is_what_compiling_with_that_layout_moves(compiled: Compi
 
 
 def test_what_the_search_does_not_try_is_not_called_impossible(compiled: Compiled):
-    untried = the(on(compiled, "%contract_5", "dp"), "[-,dp,-]")
+    untried = the(on(compiled, "%einsum_5", "dp"), "[-,dp,-]")
     assert (untried.verdict, untried.why) == (UNTRIED, "a split of the batch does not reach this dim")
 
 
@@ -191,6 +191,6 @@ def test_a_pipeline_says_where_a_value_lies():
     found = compiled_as("pp=2,dp=2,tp=2", 2)
     weight = str(found.explain("blocks.1.mlp.up.weight"))
     assert "kept by stage 1 of 2 (pp=1), its first user" in weight
-    assert "mb (2 ranks): whole, decided by intent" in weight and "all_reduce  mb" not in weight
-    assert "computed in forward_0" in str(found.explain("%contract"))
+    assert "mb (2 ranks): replicated, decided by intent" in weight and "all_reduce  mb" not in weight
+    assert "computed in forward_0" in str(found.explain("%einsum"))
     assert "blocks.1.attn" in str(found.explain("blocks.1.attn"))

@@ -128,7 +128,7 @@ def test_what_is_explained_is_what_the_program_has(name: str, monkeypatch: pytes
 
 def test_a_batch_that_an_axis_cannot_divide() -> None:
     decision = CASES["uneven batch"]().explain("0.weight").decisions[0]
-    assert (decision.axis, decision.state, decision.by) == ("dp", "whole", SIZE)
+    assert (decision.axis, decision.state, decision.by) == ("dp", "replicated", SIZE)
     assert decision.because == "'dp' cannot divide this batch: every rank computes all of it"
 
 

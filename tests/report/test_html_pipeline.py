@@ -36,7 +36,7 @@ def test_the_data_are_those_of_the_pipeline(compiled: Compiled):
     stage_of = {node[0]: node[10] for node in data["nodes"]}
     for (stage, kind), graph in pipeline.graphs.items():
         if kind in "FB":
-            products = [node.name for node in graph.calls() if "contract" in node.name]
+            products = [node.name for node in graph.calls() if "einsum" in node.name]
             assert {stage_of[name] for name in products} <= {stage}
     held = [memory_of_rank(compiled, place) for place in range(2)]
     assert data["memory"]["activations"] == held[data["fullest"]].activations

@@ -19,7 +19,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.ops import op
 from autopar.ir.program import record
 from autopar.passes.rules.creation import ROWS
-from autopar.report.memory.silent import silent_groups
+from autopar.report.memory.fake_group import fake_groups
 from autopar.runtime.callables import creates
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
@@ -86,7 +86,7 @@ def test_each_rank_makes_its_tensors_where_its_inputs_are(mesh: str) -> None:
     assert {"aten.arange.default", "aten.ones.default", "aten.full.default", "aten.eye.m"} <= made
     executable = Executable(compiled.program.graph, device=META)
     for rank in range(compiled.mesh.size):
-        driver = DistributedDriver(compiled.mesh, silent_groups(compiled.mesh, rank, compiled.axes, copies=False), rank)
+        driver = DistributedDriver(compiled.mesh, fake_groups(compiled.mesh, rank, compiled.axes, copies=False), rank)
         with Elsewhere() as elsewhere:
             outputs = driver.run(executable, inputs_of(compiled))
         assert not elsewhere.found

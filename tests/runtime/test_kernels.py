@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.ir.ops import equation_shape, op
 from autopar.runtime import callables
 from autopar.runtime.attention import _plain, _plain_backward, attention, attention_backward
-from autopar.runtime.contraction import add_contraction, contract, contraction_plan
+from autopar.runtime.contraction import add_contraction, contraction_plan, einsum
 from autopar.runtime.embedding import add_embedding_gradient, embedding, embedding_backward
 from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.runtime.kernels import KERNELS
@@ -19,7 +19,7 @@ from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backwar
 
 D = torch.float64
 
-# --- contract
+# --- einsum
 
 EQUATIONS = [
     "abc,dc->abd", "abd,dc->abc", "abd,abc->dc", "abcd,abde->abce", "abcd,abed->abce", "abc,dc->adb", "ab,b->a",
@@ -40,14 +40,14 @@ def test_contract_is_einsum(equation: str, strided: bool) -> None:
     a, b = _operands(equation)
     if strided:  # same values, other strides
         a, b = (x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))) for x in (a, b))
-    got, want = contract(a, b, equation), torch.einsum(equation, a, b)
+    got, want = einsum(a, b, equation), torch.einsum(equation, a, b)
     assert got.shape == want.shape == equation_shape(equation, tuple(a.shape), tuple(b.shape))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_a_product_is_added(equation: str) -> None:
-    total, again = contract(*_operands(equation), equation), _operands(equation)
+    total, again = einsum(*_operands(equation), equation), _operands(equation)
     want = total + torch.einsum(equation, *again)
     assert add_contraction(total, *again, equation) is total
     torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
@@ -66,13 +66,13 @@ def test_common_contractions_copy_nothing(equation: str) -> None:
 
 def test_a_result_with_its_columns_first_is_not_permuted() -> None:
     a, b = _operands("abc,cd->dab")
-    assert contract(a, b, "abc,cd->dab").is_contiguous()
+    assert einsum(a, b, "abc,cd->dab").is_contiguous()
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 3, 0, 5), (1, 1, 1, 1)])
 def test_contract_of_empty_and_unit_dims(sizes: tuple[int, ...]) -> None:
     a, b = torch.randn(*sizes[:3], dtype=D), torch.randn(sizes[3], sizes[2], dtype=D)
-    torch.testing.assert_close(contract(a, b, "abc,dc->abd"), torch.einsum("abc,dc->abd", a, b))
+    torch.testing.assert_close(einsum(a, b, "abc,dc->abd"), torch.einsum("abc,dc->abd", a, b))
 
 
 # --- attention

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.ir.layout import Layout, whole
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, set_record
 from autopar.runtime.executor import Executable, Request, run
@@ -36,7 +36,7 @@ class Build:
 
     def several(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        set_record(node, Record((self.type, self.type), several=True, layouts=(whole(2), whole(2))))
+        set_record(node, Record((self.type, self.type), several=True, layouts=(replicated(2), replicated(2))))
         return node
 
     def done(self, *results: fx.Node) -> Executable:
@@ -44,7 +44,7 @@ class Build:
         return Executable(self.graph)
 
     def _noted(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-        layout: Layout = whole(len(shape))
+        layout: Layout = replicated(len(shape))
         type_ = TensorType(shape, self.type.dtype)
         made = Record((type_,), layouts=(layout,), module="blocks.0.mlp", source="gpt.py:41", made_by="reshard")
         set_record(node, made)

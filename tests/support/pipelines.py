@@ -56,10 +56,10 @@ def flow_of(ranks: tuple[int, ...], microbatches: int, kinds: str = "FB") -> Flo
             grads = tuple(f"gw{s}" for s in mine) + some(rank == 0 and last > 0, "tied_grad0", f"tied_grad{last}")
             reads, writes = (*grads, *(f"w{s}" for s in mine), "loss"), tuple(f"new_w{s}" for s in mine)
         works[rank, "E"] = Work(step_reads=reads, step_writes=writes)
-    homes = {f"w{s}": (ranks[s],) for s in range(last + 1)} | ({"tied": (ranks[0],)} if last else {})
+    owners = {f"w{s}": (ranks[s],) for s in range(last + 1)} | ({"tied": (ranks[0],)} if last else {})
     names = {n for work in works.values() for f in work.__slots__ for n in getattr(work, f)}
     types = {n: TensorType((1 + zlib.crc32(n.encode()) % 5, 2), torch.float32) for n in sorted(names)}
-    return Flow(ranks, microbatches, works, types, homes)
+    return Flow(ranks, microbatches, works, types, owners)
 
 
 def number(*parts: object) -> int:
@@ -94,11 +94,11 @@ def run_action(memory: dict[Key, int], work: Work, action: Action) -> None:
 
 
 def at_home(flow: Flow) -> dict[Key, int]:
-    return {(name, ONCE): number("home", name) for name in flow.homes}
+    return {(name, ONCE): number("owner", name) for name in flow.owners}
 
 
 def is_step(flow: Flow, name: str) -> bool:
-    return name in flow.homes or any(name in (*w.sums, *w.step_writes) for w in flow.works.values())
+    return name in flow.owners or any(name in (*w.sums, *w.step_writes) for w in flow.works.values())
 
 
 def on_one_device(flow: Flow, actions: Sequence[Action]) -> dict[str, int]:
@@ -124,10 +124,10 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
     """Run lists of ranks with a memory of their own each, where every send and receive blocks; or `Wrong`.
 
     Written for sureness and not for speed: in each round the ranks try their next instructions. What is freed is
-    forgotten, a buffer has a shape, and at the end only what was at home is left. Returned: each value of the step as
-    it was when it was freed, or is at the end.
+    forgotten, a buffer has a shape, and at the end only what ranks own is left. Returned: each value of the step as it
+    was when it was freed, or is at the end.
     """
-    memories = [{key: v for key, v in at_home(flow).items() if r in flow.homes[key[0]]} for r in range(len(lists))]
+    memories = [{key: v for key, v in at_home(flow).items() if r in flow.owners[key[0]]} for r in range(len(lists))]
     at, found = [0] * len(lists), dict[str, int]()
     parts = {name: 0 for work in flow.works.values() for name in work.sums}
     needed = dict.fromkeys(parts, 0)
@@ -140,7 +140,7 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
 
     def forget(rank: int, line: Instruction) -> None:
         for name in line.frees:
-            if rank in flow.homes.get(name, ()) or key(name, line) not in memories[rank]:
+            if rank in flow.owners.get(name, ()) or key(name, line) not in memories[rank]:
                 raise Wrong(f"rank {rank} frees {name}")
             value = memories[rank].pop(key(name, line))
             if key(name, line)[1] == ONCE:
@@ -189,7 +189,7 @@ def on_numbers(lists: Sequence[Sequence[Instruction]], flow: Flow) -> dict[str, 
     if any(place < len(lines) for place, lines in zip(at, lists, strict=True)):
         raise Wrong("hangs")
     for rank, memory in enumerate(memories):
-        if left := [name for name, _ in memory if rank not in flow.homes.get(name, ())]:
+        if left := [name for name, _ in memory if rank not in flow.owners.get(name, ())]:
             raise Wrong(f"rank {rank} keeps {left}")
         found |= {name: value for (name, _), value in memory.items()}
     return found

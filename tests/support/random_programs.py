@@ -1,7 +1,7 @@
 """Small random modules: a list of steps drawn from a seed, each on a tensor of shape (rows, ...) with the batch first.
 
 A step is a module of its own, so that a failing program prints as what it does. Widths are multiples of 4 now and
-then, and odd ones else; what cannot be split must then stay whole.
+then, and odd ones else; what cannot be split must then stay replicated.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def localized(name: str, mesh: str) -> Compiled:
 
 def with_policy(name: str, mesh: str, policy: Any) -> Program:
     found = localized(name, mesh)
-    return recompute(dict(found.history)["localize"], replace(found.plan, memory=Memory(recompute=policy)))
+    return recompute(dict(found.history)["partition"], replace(found.plan, memory=Memory(recompute=policy)))
 
 
 def duplicates(program: Program) -> list[fx.Node]:

@@ -184,7 +184,7 @@ def product_samples() -> Samples:
         ("ab,cb->ac", r(4, 1), r(6, 1)), ("ab,c->c", r(4, 6), r(4)), ("a,a->", r(6), r(6)),
     ]  # fmt: skip
     return {
-        "autopar.contract.default": [sample(x, y, equation) for equation, x, y in equations],
+        "autopar.einsum.default": [sample(x, y, equation) for equation, x, y in equations],
         "aten.mm.default": [sample(a, b), sample(r(1, 6), b)],
         "aten.bmm.default": [sample(r(2, 4, 6), r(2, 6, 3))],
         "aten.mv.default": [sample(a, vector)],

@@ -12,7 +12,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
     q, index = torch.randn(2, 4, 6, 8), torch.randint(0, 8, (2, 4, 6))
     out, lse = attention(q, q, q, None, True, 0.4)
     return {
-        "contract": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
+        "einsum": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
         "attention": (q, q, q, None, True, 0.4),
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
         "logsumexp": (q,),

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.errors import ArtifactError, AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.names import DTYPES, dtype_name
-from autopar.ir.pipeline import Join, Pipeline, graph_name
+from autopar.ir.pipeline import Pipeline, Reduction, graph_name
 from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import KINDS, ONCE, Action, Costs, Flow, Instruction, Work
 from autopar.ir.verify import verify_pipeline
@@ -39,7 +39,7 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         "schedule": pipeline.schedule,
         "microbatches": flow.microbatches,
         "stages": list(flow.ranks),
-        "parameters": dict(pipeline.homes),
+        "parameters": dict(pipeline.owners),
         "flow": {
             f"{place}{kind}": {field: list(names) for field in _FIELDS if (names := getattr(work, field))}
             for (place, kind), work in flow.works.items()
@@ -47,8 +47,8 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         "types": {
             name: f"{dtype_name(type_.dtype)}[{','.join(map(str, type_.shape))}]" for name, type_ in flow.types.items()
         },
-        "homes": {name: list(ranks) for name, ranks in flow.homes.items()},
-        "joins": {name: [join.kind, join.dim, join.outer] for name, join in pipeline.joins.items()},
+        "owners": {name: list(ranks) for name, ranks in flow.owners.items()},
+        "reductions": {name: [join.kind, join.dim, join.outer] for name, join in pipeline.reductions.items()},
         "costs": {
             "times_us": {f"{place}{kind}": time for (place, kind), time in costs.times_us.items()},
             "latency_us": costs.latency_us,
@@ -101,9 +101,9 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     types = {str(name): _type(text) for name, text in content["types"].items()}
     works = {_key(text): Work(**{field: tuple(names) for field, names in work.items()})
              for text, work in content["flow"].items()}  # fmt: skip
-    homes = {str(name): tuple(map(int, ranks)) for name, ranks in content["homes"].items()}
+    owners = {str(name): tuple(map(int, ranks)) for name, ranks in content["owners"].items()}
     stages = tuple(map(int, content["stages"]))
-    flow = Flow(stages, int(content["microbatches"]), works, types, homes)
+    flow = Flow(stages, int(content["microbatches"]), works, types, owners)
     found: dict[tuple[int, str], Program] = {}
     for text in content["graphs"]:
         key = _key(text)
@@ -128,11 +128,12 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     )
     if len(lists) != len(graphs) or flow.size > len(graphs):
         raise ValueError(f"there are lists for {len(lists)} ranks and graphs for {len(graphs)}")
-    joins = {str(name): Join(str(kind), int(dim), int(outer)) for name, (kind, dim, outer) in content["joins"].items()}
+    read = content["reductions"].items()
+    reductions = {str(name): Reduction(str(kind), int(dim), int(outer)) for name, (kind, dim, outer) in read}
     parameters = {str(name): int(stage) for name, stage in content["parameters"].items()}
     if wrong := [name for name, stage in parameters.items() if not 0 <= stage < len(stages)]:
         raise ValueError(f"'{wrong[0]}' is kept by stage {parameters[wrong[0]]}, which does not exist")
-    return Pipeline(mesh, flow, found, joins, parameters, costs, str(content["schedule"]), lists)
+    return Pipeline(mesh, flow, found, reductions, parameters, costs, str(content["schedule"]), lists)
 
 
 def _check_work(text: str, work: Work, graph: Program) -> None:

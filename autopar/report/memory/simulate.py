@@ -22,9 +22,9 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import graph_name
 from autopar.ir.program import Input, record
 from autopar.ir.schedule import Span
+from autopar.report.memory.fake_group import fake_groups
+from autopar.report.memory.meta_kernels import ON_CPU, value_read
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
-from autopar.report.memory.silent import silent_groups
-from autopar.report.memory.stand_ins import ON_CPU, value_read
 from autopar.report.memory.track import Block, Tracker
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable, Outputs, Study
@@ -110,7 +110,7 @@ class _Rank:
         self.tracker = _Shapes(device, grain, self._value)
         self.trace = Trace(self.tracker)
         study = Study(self._enter, ON_CPU if device == "cpu" else {})
-        groups = silent_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
+        groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
         self.driver = DistributedDriver(compiled.mesh, groups, rank)
         self.parameters: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
@@ -219,12 +219,12 @@ class _Rank:
     def _make_state(self) -> None:
         """Parameters, buffers, constants and the batch. Of a parameter of other stages there is nothing."""
         compiled, program = self.compiled, self.compiled.program
-        place, homes = self.coord.get(PIPELINE, 0), compiled.homes
+        place, owners = self.coord.get(PIPELINE, 0), compiled.owners
         for node, entry in program.entries:
             known = record(node)
             shape, dtype = known.type.shape, known.type.dtype
             if entry.kind == "parameter":
-                here = homes[entry.name] in (None, place)
+                here = owners[entry.name] in (None, place)
                 shape = local_shape(shape, known.layout, program.mesh) if here else (0,) * len(shape)
                 part = torch.empty(shape, dtype=dtype, device=self.device)
                 made: torch.Tensor = nn.Parameter(part, requires_grad=dtype.is_floating_point)

@@ -29,7 +29,7 @@ def stage_of_names(compiled: Lowered) -> dict[str, int]:
     pipeline, program = compiled.pipeline, compiled.program
     if pipeline is None:
         return {}
-    found = {node.name: pipeline.homes[entry.name] for node, entry in program.parameters()}
+    found = {node.name: pipeline.owners[entry.name] for node, entry in program.parameters()}
     for (stage, kind), graph in pipeline.graphs.items():
         if kind in "FBIW":
             for node in graph.calls():

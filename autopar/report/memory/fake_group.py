@@ -28,7 +28,7 @@ class _Done(dist.Work):
         return False
 
 
-class Silence(dist.ProcessGroup):
+class FakeGroup(dist.ProcessGroup):
     """Says yes to everything. Its methods are those that the functions of `torch.distributed` call, in 2.11 to 2.13.
 
     copies: whether it reduces in a copy before it scatters, as Gloo does (of its collectives, that one alone).
@@ -49,12 +49,12 @@ class Silence(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
 
 
-def silent_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dict[str, Group]:
+def fake_groups(mesh: Mesh, rank: int, axes: Iterable[str], copies: bool) -> dict[str, Group]:
     """The groups of a rank, as `make_groups` makes them where there are processes."""
     found = {}
     for axis in axes:
         members = axis_group(mesh, rank, axis)
         order = tuple(sorted(members).index(member) for member in members)
-        handle = Silence(members.index(rank), len(members), copies)
+        handle = FakeGroup(members.index(rank), len(members), copies)
         found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
     return found

@@ -1,4 +1,4 @@
-"""partition: a LOCAL program becomes the graphs of a pipeline's actions."""
+"""stages: a LOCAL program becomes the graphs of a pipeline's actions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
-from autopar.passes.pipeline.again import kept_across
-from autopar.passes.pipeline.by_hand import by_hand
 from autopar.passes.pipeline.cut import Limits, Stages, cut
+from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import place_backward, weight_nodes
-from autopar.passes.pipeline.sums import join_of, sums_by_stage, with_joins
+from autopar.passes.pipeline.rematerialized import kept_across
+from autopar.passes.pipeline.sums import reduction_of, sums_by_stage, with_reductions
 from autopar.passes.pipeline.when import Times, When, times_of
 
 
@@ -33,11 +33,11 @@ class Places:
     in_flight: Sequence[int]
 
 
-def partition(program: Program, plan: Plan, places: Places) -> Pipeline:
+def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages: forward, backward (or input_grad and weight_grad), and of all ranks:
     prologue and epilogue; with what flows between them.
 
-        %contract_5 ... # blocks.1            ->  forward_1: %contract_5 = ...        return saved "contract_5"
+        %einsum_5 ... # blocks.1            ->  forward_1: %einsum_5 = ...        return saved "einsum_5"
         %all_reduce = all_reduce(%x, "mb")    ->  backward_1: return part "all_reduce" = %x
         %all_reduce_1 = all_reduce(.., "dp")  ->  epilogue: %all_reduce = step "all_reduce"; %all_reduce_1 = ...
 
@@ -68,7 +68,7 @@ class _Staged:
 
 def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
-    program = program if plan.microbatches > 1 else with_joins(program)
+    program = program if plan.microbatches > 1 else with_reductions(program)
     times = _times(program, plan)
     forward = _cut(program, times, plan, places)
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
@@ -77,8 +77,8 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
 def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
     staging = plan.staging
     if staging.stages is not None:
-        return by_hand(program, times, staging.stages)
-    limits = Limits(places.in_flight, staging.stage_memory, staging.homes, staging.machine)
+        return manual(program, times, staging.stages)
+    limits = Limits(places.in_flight, staging.stage_memory, staging.owners, staging.machine)
     return cut(program, times, len(places.ranks), limits)
 
 
@@ -106,11 +106,11 @@ class _Partition:
         staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan.microbatches)
         self.program, self.forward = staged.program, staged.forward
         self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
-        self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.EACH}
+        self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
 
     def run(self) -> Pipeline:
-        self.homes = self._homes()
+        self.owners = self._owners()
         trains = any(out.kind == "gradient" for out in self.program.outputs)
         for stage in range(self.count):
             for kind in self._kinds() if trains else ("F",):
@@ -118,7 +118,7 @@ class _Partition:
         for node, stage in self.stages.items():
             self._piece((stage, self._kind(node))).own[node] = None
         for node in self.program.nodes:
-            if node in self.times.joins and self.times.of[node] is When.AFTER:
+            if node in self.times.reductions and self.times.of[node] is When.AFTER:
                 part = node.args[0]
                 assert isinstance(part, fx.Node)
                 self._piece((self.stages[part], self._kind(part))).leave("part", node.name, part)
@@ -146,9 +146,9 @@ class _Partition:
             return "B"
         return "W" if node in self.weights else "I"
 
-    def _homes(self) -> dict[str, int]:
+    def _owners(self) -> dict[str, int]:
         """The stage of each parameter: the first one that uses it, or the one that keeps it already."""
-        given = self.plan.staging.homes or {}
+        given = self.plan.staging.owners or {}
         return {
             entry.name: given[entry.name] if entry.name in given else min(self._stages_that_use(node), default=0)
             for node, entry in self.entries.items()
@@ -161,7 +161,7 @@ class _Partition:
             for user in pending.pop().users:
                 if user in self.stages:
                     found.add(self.stages[user])
-                elif user not in known and user.op != "output" and self.times.of[user] is When.BEFORE:
+                elif user not in known and user.op != "output" and self.times.of[user] is When.INVARIANT:
                     known.add(user)
                     pending.append(user)
         return found
@@ -172,7 +172,7 @@ class _Partition:
         for known in reach([node], ()):
             entry = self.entries.get(known)
             if entry is not None and entry.kind == "parameter":
-                found.add(self.ranks[self.homes[entry.name]])
+                found.add(self.ranks[self.owners[entry.name]])
         return found
 
     # -- what each action takes from others ---------------------------------------------------------------------
@@ -197,7 +197,7 @@ class _Partition:
     def _enters(self, node: fx.Node, stage: int, kind: str, made: dict[fx.Node, str]) -> bool:
         """Let a value into a piece; True if the piece makes it itself."""
         outside, when = self.outside[stage, kind], self.times.of[node]
-        if when is When.EACH:
+        if when is When.BODY:
             if _is_free(node, self.program.mesh):
                 return True
             outside[node] = Outside("saved", node.name, record(node))
@@ -205,7 +205,7 @@ class _Partition:
             return False
         if is_copied(node) or record(node).several:
             return True
-        if when is When.BEFORE:
+        if when is When.INVARIANT:
             self._from_prologue(outside, node, self.ranks[stage])
             return False
         if made.setdefault(node, kind) == kind:
@@ -225,7 +225,7 @@ class _Partition:
         piece, outside = self._piece((rank, "E")), self.outside[rank, "E"]
         for node, out in self.program.leaving:
             assert node is not None
-            if out.kind != "gradient" or self.ranks[self.homes[out.name]] == rank:
+            if out.kind != "gradient" or self.ranks[self.owners[out.name]] == rank:
                 piece.leave(out.kind, out.name, node)
         known: set[fx.Node] = set()
         pending = [node for _, node in piece.leaving]
@@ -234,7 +234,7 @@ class _Partition:
             if node in known or node.op == "placeholder":
                 continue
             known.add(node)
-            if node in self.times.joins and self.times.of[node] is When.AFTER:
+            if node in self.times.reductions and self.times.of[node] is When.AFTER:
                 outside[node] = Outside("step", node.name, record(node))
                 continue
             if is_before(self.times, node) and not is_copied(node) and not record(node).several:
@@ -249,12 +249,12 @@ class _Partition:
         if (rank, "P") not in self.pieces:
             return
         piece, outside = self._piece((rank, "P")), self.outside[rank, "P"]
-        joins = reach((node for _, node in piece.leaving), self.times.joins) & self.times.joins
-        if not joins:
+        reductions = reach((node for _, node in piece.leaving), self.times.reductions) & self.times.reductions
+        if not reductions:
             return
         count = self._piece((rank, "C"))
         for node in self.program.nodes:
-            if node in joins:
+            if node in reductions:
                 outside[node] = Outside("step", node.name, record(node))
                 count.leave("step", node.name, node)
 
@@ -264,31 +264,31 @@ class _Partition:
         graphs = {key: build(self.program, piece, self.outside[key]) for key, piece in sorted(self.pieces.items())}
         works: dict[Key, Work] = {}
         types: dict[str, TensorType] = {}
-        homes: dict[str, tuple[int, ...]] = {}
+        owners: dict[str, tuple[int, ...]] = {}
         for key, graph in graphs.items():
             if key[1] == "C":
                 continue
             rank = self.ranks[key[0]] if key[1] in "FBIW" else key[0]
             foreign = self._foreign(graph, rank)
-            homes.update(foreign)
+            owners.update(foreign)
             counting = graphs.get((rank, "C")) if key[1] == "P" else None
             counted = {out.name for out in counting.outputs} if counting is not None else set()
             works[key] = _work(graph, tuple(foreign), counted)
             types.update((node.name, local_type(node, graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
             types.update((name, local_type(node, graph.mesh)) for name, node in leaving if node is not None)
-        flow = Flow(self.ranks, self.plan.microbatches, works, types, homes)
-        found = [node for node in self.program.nodes if node in self.times.joins]
-        joins = {node.name: join_of(node) for node in found}
+        flow = Flow(self.ranks, self.plan.microbatches, works, types, owners)
+        found = [node for node in self.program.nodes if node in self.times.reductions]
+        reductions = {node.name: reduction_of(node) for node in found}
         types.update((node.name, local_type(node, self.program.mesh)) for node in found)
-        return Pipeline(self.plan.mesh, flow, graphs, joins, self.homes, self._costs(graphs))
+        return Pipeline(self.plan.mesh, flow, graphs, reductions, self.owners, self._costs(graphs))
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
         """The parameters of a graph that another rank keeps, with that rank."""
         return {
-            node.name: (self.ranks[self.homes[entry.name]],)
+            node.name: (self.ranks[self.owners[entry.name]],)
             for node, entry in graph.entries
-            if entry.kind == "parameter" and self.ranks[self.homes[entry.name]] != rank
+            if entry.kind == "parameter" and self.ranks[self.owners[entry.name]] != rank
         }
 
     def _costs(self, graphs: Mapping[Key, Program]) -> Costs:

@@ -7,21 +7,21 @@ from torch import fx
 from autopar.ir.program import Builder, Program, record
 from autopar.passes.pipeline.cut import Stages
 
-MADE_BY = "recompute"  # the pass that makes duplicates
+MADE_BY = "recompute"  # the pass that makes clones
 
 
 def originals(program: Program) -> dict[fx.Node, fx.Node]:
-    """The forward node that each duplicate repeats: the same call of the same values, for the same captured node."""
+    """The forward node that each clone repeats: the same call of the same values, for the same captured node."""
     found: dict[fx.Node, fx.Node] = {}
     calls: dict[tuple[object, ...], fx.Node] = {}
     for node in program.calls():
-        is_duplicate = record(node).made_by == MADE_BY
-        if record(node).is_backward and not is_duplicate:
+        is_clone = record(node).made_by == MADE_BY
+        if record(node).is_backward and not is_clone:
             continue
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: found.get(old, old))
         known = record(node)
         key = (node.target, str(args), known.origin, known.module, known.source)
-        if not is_duplicate:
+        if not is_clone:
             calls.setdefault(key, node)
         elif key in calls:
             found[node] = calls[key]
@@ -32,11 +32,11 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
     """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
     with the new node of each old one.
 
-        stage 0: %gelu_again = ...
-        stage 1: %contract_9 = contract(%grad, %gelu_again)     becomes contract(%grad, %gelu)
+        stage 0: %gelu_recomputed = ...
+        stage 1: %einsum_9 = einsum(%grad, %gelu_recomputed)     becomes einsum(%grad, %gelu)
     """
     original = originals(program)
-    build = Builder("partition")
+    build = Builder("stages")
     for node in program.nodes:
         seen = {operand: build.value[operand] for operand in node.all_input_nodes}
         for operand in seen if node in stages else ():

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 WHOLE: tuple[()] = ()
 
 
-class Flat:
+class Coalesced:
     """Puts a start, and later a wait, in place of collectives of one kind, over one axis and of one dtype.
 
     A flat value is made of local pieces and has no global shape of its own. It is [elements] for a sum, and where an

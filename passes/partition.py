@@ -1,4 +1,4 @@
-"""localize: partition the program to local shapes, the arguments of every call those of one rank's parts."""
+"""partition: rewrite the program to local shapes, the arguments of every call those of one rank's parts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Reading, Rule, Table
 from autopar.passes.search.states import choice_at, states_of
 
-MADE_BY = "localize"
+MADE_BY = "partition"
 Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
 
 
-def localize(program: Program, plan: Plan) -> Program:
+def partition(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
 
         %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [8, 4, 6])
@@ -30,10 +30,10 @@ def localize(program: Program, plan: Plan) -> Program:
 
     Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
     """
-    return _Localize(program, table_of(plan)).run()
+    return _Partition(program, table_of(plan)).run()
 
 
-class _Localize:
+class _Partition:
     def __init__(self, program: Program, table: Table) -> None:
         self.program, self.table, self.mesh = program, table, program.mesh
         self.build = Builder(MADE_BY)

@@ -13,7 +13,7 @@ from autopar.passes.pipeline.cut import Stages, forward_nodes
 from autopar.passes.pipeline.when import Times
 
 
-def by_hand(program: Program, times: Times, stages: Sequence[str]) -> Stages:
+def manual(program: Program, times: Times, stages: Sequence[str]) -> Stages:
     """The stage of every forward node, from `["embed, blocks.0-3", "blocks.4-7, norm, head"]`.
 
     An entry holds module paths with commas between them; `blocks.0-3` is four of them and `*` stands for anything.

@@ -170,5 +170,5 @@ def test_as_strided_speaks_of_the_memory_of_the_traced_value(mesh: str) -> None:
 
 
 def test_as_strided_of_a_part_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"as_strided at test_spelling.py:\d+ .* reads memory beside the tensor"):
+    with pytest.raises(CaptureError, match=r"as_strided at test_canonical.py:\d+ .* reads memory beside the tensor"):
         verify(Windows(part=True), "dp=2", batch=(torch.randn(6, 5, 8),))

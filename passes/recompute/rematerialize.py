@@ -1,4 +1,4 @@
-"""Writes a choice into the graph: the backward pass reads duplicates of forward nodes, made just before they are
+"""Writes a choice into the graph: the backward pass reads clones of forward nodes, made just before they are
 needed."""
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ MADE_BY = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Recomputed:
     """A call is computed again, for the nodes of the backward pass in one group."""
 
     group: str
     reason: str
 
 
-def duplicate(program: Program, again: Mapping[fx.Node, Again], policies: Policies) -> Program:
-    """The program with duplicates of the calls in `again`, each shared by the backward nodes of its group."""
-    return _Duplicate(program, again, policies).run()
+def rematerialize(program: Program, recomputed: Mapping[fx.Node, Recomputed], policies: Policies) -> Program:
+    """The program with clones of the calls in `recomputed`, each shared by the backward nodes of its group."""
+    return _Rematerialize(program, recomputed, policies).run()
 
 
-class _Duplicate:
-    def __init__(self, program: Program, again: Mapping[fx.Node, Again], policies: Policies) -> None:
+class _Rematerialize:
+    def __init__(self, program: Program, recomputed: Mapping[fx.Node, Recomputed], policies: Policies) -> None:
         self.program, self.policies = program, policies
         self.build = Builder(MADE_BY)
-        self.again = dict(again)
-        self.made: dict[fx.Node, fx.Node] = {}  # the duplicate of an old node
+        self.recomputed = dict(recomputed)
+        self.made: dict[fx.Node, fx.Node] = {}  # the clone of an old node
         self.moved: dict[tuple[object, ...], fx.Node] = {}  # collectives of the backward pass, by what they move
         self.position = {node: i for i, node in enumerate(program.graph.nodes)}
         for node in program.calls():  # with a call go its results, and with a value its views
             source = node.args[0] if is_getitem(node) else root_of(node)
-            if isinstance(source, fx.Node) and source in self.again and not is_backward(node):
-                self.again.setdefault(node, self.again[source])
+            if isinstance(source, fx.Node) and source in self.recomputed and not is_backward(node):
+                self.recomputed.setdefault(node, self.recomputed[source])
 
     def run(self) -> Program:
         for node in self.program.graph.nodes:
@@ -49,9 +49,9 @@ class _Duplicate:
                 continue
             group = self.policies.group(record(node).module)
             for old in self._missing(node, group):
-                self.made[old] = self._copy(old, group, again=True)
-            self.build.value[node] = self._copy(node, group, again=False)
-        for node in sorted(self.again, key=self.position.__getitem__, reverse=True):
+                self.made[old] = self._copy(old, group, recomputed=True)
+            self.build.value[node] = self._copy(node, group, recomputed=False)
+        for node in sorted(self.recomputed, key=self.position.__getitem__, reverse=True):
             self._drop(self.build.value[node])
         return self.program.with_(graph=self.build.graph)
 
@@ -61,8 +61,8 @@ class _Duplicate:
             for node in (*forward.users, forward):
                 self.build.graph.erase_node(node)
 
-    def _is_again(self, node: fx.Node, group: str) -> bool:
-        found = self.again.get(node)
+    def _is_recomputed(self, node: fx.Node, group: str) -> bool:
+        found = self.recomputed.get(node)
         return found is not None and found.group == group
 
     def _missing(self, node: fx.Node, group: str) -> list[fx.Node]:
@@ -71,26 +71,26 @@ class _Duplicate:
         pending = [node]
         while pending:
             for old in pending.pop().all_input_nodes:
-                if old not in found and old not in self.made and self._is_again(old, group):
+                if old not in found and old not in self.made and self._is_recomputed(old, group):
                     found.add(old)
                     pending.append(old)
         return sorted(found, key=self.position.__getitem__)
 
-    def _copy(self, node: fx.Node, group: str, again: bool) -> fx.Node:
-        """A node that reads the duplicates of its group. What was gathered again is not gathered twice."""
+    def _copy(self, node: fx.Node, group: str, recomputed: bool) -> fx.Node:
+        """A node that reads the clones of its group. What was gathered again is not gathered twice."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: self._value(old, group))
         key = (group, node.target, args, tuple(kwargs.items())) if is_collective(node.target) else None
         if key is not None and key in self.moved:
             return self.moved[key]
-        name = f"{node.name}_again" if again else node.name
+        name = f"{node.name}_recomputed" if recomputed else node.name
         made = self.build.graph.create_node(node.op, node.target, args, kwargs, name=name)
         made.meta.update(node.meta)
-        if again:
-            like = record(node).with_(phase="backward", made_by=MADE_BY, reason=self.again[node].reason)
+        if recomputed:
+            like = record(node).with_(phase="backward", made_by=MADE_BY, reason=self.recomputed[node].reason)
             set_record(made, like)
         if key is not None:
             self.moved[key] = made
         return made
 
     def _value(self, node: fx.Node, group: str) -> fx.Node:
-        return self.made[node] if self._is_again(node, group) else self.build.value[node]
+        return self.made[node] if self._is_recomputed(node, group) else self.build.value[node]

@@ -15,7 +15,7 @@ from autopar.runtime.pipeline import Send
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class Receive:
     """A receive on its way into memory of its own."""
 
     works: tuple[Any, ...]
@@ -39,20 +39,20 @@ class Peers:
     device: torch.device
     leaving: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque)  # sends, with the memory that they read
 
-    def send(self, letter: Send) -> None:
+    def send(self, message: Send) -> None:
         """Nobody waits in a circle even if every send blocks (`with_transfers`): so old ones may be waited for."""
         while self.leaving and (len(self.leaving) > LEAVING or self.leaving[0][0].is_completed()):
             self.leaving.popleft()[0].wait()
-        target = self.rank_at(letter.instruction.peer)
-        for tensor in letter.tensors:
+        target = self.rank_at(message.instruction.peer)
+        for tensor in message.tensors:
             dense = tensor.contiguous()
             self.leaving.append((dist.isend(dense, group=self.group, group_dst=target), dense))
 
-    def receive(self, instruction: Instruction) -> Posted:
+    def receive(self, instruction: Instruction) -> Receive:
         source = self.rank_at(instruction.peer)
         tensors = tuple(torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in instruction.types)
         works = tuple(dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors)
-        return Posted(works, tensors)
+        return Receive(works, tensors)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
