@@ -28,6 +28,10 @@ def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
+    """Raise F.cross_entropy to logsumexp and pick, whose classes may be split; a mean becomes a sum over a count.
+
+    Targets are class numbers, or probabilities: NotImplemented for these with an ignore_index that could be a class.
+    """
     how = _reduction(reduction, size_average, reduce)
     x = input.movedim(1, -1) if input.ndim > 2 else input
     if torch.is_autocast_enabled(x.device.type):
@@ -62,6 +66,7 @@ def nll_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean",
 ) -> Any:  # fmt: skip
+    """Raise F.nll_loss to pick and a sum over a count."""
     x = input.movedim(1, -1) if input.ndim > 2 else input
     index = op("checked_index")(target, x.shape[-1], ignore_index)
     valid = target != ignore_index
@@ -74,7 +79,8 @@ def nll_loss(
 def log_softmax(
     input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
 ) -> Any:
-    """Of short floats torch rounds the result alone, which two ops cannot."""
+    """Raise F.log_softmax to x - logsumexp(x). NotImplemented without a dim, and for results in 16 bits: torch rounds
+    these once, two ops would twice."""
     autocast = torch.is_autocast_enabled(input.device.type)
     wide = dtype or (torch.float32 if autocast and input.dtype != torch.float64 else input.dtype)
     if dim is None or input.ndim == 0 or wide not in (torch.float32, torch.float64):
@@ -116,6 +122,8 @@ def embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Any:  # fmt: skip
+    """Raise F.embedding to a lookup whose table may be split by rows. NotImplemented for the options that change or
+    count rows (max_norm, scale_grad_by_freq) and for sparse gradients."""
     if max_norm is not None or scale_grad_by_freq or sparse or weight.ndim != 2:
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -126,6 +134,7 @@ def batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
+    """Raise F.batch_norm to sums over the whole batch and pointwise ops; running statistics are written too."""
     if not training:
         assert running_mean is not None and running_var is not None
         shape = [input.shape[1] if dim == 1 else 1 for dim in range(input.ndim)]
@@ -144,6 +153,8 @@ def instance_norm(
     input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
+    """Raise F.instance_norm with running statistics to sums and pointwise ops. NotImplemented without such statistics:
+    torch's own op is per sample already."""
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is None or running_var is None:

@@ -118,7 +118,10 @@ class Distributor:
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,
         owner: int | None = None, new_owner: int | None = None,
     ) -> None:  # fmt: skip
-        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it."""
+        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it.
+
+        A collective: every rank must call it, in a call that announced itself. Raises RankError if a rank is lost.
+        """
         local = local_of(parameter)  # type: ignore[arg-type]
         value = local
         if owner is not None or has != replicated(len(has.dims)):
