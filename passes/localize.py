@@ -25,8 +25,25 @@ Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, 
 def localize(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
 
-        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [8, 4, 6])
-        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [4, 4, 3])
+        EXPLICIT program on dp=3,tp=2
+        %table: f32[8,4] [tp,-] = parameter "table"
+        %tokens: i64[6] [dp] = batch "0"
+        %embedding: f32[6,4] [dp,-] partial(tp) = autopar.embedding.default(%table, %tokens)
+        %all_reduce: f32[6,4] [dp,-] = autopar.all_reduce.default(%embedding, "tp", "sum")
+        %reshape: f32[24] [dp] = aten.reshape.default(%all_reduce, [24])
+        %all_gather: f32[24] [-] = autopar.all_gather.default(%reshape, "dp", 0, 1)
+        return value "rows" = %all_gather
+    becomes
+        LOCAL program on dp=3,tp=2
+        %table: f32[4,4] of [8,4] [tp,-] = parameter "table"
+        %tokens: i64[2] of [6] [dp] = batch "0"
+        %coord_tp: - ? = autopar.coord.default("tp")
+        %offset: - ? = operator.mul(%coord_tp, 4)
+        %embedding: f32[2,4] of [6,4] [dp,-] partial(tp) = autopar.embedding.default(%table, %tokens, offset=%offset)
+        %all_reduce: f32[2,4] of [6,4] [dp,-] = autopar.all_reduce.default(%embedding, "tp", "sum")
+        %reshape: f32[8] of [24] [dp] = aten.reshape.default(%all_reduce, [8])
+        %all_gather: f32[24] [-] = autopar.all_gather.default(%reshape, "dp", 0, 1)
+        return value "rows" = %all_gather
 
     Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
     """

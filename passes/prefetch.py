@@ -19,10 +19,29 @@ MADE_BY = "prefetch"
 def prefetch(program: Program, plan: Plan) -> Program:
     """LOCAL -> LOCAL. What ZeRO gathers is started a layer ahead and awaited where it is used.
 
-        %all_gather: f32[64,8] = autopar.all_gather.default(%w, 'dp', 0, 1)      %w of layer 3
+        LOCAL program on fsdp=2
+        %a: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.0.weight"
+        %b: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.1.weight"
+        %x: f32[2,8] of [4,8] [fsdp,-] = batch "0"
+        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%a, "fsdp", 0, 1)   # layers.0
+        %contract: f32[2,8] of [4,8] [fsdp,-] = autopar.contract.default(%x, %all_gather, "ca,ba->cb")   # layers.0
+        %all_gather_1: f32[8,8] [-,-] = autopar.all_gather.default(%b, "fsdp", 0, 1)   # layers.1
+        %contract_1: f32[2,8] of [4,8] [fsdp,-] = autopar.contract.default(%contract, %all_gather_1, "ca,ba->cb")
+        %all_gather_2: f32[4,8] [-,-] = autopar.all_gather.default(%contract_1, "fsdp", 0, 1)
+        return value "y" = %all_gather_2
     becomes
-        %all_gather_start = autopar.all_gather_start.default(%w, 'dp', 0, 1)     before layer 2 computes
-        %wait = autopar.wait.default(%all_gather_start)                          where layer 3 uses it
+        LOCAL program on fsdp=2
+        %a: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.0.weight"
+        %b: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.1.weight"
+        %x: f32[2,8] of [4,8] [fsdp,-] = batch "0"
+        %all_gather_start: f32[8,8] [-,-] = autopar.all_gather_start.default(%a, "fsdp", 0, 1)
+        %wait: f32[8,8] [-,-] = autopar.wait.default(%all_gather_start)
+        %all_gather_start_1: f32[8,8] [-,-] = autopar.all_gather_start.default(%b, "fsdp", 0, 1)
+        %contract: f32[2,8] of [4,8] [fsdp,-] = autopar.contract.default(%x, %wait, "ca,ba->cb")
+        %wait_1: f32[8,8] [-,-] = autopar.wait.default(%all_gather_start_1)
+        %contract_1: f32[2,8] of [4,8] [fsdp,-] = autopar.contract.default(%contract, %wait_1, "ca,ba->cb")
+        %all_gather_2: f32[4,8] [-,-] = autopar.all_gather.default(%contract_1, "fsdp", 0, 1)
+        return value "y" = %all_gather_2
 
     So no more than two layers are whole at once. Small parameters of a layer move together, if the copies that this
     takes cost less than the starts that it saves; `bucket_bytes` says otherwise. PyTorch FSDP, arXiv 2304.11277,

@@ -17,8 +17,24 @@ from autopar.passes.search.states import compose
 def propagate(program: Program, plan: Plan) -> Program:
     """CAPTURED -> SHARDED. One axis after the other, each by the cheapest plan within its intent.
 
-        %mm: f32[8,6] = aten.mm.default(%x, %w)
-        %mm: f32[8,6] [dp,tp] = aten.mm.default(%x, %w)     with %x wanted [dp,-] and %w wanted [-,tp]
+        mesh: dp=2,tp=2
+        CAPTURED program
+        %up: f32[8,4] = parameter "up"
+        %down: f32[4,8] = parameter "down"
+        %x: f32[6,4] = batch "0"
+        %contract: f32[6,8] = autopar.contract.default(%x, %up, "ca,ba->cb")
+        %contract_1: f32[6,4] = autopar.contract.default(%contract, %down, "ca,ba->cb")
+        %sum_1: f32[] = aten.sum.default(%contract_1)
+        return loss "loss" = %sum_1
+    becomes
+        SHARDED program on dp=2,tp=2
+        %up: f32[8,4] [tp,-] = parameter "up"
+        %down: f32[4,8] [-,tp] = parameter "down"
+        %x: f32[6,4] [dp,-] = batch "0"
+        %contract: f32[6,8] [dp,tp] = autopar.contract.default(%x, %up, "ca,ba->cb")
+        %contract_1: f32[6,4] [dp,-] partial(tp) = autopar.contract.default(%contract, %down, "ca,ba->cb")
+        %sum_1: f32[] [] partial(dp,tp) = aten.sum.default(%contract_1)
+        return loss "loss" = %sum_1 as []
 
     The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no weight.
     Method: einsum-like names (GSPMD, arXiv 2105.04663) and an integer programme (Alpa, arXiv 2201.12023).

@@ -19,11 +19,23 @@ MADE_BY = "reshard"
 def reshard(program: Program, plan: Plan) -> Program:
     """SHARDED -> EXPLICIT. The one place where collectives enter a program.
 
-        %mm: f32[8,4] [dp,-] partial(tp) = ...
-        %add: ... = aten.add.Tensor(%mm, %x)          wants %mm [dp,-]
+        SHARDED program on dp=2,tp=2
+        %w: f32[4,6] [-,tp] = parameter "w"
+        %b: f32[4] [-] = parameter "b"
+        %x: f32[8,6] [dp,tp] = batch "0"
+        %contract: f32[8,4] [dp,-] partial(tp) = autopar.contract.default(%x, %w, "ca,ba->cb")
+        %add: f32[8,4] [dp,-] = aten.add.Tensor(%contract as [dp,-], %b)
+        return value "y" = %add as [-,-]
     becomes
-        %all_reduce: f32[8,4] [dp,-] = autopar.all_reduce.default(%mm, 'tp', 'sum')
-        %add: ... = aten.add.Tensor(%all_reduce, %x)
+        EXPLICIT program on dp=2,tp=2
+        %w: f32[4,6] [-,tp] = parameter "w"
+        %b: f32[4] [-] = parameter "b"
+        %x: f32[8,6] [dp,tp] = batch "0"
+        %contract: f32[8,4] [dp,-] partial(tp) = autopar.contract.default(%x, %w, "ca,ba->cb")
+        %all_reduce: f32[8,4] [dp,-] = autopar.all_reduce.default(%contract, "tp", "sum")
+        %add: f32[8,4] [dp,-] = aten.add.Tensor(%all_reduce, %b)
+        %all_gather: f32[8,4] [-,-] = autopar.all_gather.default(%add, "dp", 0, 1)
+        return value "y" = %all_gather
 
     A value is moved once for all users that want it alike. A computed value is moved where it is made, so that a
     gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time. With

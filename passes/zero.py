@@ -30,13 +30,27 @@ def zero(program: Program, plan: Plan) -> Program:
     """SHARDED -> SHARDED. With ZeRO a rank keeps a part of each parameter over `plan.zero_axis`; `reshard` then
     gathers it for who wants it whole, and scatters its gradient.
 
-        %w: f32[10,8] [-,tp]
-        %mm: ... = autopar.contract(%x, %w)                   wants %w [-,tp]
-    becomes, on 4 ranks,
-        %w: f32[12,8] [fsdp,tp]
-        %w_rows: f32[10,8] [-,tp] = aten.slice(%w, 0, 0, 10)  wants %w [-,tp]
-        %mm: ... = autopar.contract(%x, %w_rows)
-    and its gradient is padded to 12 rows. Without padding only layouts change.
+        SHARDED program on fsdp=4
+        %scale: f32[10] [-] = parameter "scale"
+        %x: f32[8,10] [fsdp,-] = batch "0"
+        %mul: f32[8,10] [fsdp,-] = aten.mul.Tensor(%x, %scale)
+        %sum_1: f32[] [] partial(fsdp) = aten.sum.default(%mul)
+        %sum_2: f32[10] [-] partial(fsdp) = aten.sum.dim_IntList(%x, [0])
+        return loss "loss" = %sum_1 as []
+        return gradient "scale" = %sum_2 as [-]
+    becomes
+        SHARDED program on fsdp=4
+        %scale: f32[12] [fsdp] = parameter "scale"
+        %x: f32[8,10] [fsdp,-] = batch "0"
+        %scale_rows: f32[10] [-] = aten.slice.Tensor(%scale as [-], 0, 0, 10)
+        %mul: f32[8,10] [fsdp,-] = aten.mul.Tensor(%x, %scale_rows)
+        %sum_1: f32[] [] partial(fsdp) = aten.sum.default(%mul)
+        %sum_2: f32[10] [-] partial(fsdp) = aten.sum.dim_IntList(%x, [0])
+        %sum_2_padded: f32[12] [-] partial(fsdp) = aten.constant_pad_nd.default(%sum_2, [0, 2])
+        return loss "loss" = %sum_1 as []
+        return gradient "scale" = %sum_2_padded as [fsdp]
+
+    Where the axis divides a dim nothing is padded, and only layouts change.
 
     With zero 1 and 2 frozen parameters, which have no states, stay as they are. ZeRO, arXiv 1910.02054; one parameter
     at a time as in FSDP2, so that optimizers see parameters and not a flat piece of memory.

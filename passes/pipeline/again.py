@@ -32,8 +32,20 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
     """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
     with the new node of each old one.
 
-        stage 0: %gelu_again = ...
-        stage 1: %contract_9 = contract(%grad, %gelu_again)     becomes contract(%grad, %gelu)
+        stage 0: gelu gelu_again
+        stage 1: mul
+        LOCAL program
+        %x: f32[4,8] [-,-] = batch "0"
+        %gelu: f32[4,8] [-,-] = aten.gelu.default(%x)
+        %gelu_again: f32[4,8] [-,-] = aten.gelu.default(%x)   # backward  by recompute  from gelu
+        %mul: f32[4,8] [-,-] = aten.mul.Tensor(%gelu_again, 2)   # backward
+        return value "y" = %mul
+    becomes
+        LOCAL program
+        %x: f32[4,8] [-,-] = batch "0"
+        %gelu: f32[4,8] [-,-] = aten.gelu.default(%x)
+        %mul: f32[4,8] [-,-] = aten.mul.Tensor(%gelu, 2)
+        return value "y" = %mul
     """
     original = originals(program)
     build = Builder("partition")

@@ -63,13 +63,33 @@ def with_joins(program: Program) -> Program:
 
 def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
-    each old one.
+    each old one. The gradient of a weight that two stages use:
 
-        %add = aten.add.Tensor(%a, %b)         %a of stage 0, %b of stage 3: the gradient of a tied weight
-        %all_reduce = all_reduce(%add, "mb")
+        microbatches: 2
+        stage 0: mul sum_1 add
+        stage 1: exp sum_2
+        LOCAL program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        %sum_1: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%mul, [0])
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_2: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%exp, [0])
+        %add: f32[8] [-] partial(mb) = aten.add.Tensor(%sum_1, %sum_2)
+        %all_reduce: f32[8] [-] = autopar.all_reduce.default(%add, "mb", "sum")
+        return gradient "w" = %all_reduce
     becomes
-        %a_total = all_reduce(%a, "mb"); %b_total = all_reduce(%b, "mb")
-        %add = aten.add.Tensor(%a_total, %b_total)
+        LOCAL program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        %sum_1: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%mul, [0])
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_2: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%exp, [0])
+        %sum_1_total: f32[8] [-] = autopar.all_reduce.default(%sum_1, "mb", "sum")
+        %sum_2_total: f32[8] [-] = autopar.all_reduce.default(%sum_2, "mb", "sum")
+        %add: f32[8] [-] = aten.add.Tensor(%sum_1_total, %sum_2_total)
+        return gradient "w" = %add
     """
     joins = {node: node.args[0] for node in times.joins if times.of[node] is When.AFTER}
     late = {

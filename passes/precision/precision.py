@@ -20,13 +20,24 @@ aten = torch.ops.aten
 def precision(program: Program, plan: Plan) -> Program:
     """CAPTURED -> CAPTURED. Every op gets the dtype that it computes in, as under torch.autocast (arXiv 1710.03740).
 
-        %contract: f32[8,6] = autopar.contract.default(%x, %w, "ab,cb->ac")
+        precision: bf16
+        CAPTURED program
+        %w: f32[6,4] = parameter "w"
+        %x: f32[8,4] = batch "0"
+        %contract: f32[8,6] = autopar.contract.default(%x, %w, "ca,ba->cb")
         %logsumexp: f32[8] = autopar.logsumexp.default(%contract)
+        return value "y" = %logsumexp
     becomes
-        %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16); %cast_1: bf16[6,4] = ... (%w, dtype=bf16)
-        %contract: bf16[8,6] = autopar.contract.default(%cast, %cast_1, "ab,cb->ac")
+        CAPTURED program
+        note: precision bf16: 3 of 5 values are bf16, with 3 casts; f32 stay logsumexp
+        %w: f32[6,4] = parameter "w"
+        %x: f32[8,4] = batch "0"
+        %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16)
+        %cast_1: bf16[6,4] = aten._to_copy.default(%w, dtype=bf16)
+        %contract: bf16[8,6] = autopar.contract.default(%cast, %cast_1, "ca,ba->cb")
         %cast_2: f32[8,6] = aten._to_copy.default(%contract, dtype=f32)
         %logsumexp: f32[8] = autopar.logsumexp.default(%cast_2)
+        return value "y" = %logsumexp
 
     The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter
     where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product, and

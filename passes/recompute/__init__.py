@@ -20,10 +20,28 @@ __all__ = ["recompute"]
 def recompute(program: Program, plan: Plan) -> Program:
     """LOCAL -> LOCAL. The backward pass computes again what `plan.memory.recompute` says, and the rest is kept.
 
-        %gelu = aten.gelu.default(%add)                               the last use of %gelu is in the forward pass
-        ...
-        %gelu_again = aten.gelu.default(%add)                         just before its first use
-        %contract_3 = autopar.contract.default(%grad, %gelu_again, "cb,ca->ba")
+        recompute: "full"
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %contract: f32[6,8] [-,-] = autopar.contract.default(%x, %w, "ca,ba->cb")   # layers.0.up
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%contract)   # layers.0
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %contract_1: f32[8,4] [-,-] = autopar.contract.default(%gelu, %x, "cb,ca->ba")   # layers.0.up  backward
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %contract_1
+    becomes
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %contract: f32[6,8] [-,-] = autopar.contract.default(%x, %w, "ca,ba->cb")
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%contract)
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %contract_again: f32[6,8] [-,-] = autopar.contract.default(%x, %w, "ca,ba->cb")
+        %gelu_again: f32[6,8] [-,-] = aten.gelu.default(%contract_again)
+        %contract_1: f32[8,4] [-,-] = autopar.contract.default(%gelu_again, %x, "cb,ca->ba")
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %contract_1
 
     - "none": the program as it is.
     - "full": of a layer (a member of a list of modules) only what enters it is kept, as by torch.utils.checkpoint
