@@ -84,19 +84,15 @@ class _Bucket:
         total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
         if self.plan.memory.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
-        for node in self.program.graph.nodes:
-            if node.op == "output":
-                self._flush()
-                for cast in self.casts:
-                    self.build.copy(cast)
-                self.build.copy(node)
-            elif node in self.casts:
-                continue  # it follows what it casts
-            elif node not in self.sums:
-                self.build.copy(node)
-            elif node.args[0] not in self.sums:  # else it is added when that one has arrived
-                self._add(node)
-        return self.program.with_(graph=self.build.graph)
+        return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
+
+    def _put(self, node: fx.Node) -> None:
+        if node in self.sums and node.args[0] not in self.sums:  # else it is added when that one has arrived
+            self._add(node)
+        if node.op == "output":
+            self._flush()
+            for cast in self.casts:
+                self.build.copy(cast)
 
     def _sums(self) -> dict[fx.Node, None]:
         """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""

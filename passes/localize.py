@@ -57,21 +57,19 @@ class _Localize:
         self.coords: dict[str, fx.Node] = {}
 
     def run(self) -> Program:
-        for node in self.program.graph.nodes:
-            if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
-                self.build.copy(node)
-            else:
-                self._localize(node)
+        found = self.build.rewrite(self.program, self._put, level=Level.LOCAL)
         for coord in self.coords.values():
             if not coord.users:  # of a reading that no argument needed
-                self.build.graph.erase_node(coord)
-        return self.program.with_(graph=self.build.graph, level=Level.LOCAL)
+                found.graph.erase_node(coord)
+        return found
 
     def _is_cut(self, node: fx.Node) -> bool:
         found = record(node)
         return any(any(layout.dims) for layout in (*found.operands, *found.layouts) if layout is not None)
 
-    def _localize(self, node: fx.Node) -> None:
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
+            return None
         call, found = call_of(node), record(node)
         pair = rule_of(call, self.table)
         assert pair is not None, f"{node} has no rule, so it cannot be split"
@@ -90,18 +88,9 @@ class _Localize:
             {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
         )
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings)
-        made = self.build.graph.create_node(
-            "call_function",
-            node.target,  # type: ignore[arg-type]
-            self._new(args),
-            self._new(dict(kwargs)),
-            name=node.name,
-        )
-        made.meta.update(node.meta)
-        self.build.value[node] = made
-
-    def _new(self, arg: Any) -> Any:
-        return fx.node.map_arg(arg, lambda old: self.build.value.get(old, old))
+        made = self.build.copy(node)
+        made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: self.build.value.get(old, old))
+        return made
 
     def _reading(self, size: int, cut: list[tuple[int, int, str]], like: Record) -> Reading:
         """A name as dims of its own: whole ones and cut ones, major to minor."""

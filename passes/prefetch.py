@@ -60,32 +60,33 @@ class _Prefetch:
         machine = plan.staging.machine
         self.small = plan.memory.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
+        self.begun = 0  # layers whose gathers are started
 
     def run(self) -> Program:
-        layers = self._layers()
-        place = {node: (i, bundle) for i, layer in enumerate(layers) for bundle in layer for node in bundle}
-        begun = 0
-        for node in self.program.graph.nodes:
-            if node in place:
-                i, bundle = place[node]
-                begun = self._begin(layers, begun, i + 1)
-                if bundle[0] in self.starts:
-                    self.flat.finish(bundle, self.starts.pop(bundle[0]))
-                begun = self._begin(layers, begun, i + 2)
-            elif node not in self.build.value:
-                self.build.copy(node)
-        return self.program.with_(graph=self.build.graph)
+        self.layers = self._layers()
+        self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
+        return self.build.rewrite(self.program, self._put)
 
-    def _begin(self, layers: list[list[list[fx.Node]]], begun: int, end: int) -> int:
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.place:
+            return None
+        i, bundle = self.place[node]
+        self._begin(i + 1)
+        if bundle[0] in self.starts:
+            self.flat.finish(bundle, self.starts.pop(bundle[0]))
+        self._begin(i + 2)
+        return self.build.value[node]
+
+    def _begin(self, end: int) -> None:
         """Start what layers gather, up to `end`."""
-        for layer in layers[begun:end]:
+        for layer in self.layers[self.begun : end]:
             for bundle in layer:
                 for node in bundle:
                     source = node.all_input_nodes[0]
                     if source not in self.build.value:
                         self.build.copy(source)
                 self.starts[bundle[0]] = self.flat.start(bundle, record(bundle[0]).reason)
-        return max(begun, min(end, len(layers)))
+        self.begun = max(self.begun, end)
 
     def _layers(self) -> list[list[list[fx.Node]]]:
         """The gathers by layer, in the order of their first use; those of a layer in bundles that move together."""

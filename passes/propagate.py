@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.layout import Layout, whole
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Level, Program, Record, operand_nodes, record, set_record
+from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record
 from autopar.passes.search.axes import axis_searches, classes_of
 from autopar.passes.search.items import Classes, source_of
 from autopar.passes.search.notes import axis_notes, rule_notes
@@ -53,13 +53,10 @@ def propagate(program: Program, plan: Plan) -> Program:
 
 def _annotate(program: Program, classes: Classes, mesh: Mesh) -> Program:
     results, operands = _layouts(classes, mesh)
-    graph = fx.Graph()
-    value: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        made = graph.node_copy(node, value.__getitem__)
-        value[node] = made
-        set_record(made, _sharded(program, node, classes, results, operands))
-    return program.with_(graph=graph)
+    build = Builder("propagate")
+    return build.rewrite(
+        program, lambda node: build.copy(node, like=_sharded(program, node, classes, results, operands))
+    )
 
 
 Composed = list[list[Layout]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, record, set_record
+from autopar.ir.program import Builder, Program, erase_unused, record
 from autopar.passes.rules import table_of
 from autopar.passes.sorted_rows import SORTS, Make, Rows, SortedRows
 
@@ -52,14 +52,14 @@ def unsort(program: Program, plan: Plan) -> Program:
     if not instead:
         return program
     build = Builder(MADE_BY)
-    for node in program.graph.nodes:
+
+    def put(node: fx.Node) -> fx.Node | None:
         if node in instead:
-            build.value[node] = instead[node](build, node)
-        else:
-            made = build.copy(node)
-            if node in moved:  # another order than in the captured program: its values cannot be compared
-                set_record(made, record(node).with_(made_by=MADE_BY, origin=""))
-    for made in reversed(build.graph.nodes):
-        if made.op == "call_function" and not made.users:
-            build.graph.erase_node(made)
-    return program.with_(graph=build.graph)
+            return instead[node](build, node)
+        if node in moved:  # another order than in the captured program: its values cannot be compared
+            return build.copy(node, like=record(node).with_(made_by=MADE_BY, origin=""))
+        return None
+
+    made = build.rewrite(program, put)
+    erase_unused(made.graph)
+    return made

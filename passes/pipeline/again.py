@@ -49,13 +49,16 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
     """
     original = originals(program)
     build = Builder("partition")
-    for node in program.nodes:
-        seen = {operand: build.value[operand] for operand in node.all_input_nodes}
-        for operand in seen if node in stages else ():
-            if operand in original and stages.get(operand) != stages[node]:
-                seen[operand] = build.value[original[operand]]
-        build.value[node] = build.graph.node_copy(node, seen.__getitem__)
+
+    def put(node: fx.Node) -> fx.Node:
+        def seen(operand: fx.Node) -> fx.Node:
+            is_sent = node in stages and operand in original and stages.get(operand) != stages[node]
+            return build.value[original[operand] if is_sent else operand]
+
+        return build.copy(node, seen)
+
+    found = build.rewrite(program, put)
     for node in reversed(original):
         if not build.value[node].users:
-            build.graph.erase_node(build.value.pop(node))
-    return program.with_(graph=build.graph), build.value
+            found.graph.erase_node(build.value.pop(node))
+    return found, build.value

@@ -46,19 +46,17 @@ def with_joins(program: Program) -> Program:
 
     last = {node for node in program.results if node is not None and set(node.users) == {output}}
     last = {node for node in last if node.op == "call_function" and is_collective(node.target)}
-    for node in program.nodes:
+
+    def put(node: fx.Node) -> fx.Node | None:
         if node is output:
             leaving = [result for result in program.results if result is not None]
-            results = [build.value[result] if result in last else join(result) for result in leaving]
-            made = build.graph.output(tuple(results))
-            set_record(made, record(node))
-        elif node in last:
+            return build.output((build.value[x] if x in last else join(x) for x in leaving), record(node))
+        if node in last:
             total = join(node.args[0])  # type: ignore[arg-type]
-            made = build.call(node.target, total, *node.args[1:], like=record(node), name=node.name)  # type: ignore[arg-type]
-            build.value[node] = made
-        else:
-            build.copy(node)
-    return program.with_(graph=build.graph)
+            return build.call(node.target, total, *node.args[1:], like=record(node), name=node.name)  # type: ignore[arg-type]
+        return None
+
+    return build.rewrite(program, put)
 
 
 def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
@@ -99,15 +97,12 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         for one in _additions(part, stages)
     }
     build = Builder("partition")
-    for node in program.nodes:
-        if node in late:
-            continue
+
+    def put(node: fx.Node) -> fx.Node | None:
         part = joins.get(node)
-        if isinstance(part, fx.Node) and part in late:
-            build.value[node] = _total(build, part, node, late)
-        else:
-            build.copy(node)
-    return program.with_(graph=build.graph), build.value
+        return _total(build, part, node, late) if isinstance(part, fx.Node) and part in late else None
+
+    return build.rewrite(program, put, later=late), build.value
 
 
 def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
