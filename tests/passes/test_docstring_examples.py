@@ -13,6 +13,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import cleandoc
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ from autopar.passes.schedules import SCHEDULES, parse_schedule, with_transfers
 _TWO = re.compile(r"((?:^    .*\n)+)becomes\n((?:^    .*\n?)+)", re.M)
 _PROGRAM = re.compile(rf"^    (?:{'|'.join(Level.__members__)}) program.*\n(?:^    .*\n?)+", re.M)
 _VALUE = re.compile(r" +%\w+.* = ")
-_ORDER = re.compile(r"(?:(\w+) stages on each of )?(\w+) ranks, (\w+) micro-batch(?:es)?:\n\n((?:^    .*\n)+)", re.M)
+_ORDER = re.compile(
+    r"(?:(\w+) stages on each of )?(\w+) ranks, (\w+) micro-batch(?:es)?:\n\n((?:^    .*\n)+)", re.M | re.I
+)
 _NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 
 
@@ -181,14 +184,14 @@ def test_a_wrong_example_is_noticed() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_prints_its_order(name: str) -> None:
     entry = SCHEDULES[name]
-    chunks, ranks, microbatches, order = _ORDER.search(entry.order.__doc__.replace("\n    ", "\n")).groups()  # type: ignore[union-attr]
-    stages = (_NUMBERS[chunks] if chunks else entry.chunks) * _NUMBERS[ranks]
-    found = parse_schedule(name, _NUMBERS[ranks], _NUMBERS[microbatches], stages)
+    *words, order = _ORDER.search(cleandoc(entry.order.__doc__ or "")).groups()  # type: ignore[union-attr]
+    chunks, ranks, microbatches = (_NUMBERS[word.lower()] if word else entry.chunks for word in words)
+    found = parse_schedule(name, ranks, microbatches, chunks * ranks)
     assert unindented(order).splitlines() == [" ".join(map(str, actions)) for actions in found.orders]
 
 
 def test_transfers_are_those_of_the_docstring() -> None:
-    ((before, after),) = _TWO.findall("\n".join(line[4:] for line in with_transfers.__doc__.splitlines()))  # type: ignore[union-attr]
+    ((before, after),) = _TWO.findall(cleandoc(with_transfers.__doc__ or ""))
     orders = [
         [Action(int(word[0]), word[1], int(word[2])) for word in line.split()]
         for line in unindented(before).splitlines()
