@@ -60,11 +60,11 @@ class _Prefetch:
         machine = plan.staging.machine
         self.small = plan.memory.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
+        self.layers = self._layers()
+        self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
         self.begun = 0  # layers whose gathers are started
 
     def run(self) -> Program:
-        self.layers = self._layers()
-        self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
         return self.build.rewrite(self.program, self._put)
 
     def _put(self, node: fx.Node) -> fx.Node | None:
