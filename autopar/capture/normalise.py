@@ -16,7 +16,7 @@ from autopar.capture.canonical import filled, joined, memory_of_operand, own_dty
 from autopar.capture.location import is_exact, place_of
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
-from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
+from autopar.ir.program import Input, Output, Program, Record, TensorType, erase_unused, record, set_record
 from autopar.torch_compat import OpOverload
 
 aten = torch.ops.aten
@@ -88,9 +88,7 @@ class _Normaliser:
         kept = [(r, o) for r, o in zip(results, outputs, strict=True) if r is not None]
         if len(kept) < len(outputs):
             self.graph.output_node().args = (tuple(r for r, _ in kept),)
-        for made in reversed(self.graph.nodes):
-            if made.op == "call_function" and not made.users:
-                self.graph.erase_node(made)
+        erase_unused(self.graph)
         program = Program(self.graph, tuple(self.inputs), tuple(o for _, o in kept))
         self.graph.lint()
         return program, self.constants

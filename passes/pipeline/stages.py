@@ -35,11 +35,50 @@ class Places:
 
 def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages: forward, backward (or input_grad and weight_grad), and of all ranks:
-    prologue and epilogue; with what flows between them.
+    prologue and epilogue; with what flows between them. One stage, whose forward (0F) and backward (0B) run once for
+    each micro-batch, and the epilogue (0E) of its rank:
 
-        %einsum_5 ... # blocks.1            ->  forward_1: %einsum_5 = ...        return saved "einsum_5"
-        %all_reduce = all_reduce(%x, "mb")    ->  backward_1: return part "all_reduce" = %x
-        %all_reduce_1 = all_reduce(.., "dp")  ->  epilogue: %all_reduce = step "all_reduce"; %all_reduce_1 = ...
+        mesh: dp=2
+        microbatches: 2
+        LOCAL program on dp=2,mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %mul: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %w)
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(dp,mb) = aten.sum.default(%exp)
+        %all_reduce: f32[] [] partial(dp) = autopar.all_reduce.default(%sum_1, "mb", "sum")
+        %all_reduce_1: f32[] [] = autopar.all_reduce.default(%all_reduce, "dp", "sum")
+        %mul_1: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %exp)   # backward
+        %sum_2: f32[8] [-] partial(dp,mb) = aten.sum.dim_IntList(%mul_1, [0])   # backward
+        %all_reduce_2: f32[8] [-] partial(dp) = autopar.all_reduce.default(%sum_2, "mb", "sum")   # backward
+        %all_reduce_3: f32[8] [-] = autopar.all_reduce.default(%all_reduce_2, "dp", "sum")   # backward
+        return loss "loss" = %all_reduce_1
+        return gradient "w" = %all_reduce_3
+    becomes
+        graph 0B
+        STAGED program on dp=2,mb=2
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = saved "exp"
+        %mul_1: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %exp)
+        %sum_2: f32[8] [-] partial(dp,mb) = aten.sum.dim_IntList(%mul_1, [0])
+        return part "all_reduce_2" = %sum_2
+        graph 0E
+        STAGED program on dp=2,mb=2
+        %all_reduce: f32[] [] partial(dp) = step "all_reduce"
+        %all_reduce_2: f32[8] [-] partial(dp) = step "all_reduce_2"
+        %all_reduce_1: f32[] [] = autopar.all_reduce.default(%all_reduce, "dp", "sum")
+        %all_reduce_3: f32[8] [-] = autopar.all_reduce.default(%all_reduce_2, "dp", "sum")
+        return loss "loss" = %all_reduce_1
+        return gradient "w" = %all_reduce_3
+        graph 0F
+        STAGED program on dp=2,mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %mul: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %w)
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(dp,mb) = aten.sum.default(%exp)
+        return part "all_reduce" = %sum_1
+        return saved "exp" = %exp
 
     The layouts name the axis of micro-batches: what differs along it is a stage's, what is the same for all is computed
     once before them (prologue), and what they add up to after them (epilogue).

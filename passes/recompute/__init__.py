@@ -20,10 +20,28 @@ __all__ = ["recompute"]
 def recompute(program: Program, plan: Plan) -> Program:
     """LOCAL -> LOCAL. The backward pass computes again what `plan.memory.recompute` says, and the rest is kept.
 
-        %gelu = aten.gelu.default(%add)                               the last use of %gelu is in the forward pass
-        ...
-        %gelu_recomputed = aten.gelu.default(%add)                         just before its first use
-        %einsum_3 = autopar.einsum.default(%grad, %gelu_recomputed, "cb,ca->ba")
+        recompute: "full"
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %einsum: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")   # layers.0.up
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%einsum)   # layers.0
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %einsum_1: f32[8,4] [-,-] = autopar.einsum.default(%gelu, %x, "cb,ca->ba")   # layers.0.up  backward
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %einsum_1
+    becomes
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %einsum: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%einsum)
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %einsum_recomputed: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %gelu_recomputed: f32[6,8] [-,-] = aten.gelu.default(%einsum_recomputed)
+        %einsum_1: f32[8,4] [-,-] = autopar.einsum.default(%gelu_recomputed, %x, "cb,ca->ba")
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %einsum_1
 
     - "none": the program as it is.
     - "full": of a layer (a member of a list of modules) only what enters it is kept, as by torch.utils.checkpoint

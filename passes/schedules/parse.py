@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import Action, Costs
-from autopar.passes.schedules.table import SCHEDULES, Orders
+from autopar.passes.schedules.orders import SCHEDULES, Orders
 
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
 UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
