@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,11 @@ from autopar.capture.partners import Inlined, inlined
 from autopar.compiled import Compiled
 from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import CHECK_EVERY, Choices
+from autopar.compiler.options import CHECK_EVERY
 from autopar.compiler.precision_check import check_device
 from autopar.errors import AutoparError, BatchError, CaptureError
-from autopar.ir.plan import CPU, GPU
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import CPU, GPU, Fixed
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor, join
@@ -55,7 +55,7 @@ class ParallelModule(Inlined):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, choices: Choices, batch: str,
+        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, options: StepOptions, batch: str,
         seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
         check_replicas: int | None = CHECK_EVERY,
     ) -> None:  # fmt: skip
@@ -63,10 +63,9 @@ class ParallelModule(Inlined):
         if batch not in ("global", "local"):
             raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
         self._mesh, device_mesh, self._device = join(mesh, device)
-        staging = replace(choices.staging, machine=CPU if self._device.type == "cpu" else GPU)
-        choices, is_local = replace(choices, staging=staging), batch == "local"
+        fixed = Fixed(machine=CPU if self._device.type == "cpu" else GPU)
         self._random = RandomState(seed)
-        self._scale = LossScale() if choices.memory.precision == "fp16" else None
+        self._scale = LossScale() if options.precision == "fp16" else None
         self._last_aux: Any = None
         agreement = Agreement(self._device)
         agreement.together("model", lambda: check_model(model))
@@ -75,15 +74,15 @@ class ParallelModule(Inlined):
         self._store = ParameterStore(
             model, Distributor(self._mesh, device_mesh, self._announcer.operation), self._device
         )
-        settings = StepSettings(loss_fn, choices, is_local, self._device, compile, lift)
+        settings = StepSettings(loss_fn, options, fixed, batch == "local", self._device, compile, lift)
         self._replicas = Replicas(self._store, agreement, every_of(check_replicas))
         self._programs = Programs(
             settings, self._store, agreement, self._announcer, self._replicas, self._random, self._scale
         )
-        options = {"seed": seed, "batch": batch, "compile": compile, "check_replicas": check_replicas}
-        agreement.check("options", [*(f"{name}={value}" for name, value in options.items()), str(choices)])
+        others = {"seed": seed, "batch": batch, "compile": compile, "check_replicas": check_replicas}
+        agreement.check("options", [*(f"{name}={value}" for name, value in others.items()), *options.lines])
         agreement.together("compiler", lambda: check_compiler(compile, self._device))
-        agreement.together("precision", lambda: check_device(choices.memory, self._device))
+        agreement.together("precision", lambda: check_device(options, self._device))
         self._store.distribute(agreement, seed)
         self._adopt(model)
         self._announcer.watch(model.parameters())
