@@ -72,9 +72,8 @@ def parallelize(
     Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
-    chosen = options_of(**step)
     options: dict[str, Any] = {
-        "loss_fn": loss_fn, "options": chosen, "batch": batch, "seed": seed, "device": device, "compile": compile,
+        "loss_fn": loss_fn, "step": step, "batch": batch, "seed": seed, "device": device, "compile": compile,
         "check_replicas": check_replicas,
     }  # fmt: skip
     if isinstance(model, nn.Module):
@@ -82,6 +81,7 @@ def parallelize(
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')
         return ParallelModule(model, mesh, **options)
     if mesh is None and isinstance(model, (str, Mapping, Mesh, DeviceMesh)):
+        options_of(**step)  # where the decorator stands, and not first where a model is made
         return _decorator(model, options)
     raise TypeError(
         f"parallelize takes an nn.Module and a mesh, or a mesh alone as a decorator, not {type(model).__name__}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Fixed
 from autopar.ir.program import record
-from autopar.parallel.agreement import Agreement
+from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.batches import at_global_size, check_split, with_numbers
 from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.numbers import ChangingNumbers
@@ -55,7 +54,7 @@ class Maker:
         self, settings: StepSettings, store: ParameterStore, agreement: Agreement, numbers: ChangingNumbers
     ) -> None:
         self._settings, self._store, self._agreement, self._numbers = settings, store, agreement, numbers
-        self._joined = Joined(agreement, settings.device)
+        self._joined = Joined(settings.device)
         self._groups: dict[str, Group] = {}
         self._said: set[str] = set()
 
@@ -83,9 +82,15 @@ class Maker:
                 check_split(compiled, parts)
             return captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device)
 
-        build = partial(self._numbers.build, make, is_able=not settings.options.specialize)
+        def build(phase: Phase) -> tuple[Captured, Lowered, Guards, Constants]:
+            made = self._numbers.build(make, is_able=not settings.options.specialize)
+            captured, compiled, _, constants = made
+            phase.texts["program"] = compiled.lines()
+            self._joined.check(captured.partners, phase)
+            phase.texts["tensors that the model keeps or the loss reads"] = [constants.digest()]
+            return made
+
         captured, compiled, guards, constants = self._agreement.together("program", build)
-        self._agreement.check("program", compiled.lines())
         self._say(compiled.notes)
         self._joined.add(captured.partners)
         owners = Owners.of(self._store, captured.partners)

@@ -21,7 +21,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import Shard, StepOptions
 from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import PARTNER
-from autopar.parallel.agreement import Agreement, lost_peers
+from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.store import ParameterStore
 
 Lines = list[str]
@@ -194,26 +194,34 @@ def describe(partners: tuple[Partner, ...]) -> Lines:
 class Joined:
     """Plain partners that have rank 0's values already, as `parallelize` gives them to a model."""
 
-    def __init__(self, agreement: Agreement, device: torch.device) -> None:
-        self.agreement, self.device = agreement, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.known: WeakSet[nn.Module] = WeakSet()
 
+    def check(self, partners: tuple[Partner, ...], phase: Phase) -> None:
+        """Check those that have them not; the phase gets what ranks must have alike."""
+        phase.now = "model in the loss"
+        for partner in self._new(partners):
+            self._check_device(partner)
+            entries = state_of(partner.module).entries
+            lines = [f"{entry.kind} {entry.name} {list(tensor.shape)} {tensor.dtype}" for entry, tensor in entries]
+            phase.texts[f"model '{partner.name.removeprefix(PARTNER)}' in the loss"] = lines
+
     def add(self, partners: tuple[Partner, ...]) -> None:
-        """Every rank must call this with the partners of the same step."""
-        for partner in partners:
-            if isinstance(partner.module, Inlined) or partner.module in self.known:
-                continue
+        """Send rank 0's values. Every rank must call this with the partners of the same step."""
+        for partner in self._new(partners):
             self.known.add(partner.module)
             entries = [(entry, tensor.detach()) for entry, tensor in state_of(partner.module).entries]
-            lines = [f"{entry.kind} {entry.name} {list(tensor.shape)} {tensor.dtype}" for entry, tensor in entries]
-            self.agreement.check(f"model '{partner.name.removeprefix(PARTNER)}' in the loss", lines)
-            self.agreement.together("model in the loss", lambda: self._check_device(partner))  # noqa: B023
             for entry, tensor in entries if dist.get_world_size() > 1 else ():
                 value = tensor.contiguous()
                 with lost_peers(f"sending {entry.kind} '{partner.name}.{entry.name}' from rank 0"):
                     dist.broadcast(value, src=0)
                 if value.data_ptr() != tensor.data_ptr():
                     tensor.copy_(value)
+
+    def _new(self, partners: tuple[Partner, ...]) -> list[Partner]:
+        plain = {partner.module: partner for partner in partners if not isinstance(partner.module, Inlined)}
+        return [partner for module, partner in plain.items() if module not in self.known]
 
     def _check_device(self, partner: Partner) -> None:
         for entry, tensor in state_of(partner.module).entries:

@@ -32,7 +32,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model,
         mesh,
         loss_fn=job.loss_fn,
-        options=options,
+        step=job.step,
         batch="global",
         seed=seed,
         device="cpu",
