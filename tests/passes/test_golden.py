@@ -21,7 +21,8 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.ir.layout import Layout, combine, local_part, parse_layout, replica_error
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import is_mesh_op
-from autopar.ir.plan import DTYPES, Memory, Plan
+from autopar.ir.options import DTYPES, StepOptions
+from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
@@ -55,7 +56,7 @@ def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start = next(i for i, line in enumerate(lines) if " program" in line and line.split()[0] in Level.__members__)
     cut = lines.index("---\n")
-    mesh, layouts, memory = Mesh(()), dict[str, Layout](), Memory()
+    mesh, layouts, options = Mesh(()), dict[str, Layout](), StepOptions()
     for line in lines[1:start]:
         key, _, value = line.strip().partition(": ")
         if key == "mesh":
@@ -64,14 +65,14 @@ def read(name: str) -> Case:
             parameter, _, layout = value.partition(" ")
             layouts[parameter] = parse_layout(layout)
         elif key == "precision":
-            memory = replace(memory, precision=value)
+            options = replace(options, precision=value)
         elif key == "reduce_dtype":
-            memory = replace(memory, reduce_dtype=DTYPES[value])
+            options = replace(options, reduce_dtype=DTYPES[value])
         else:
             assert key in ("bucket_bytes", "recompute", "zero"), line
-            memory = replace(memory, **{key: ast.literal_eval(value)})
+            options = replace(options, **{key: ast.literal_eval(value)})
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
-    return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=memory), given, expected)
+    return Case(lines[0].strip(), head, Plan(mesh, layouts, options=options), given, expected)
 
 
 def passed(name: str, case: Case) -> Program:
@@ -122,7 +123,7 @@ def compare(given: str, expected: str, plan: Plan, seed: int) -> None:
     print(f"seed {seed}")
     before, after = parse_program(given), parse_program(expected)
     random = torch.Generator().manual_seed(seed)
-    rounds = plan.memory.sums_dtype is not None
+    rounds = plan.options.sums_dtype is not None
     if not rounds:
         before, after = in_float64(before), in_float64(after)
     inputs = [draw(record(node).type.shape, record(node).type.dtype, random, rounds) for node in before.placeholders]

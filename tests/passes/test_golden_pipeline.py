@@ -20,7 +20,8 @@ from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.mesh import MICROBATCH
-from autopar.ir.plan import Plan, Staging
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Plan
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes import make_pipeline, run_passes
@@ -44,8 +45,8 @@ def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start, cut = lines.index("CAPTURED program\n"), lines.index("---\n")
     said = dict(line.strip().split(": ", 1) for line in lines[1:start])
-    staging = Staging(said["schedule"])
-    plan = Plan(mesh_of(said["mesh"]), microbatches=int(said["microbatches"]), staging=staging)
+    options = StepOptions(schedule=said["schedule"], microbatches=int(said["microbatches"]))
+    plan = Plan(mesh_of(said["mesh"]), options=options)
     return Case(*("".join(lines[:start]), plan), *("".join(lines[a:b]) for a, b in ((start, cut), (cut + 1, None))))
 
 
