@@ -76,13 +76,13 @@ class _Bucket:
         self.flat = Coalesced(self.build, self.mesh)
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
+        self.limit = plan.options.bucket_bytes or BUCKET_BYTES
         self.casts: list[fx.Node] = []  # of what was summed in a short float, by which it leaves
 
     def run(self) -> Program:
         self.sums = self._sums()
         total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
-        if self.plan.memory.bucket_bytes is None:
+        if self.plan.options.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
         return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
 

@@ -57,8 +57,8 @@ class _Prefetch:
         self.program, self.axis = program, axis
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
-        machine = plan.staging.machine
-        self.small = plan.memory.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
+        machine = plan.fixed.machine
+        self.small = plan.options.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
         self.layers = self._layers()
         self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}

@@ -112,7 +112,7 @@ class _Zero:
         return self.build.copy(node, lambda old: self._operand(old, node))
 
     def _decide(self, node: fx.Node, entry: Input) -> None:
-        known = self.plan.stored.get(entry.name)
+        known = self.plan.fixed.stored.get(entry.name)
         is_frozen = self.plan.zero < 3 and entry.name in self.plan.frozen
         shape, layout = record(node).type.shape, record(node).layout
         if entry.kind != "parameter" or known == layout or (known is None and is_frozen):

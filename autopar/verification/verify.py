@@ -16,7 +16,8 @@ from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import StepKeywords, choices_of
+from autopar.compiler.options import options_of
+from autopar.ir.options import StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
@@ -48,15 +49,15 @@ def verify(
     On a difference the report names the first node that differs.
     """
     check_model(model)
-    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found first
-    is_exact = short_of(choices.memory) is None
+    parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
+    is_exact = short_of(chosen) is None
     model = copy.deepcopy(model)
     if is_exact:
         model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, choices, lift=lift)
+        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, chosen, lift=lift)
     return verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
     )
@@ -77,7 +78,7 @@ def verify_compiled(
     precision their own."""
     make = optimizer or descent
     args, kwargs = batch_arguments(batch)
-    plain = Reference(model, loss_fn, make, compiled.plan.memory, captured.partners)
+    plain = Reference(model, loss_fn, make, compiled.plan.options, captured.partners)
     virtual = Virtual(copy.deepcopy(model), captured, compiled, make)
     table = plain.table
     for step in range(steps):

@@ -68,16 +68,15 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     Raises LayoutError for what cannot be cut, ScheduleError for what cannot be run.
     """
     ranks, trains = plan.ranks_of_pipeline, any(out.kind == "gradient" for out in program.outputs)
-    staging = plan.staging
-    stages = _stages(plan)
-    schedule = parse_schedule(staging.schedule, ranks, plan.microbatches, stages)
+    wanted, stages = plan.options.schedule, _stages(plan)
+    schedule = parse_schedule(wanted, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
     graphs = {key: bucket(prefetch(graph, plan), plan) for key, graph in pipeline.graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known
-    orders = parse_schedule(staging.schedule, ranks, plan.microbatches, stages, pipeline.costs).orders
+    orders = parse_schedule(wanted, ranks, plan.microbatches, stages, pipeline.costs).orders
     orders = orders if trains else forward_only(orders)
     # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
     lists = with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
@@ -87,7 +86,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
 
 def _stages(plan: Plan) -> int | None:
     """The number of stages, if the plan says it."""
-    ranks, chunks, named = plan.ranks_of_pipeline, plan.staging.chunks, plan.staging.stages
+    ranks, chunks, named = plan.ranks_of_pipeline, plan.options.chunks, plan.options.stages
     wanted = None if chunks is None else chunks * ranks
     if named is None:
         return wanted

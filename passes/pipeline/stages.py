@@ -114,10 +114,10 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
 
 
 def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
-    staging = plan.staging
-    if staging.stages is not None:
-        return manual(program, times, staging.stages)
-    limits = Limits(places.in_flight, staging.stage_memory, staging.owners, staging.machine)
+    options, fixed = plan.options, plan.fixed
+    if options.stages is not None:
+        return manual(program, times, options.stages)
+    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine)
     return cut(program, times, len(places.ranks), limits)
 
 
@@ -187,7 +187,7 @@ class _Partition:
 
     def _owners(self) -> dict[str, int]:
         """The stage of each parameter: the first one that uses it, or the one that keeps it already."""
-        given = self.plan.staging.owners or {}
+        given = self.plan.fixed.owners or {}
         return {
             entry.name: given[entry.name] if entry.name in given else min(self._stages_that_use(node), default=0)
             for node, entry in self.entries.items()
@@ -331,7 +331,7 @@ class _Partition:
         }
 
     def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
-        machine = self.plan.staging.machine
+        machine = self.plan.fixed.machine
         times = {node.name: time for node, time in node_times(self.program, machine).items()}
         spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
         for (place, kind), graph in graphs.items():

@@ -54,10 +54,10 @@ def precision(program: Program, plan: Plan) -> Program:
     the uses of one weight add up in float32. Products that hang on no parameter stay as they are: tables of positions
     need all their digits. Gradients are cast to `reduce_dtype` where that is shorter; the search sums them there.
     """
-    memory = plan.memory
-    if memory.sums_dtype is None:
+    options = plan.options
+    if options.sums_dtype is None:
         return program
-    return _Precision(program, memory.low_dtype, memory.reduce_dtype).run()
+    return _Precision(program, options.low_dtype, options.reduce_dtype).run()
 
 
 class _Precision:

@@ -18,7 +18,7 @@ __all__ = ["recompute"]
 
 
 def recompute(program: Program, plan: Plan) -> Program:
-    """LOCAL -> LOCAL. The backward pass computes again what `plan.memory.recompute` says, and the rest is kept.
+    """LOCAL -> LOCAL. The backward pass computes again what `plan.options.recompute` says, and the rest is kept.
 
         recompute: "full"
         LOCAL program
@@ -56,7 +56,7 @@ def recompute(program: Program, plan: Plan) -> Program:
     Random ops are functions of their key and of the seed, so clones draw the same masks. Raises PlanError for a
     pattern that no module has, and for a budget that cannot be met.
     """
-    wanted = plan.memory.recompute
+    wanted = plan.options.recompute
     if wanted == "none" or not any(map(is_backward, program.nodes)):
         return program
     policies = policies_of(program, wanted)

@@ -34,7 +34,7 @@ from autopar.passes import PASSES, make_pipeline
 from autopar.passes.check_rules import check_rules
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.stages import Places
+from autopar.passes.pipeline.stages import Places, split_into_stages
 from autopar.passes.pipeline.sums import sums_by_stage
 from autopar.passes.pipeline.when import times_of
 from autopar.passes.schedules import SCHEDULES, parse_schedule, with_transfers
@@ -90,7 +90,9 @@ def made_by(name: str, program: Program, plan: Plan, stages: Stages) -> str:
     """The text of what a function of the passes makes of a program."""
     internal: dict[str, Callable[[], Any]] = {
         "make_pipeline": lambda: text_of(make_pipeline(program, plan)),
-        "partition": lambda: text_of(partition(program, plan, Places((0,), split=False, in_flight=(1,)))),
+        "split_into_stages": lambda: text_of(
+            split_into_stages(program, plan, Places((0,), split=False, in_flight=(1,)))
+        ),
         "kept_across": lambda: print_program(kept_across(program, stages)[0]),
         "sums_by_stage": lambda: print_program(sums_by_stage(program, times_of(program, plan.microbatches), stages)[0]),
     }

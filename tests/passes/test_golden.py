@@ -105,7 +105,7 @@ def compare(given: str, expected: str, plan: Plan, seed: int) -> None:
     print(f"seed {seed}")
     before, after = parse_program(given), parse_program(expected)
     random = torch.Generator().manual_seed(seed)
-    rounds = plan.memory.sums_dtype is not None
+    rounds = plan.options.sums_dtype is not None
     if not rounds:
         before, after = in_float64(before), in_float64(after)
     inputs = [draw(record(node).type.shape, record(node).type.dtype, random, rounds) for node in before.placeholders]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.plan import DTYPES, Memory, Plan, Staging
+from autopar.ir.options import DTYPES, StepOptions
+from autopar.ir.plan import Plan
 
 
 def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
@@ -17,7 +19,7 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
     mesh: the one that counts if no line says it.
     """
     layouts: dict[str, Layout] = {}
-    plan, memory = Plan(mesh or Mesh(())), Memory()
+    plan, options = Plan(mesh or Mesh(())), dict[str, Any]()
     for line in lines:
         key, _, value = line.strip().partition(": ")
         if key == "mesh":
@@ -25,15 +27,11 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
         elif key == "layout":
             parameter, _, layout = value.partition(" ")
             layouts[parameter] = parse_layout(layout)
-        elif key == "microbatches":
-            plan = replace(plan, microbatches=int(value))
-        elif key == "schedule":
-            plan = replace(plan, staging=Staging(value))
-        elif key == "precision":
-            memory = replace(memory, precision=value)
         elif key == "reduce_dtype":
-            memory = replace(memory, reduce_dtype=DTYPES[value])
+            options[key] = DTYPES[value]
+        elif key in ("schedule", "precision"):
+            options[key] = value
         else:
-            assert key in ("bucket_bytes", "recompute", "zero"), line
-            memory = replace(memory, **{key: ast.literal_eval(value)})
-    return replace(plan, layouts=layouts, memory=memory)
+            assert key in ("bucket_bytes", "microbatches", "recompute", "zero"), line
+            options[key] = ast.literal_eval(value)
+    return replace(plan, layouts=layouts, options=StepOptions(**options))
