@@ -21,6 +21,9 @@
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
   cannot pass.
+- `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
+  a step is captured.
+- `UntypedStorage._cdata`: whether two tensors of a capture share memory, which has no address there.
 - `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
   way to keep it where a parameter takes another layout.
 - `torch.nn.modules.module._global_forward_hooks` and the like: whether hooks for all modules came or went.
@@ -62,7 +65,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.modules import module as _modules
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
@@ -87,10 +90,12 @@ __all__ = [
     "local_of",
     "mesh_elsewhere",
     "no_torch_function",
+    "on_data",
     "op_names",
     "quiet",
     "schema_of",
     "spec_of",
+    "storage_of",
     "swap_in_place",
     "take_in_lists",
     "tree_flatten",
@@ -193,6 +198,21 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def on_data() -> Iterator[None]:
+    """Compute on tensors with data while a capture runs, which sees nothing of it."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The same number for tensors that share memory, as long as one of them lives; None for those without a storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def in_transform() -> bool:

@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
-from autopar.capture.explain import refusal
+from autopar.capture.explain import refusal, wants_data
+from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
+from autopar.capture.origins import Operands, Origins
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
@@ -57,7 +59,7 @@ class Raise(TorchFunctionMode):
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call.
+    other models that the loss may call. `earlier` are the origins of the tensors of the run before.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Raise(TorchFunctionMode):
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
+        earlier: Origins | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
@@ -83,6 +86,7 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
+        self.origins = Origins(earlier)
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -110,6 +114,11 @@ class Raise(TorchFunctionMode):
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
         self.calling = func
+        before = self.origins.operands(args, kwargs) if self.locator else Operands()
+        if self.locator and func in FOLDED:
+            value = self.origins.answer(func, args, kwargs, before)
+            if value is not NotImplemented:
+                return self._took(func, args, kwargs, value)
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
             return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
         if self.locator:
@@ -124,13 +133,34 @@ class Raise(TorchFunctionMode):
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         if result is NotImplemented:
-            result = func(*args, **kwargs)
+            result = self._called(func, args, kwargs, before)
         if self.locator and place:
+            written = self.origins.saw(func, args, kwargs, before, result)
             self.locator.adopt(result, place)
             if self.calls is not None and self.locator.phase == "forward":
-                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]))
+                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
+
+    def _called(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Any:
+        """What torch gives, or where it wants data what is known of that without the data of an input."""
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if not (self.locator and wants_data(error)):
+                raise
+            result = folded(self.origins, func, args, kwargs, before)
+            if result is NotImplemented:
+                raise
+            return self._took(func, args, kwargs, result)
+
+    def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
+        self.values[:] = {id(t): t for t in (*self.values, *self.origins.was_read.values())}.values()
+        if self.calls is not None and self.locator and self.locator.phase == "forward":
+            self.calls.read(func, args, kwargs, user_frame(sys._getframe(2)))
+        self.calling = None
+        return value
 
     def _see_outside(self, func: Any, args: Any) -> None:
         for arg in args:
