@@ -30,6 +30,7 @@ _IDLE = frozenset(
 _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 # They speak of memory: a piece of a value, or one that was moved, lies otherwise.
 _STRIDED = frozenset((aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default))
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # of what the model writes as a list
 _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
@@ -102,6 +103,10 @@ class _Normaliser:
 
     def _constant(self, node: fx.Node, names: _Names) -> None:
         value = getattr(self.module, str(node.target))
+        made_here = all(user.target in _LIFTS for user in node.users)  # by the trace, and no tensor of the user's
+        if made_here and _is_range(value):
+            self.value[node] = self._make(node, aten.arange.default, (len(value),), {"dtype": value.dtype}, like=node)
+            return
         name = f"constant.{len(self.constants)}"
         self.constants[name] = value
         entry = Input("constant", (name,))
@@ -220,6 +225,13 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         return None
     value, result = source.meta["val"], node.meta["val"]
     return source if value.dtype == result.dtype and value.shape == result.shape else None
+
+
+def _is_range(value: torch.Tensor) -> bool:
+    """True for 0, 1, ... as `x[range(n), index]` makes it: written out it depends on no input."""
+    if value.ndim != 1 or len(value) < 2 or value.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool(torch.equal(value, torch.arange(len(value), dtype=value.dtype, device=value.device)))
 
 
 def _is_cast(node: fx.Node) -> bool:

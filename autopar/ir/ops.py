@@ -8,7 +8,7 @@ name mesh axes, never ranks, and the executor hands them to its communication dr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,6 +158,37 @@ def expert_mm_backward(
     return x.new_empty((groups, x.shape[1], grad.shape[1]))
 
 
+Indices = Sequence[torch.Tensor | None]
+
+
+@_semantic("index_of_rows(Tensor x, Tensor?[] indices, int[] rows) -> Tensor")
+def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.Tensor:
+    """x[indices], in which each row has an index of its own: where rows[dim] is -k, the index of `dim` counts 0, 1, ...
+    along the k-th last dim of the indices, and is not given."""
+    found: torch.Tensor = torch.ops.aten.index.Tensor(x, row_indices(x, indices, rows))
+    return found
+
+
+@_semantic(
+    "index_put_of_rows(Tensor x, Tensor?[] indices, int[] rows, Tensor values, bool accumulate) -> Tensor",
+    precision="high",
+)
+def index_put_of_rows(
+    x: torch.Tensor, indices: Indices, rows: list[int], values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """x with values at these places, or added there."""
+    return torch.empty_like(x)
+
+
+def row_indices(x: torch.Tensor, indices: Indices, rows: Sequence[int]) -> list[torch.Tensor | None]:
+    """What `index_of_rows` looks up, with the numbers of the rows."""
+
+    def numbers(dim: int) -> torch.Tensor:
+        return torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (-rows[dim] - 1))
+
+    return [numbers(dim) if rows[dim] else index for dim, index in enumerate(indices)]
+
+
 @_semantic(
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
     random=True,
@@ -186,7 +217,7 @@ def random(
 
 SEMANTIC = (
     contract, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
-    embedding, embedding_backward, expert_mm, expert_mm_backward, dropout, random,
+    embedding, embedding_backward, expert_mm, expert_mm_backward, index_of_rows, index_put_of_rows, dropout, random,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None

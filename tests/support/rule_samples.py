@@ -229,6 +229,13 @@ def index_samples() -> Samples:
     sources = [(*s, r(*s[2].shape)) for s in scatter] + [
         (r(4, 6), 1, n(6, 4, 3).sort(1).values * 0 + torch.arange(3), r(4, 6))
     ]
+    rows = [
+        ((x, [None, n(6, 4)], [-1, 0]), r(4, 12)), ((x, [None, n(6, 4, 6)], [-2, 0]), r(4, 6, 12)),
+        ((x, [None, None, n(12, 4, 6, 2)], [-3, -2, 0]), r(4, 6, 2)), ((x, [n(4, 6), None], [0, -1]), r(12)),
+        ((x, [None, None, n(12, 4, 3)], [-2, 0, 0]), r(4, 3, 6)), ((r(4, 6), [None, -1 - n(6, 3)], [-2, 0]), r(4, 3)),
+        ((x, [None, n(6, 6)], [-2, 0]), r(4, 1, 12)), ((x, [None, None, n(12, 2, 1, 4)], [-1, 0, 0]), r(2, 1, 4, 6)),
+        ((x, [None, n(6, 4, 2), n(12, 2)], [-2, 0, 0]), r()),
+    ]  # fmt: skip
     unique = [(r(4, 6, 12), 1, torch.randperm(6)[:4], r(4, 4, 12)), (r(6), 0, torch.randperm(6)[:2], r(2))]
     weight, positions = r(12, 6), n(12, 4, 6)
     return {
@@ -253,6 +260,9 @@ def index_samples() -> Samples:
         "aten.index_put.default": [sample(*s, values, True) for s, values in puts]
         + [sample(r(4, 6, 12), [None, torch.randperm(6)[:4]], r(4, 4, 1), False)],
         "aten._unsafe_index_put.default": [sample(*s, values, True) for s, values in puts],
+        "autopar.index_of_rows.default": [sample(*s) for s, _ in rows],
+        "autopar.index_put_of_rows.default": [sample(*s, values, True) for s, values in rows]
+        + [sample(r(4, 6), [None, torch.rand(4, 6).argsort()[:, :3]], [-2, 0], r(4, 3), False)],
         "aten.gather.default": [sample(*s) for s in gather],
         "aten.scatter.src": [sample(*s) for s in sources],
         "aten.scatter.value": [sample(*s, v) for s in scatter for v in (0, 2.5)],
