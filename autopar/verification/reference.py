@@ -29,6 +29,14 @@ def cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
+    `weight_norm` of old): torch copies no tensor that was computed."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
+    return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
+
+
 def values_of(aux: Any) -> Values:
     """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
     tensors = take_apart(aux, lenient=True).tensors()
@@ -88,10 +96,10 @@ class Reference:
         partners: tuple[Partner, ...] = (),
     ) -> None:  # fmt: skip
         self.short = short_of(options)
-        exact = copy.deepcopy(model)
+        exact = copied(model)
         self.plain = Plain(exact if self.short is None else exact.double(), loss_fn, make, None, partners)
         low = options.low_dtype
-        self.other = Plain(copy.deepcopy(model), loss_fn, make, low, partners) if low else None
+        self.other = Plain(copied(model), loss_fn, make, low, partners) if low else None
         self.dtype = next(model.parameters()).dtype
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, Unpack
@@ -20,7 +19,7 @@ from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
-from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
+from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, copied, short_of
 from autopar.verification.virtual import Virtual
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -51,7 +50,7 @@ def verify(
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
     is_exact = short_of(chosen) is None
-    model = copy.deepcopy(model)
+    model = copied(model)
     if is_exact:
         model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
@@ -79,7 +78,7 @@ def verify_compiled(
     make = optimizer or descent
     args, kwargs = batch_arguments(batch)
     plain = Reference(model, loss_fn, make, compiled.plan.options, captured.partners)
-    virtual = Virtual(copy.deepcopy(model), captured, compiled, make)
+    virtual = Virtual(copied(model), captured, compiled, make)
     table = plain.table
     for step in range(steps):
         drawn = torch.tensor([seed, step], device=virtual.device)
@@ -88,7 +87,7 @@ def verify_compiled(
     rows = table.rows()
     mismatch = None
     if not all(row.ok for row in rows):
-        first = Virtual(copy.deepcopy(model), captured, compiled, make)
+        first = Virtual(copied(model), captured, compiled, make)
         mismatch = first.locate(args, kwargs, torch.tensor([seed, 0], device=virtual.device), table.of_nodes)
     return Report(str(compiled.mesh), plain.dtype, steps, table.tolerance, rows, mismatch, plain.note)
 
