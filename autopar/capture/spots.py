@@ -240,7 +240,7 @@ def _content_of(tensor: torch.Tensor) -> str:
     if tensor.numel() <= LONG:
         return repr(tensor.tolist())
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{tensor.numel()} values ({hashlib.blake2b(memoryview(data), digest_size=8).hexdigest()})"
+    return f"{tensor.numel()} values ({hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()})"
 
 
 def torch_state() -> tuple[Any, ...]:

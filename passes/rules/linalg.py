@@ -1,7 +1,7 @@
 """Linear algebra on batches of matrices: each matrix by itself; of what is solved each column too, where it can be.
 
-A spec has the dims of each tensor behind its batch: `_` is replicated, a letter is free. Batch dims are broadcast, from the
-right. A name that a result lacks is replicated: that result does not become a sum.
+A spec has the dims of each tensor behind its batch: `_` is replicated, a letter is free. Batch dims are broadcast,
+from the right. A name that a result lacks is replicated: that result does not become a sum.
 """
 
 from __future__ import annotations
