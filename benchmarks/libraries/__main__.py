@@ -1,0 +1,108 @@
+"""Models of other people's packages, as they are, on dp=2,tp=2 and dp=3, in float64, beside one device; then with
+micro-batches, as `zero=3, recompute="full"` or over the stages of `pp=2,dp=2`.
+
+    pip install -e .[libraries]
+    timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--out FILE]
+
+A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True` it is taken. "broken":
+a traceback that is no message of ours, of which there should be none, or a model that does not run without us either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.libraries.measure import BROKEN, FURTHER, MESHES, VERIFIED, Row, measure
+from benchmarks.libraries.models import TABLE
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 400
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", help="PACKAGE or PACKAGE/MODEL; all of them by default")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--row", action="store_true", help="measure one model here and print its row as JSON")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(asdict(measure(*options.names))))
+        return
+    wanted = [pair for pair in pairs() if not options.names or {pair[0], "/".join(pair)} & set(options.names)]
+    if not wanted:
+        parser.error(f"no package is called {', '.join(options.names)}; there are {', '.join(TABLE)}")
+    lines = [*header()]
+    print("\n".join(lines), flush=True)
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(measured, wanted):
+            rows.append(row)
+            lines.append(line(row))
+            print(lines[-1], flush=True)
+    lines += summary(rows)
+    print("\n".join(summary(rows)))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+def pairs() -> list[tuple[str, str]]:
+    return [(package, model) for package, models in TABLE.items() for model in models]
+
+
+def measured(pair: tuple[str, str]) -> Row:
+    """The row of one model, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.libraries", "--row", *pair]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return _broken(pair, f"took more than {SECONDS} s")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return _broken(pair, f"the process ended with {done.returncode}: {last}")
+    return Row(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _broken(pair: tuple[str, str], why: str) -> Row:
+    return Row(*pair, results=dict.fromkeys(MESHES, BROKEN), reasons=dict.fromkeys(MESHES, why))
+
+
+def header() -> Iterable[str]:
+    names = ("package", "model", *MESHES, *FURTHER, "CPU s", "why not")
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
+
+
+def line(row: Row) -> str:
+    results = [row.results.get(name, "-") for name in (*MESHES, *FURTHER)]
+    reasons = dict.fromkeys(why.replace("|", "/")[:300] for why in row.reasons.values() if why)
+    model = f"{row.model} (specialize)" if row.specialize else row.model
+    cells = [f"{row.package} {row.version}", model, *results, f"{row.seconds:.0f}", "; ".join(reasons)]
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    first, second = Counter(row.first for row in rows), Counter(row.second for row in rows if row.first == VERIFIED)
+    packages = len({row.package for row in rows})
+    return [
+        "",
+        f"{len(rows)} models of {packages} packages: {_counted(first)}. Of the verified ones with micro-batches: "
+        f"{_counted(second)}.",
+    ]
+
+
+def _counted(found: Counter[str]) -> str:
+    total = max(sum(found.values()), 1)
+    return ", ".join(f"{n} {word} ({100 * n / total:.0f} %)" for word, n in found.most_common()) or "none"
+
+
+if __name__ == "__main__":
+    main()

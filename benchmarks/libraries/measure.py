@@ -1,0 +1,126 @@
+"""One model of the table: verified in float64 on two meshes, then with micro-batches."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from autopar import AutoparError, verify
+from autopar.compiler.compile import batch_arguments
+from benchmarks.libraries.case import Case
+
+MESHES = {"dp=2,tp=2": {"mesh": "dp=2,tp=2"}, "dp=3": {"mesh": "dp=3"}}
+# With micro-batches: one of these two is asked for.
+FURTHER = {
+    "zero=3": {"mesh": "dp=2", "zero": 3, "recompute": "full", "microbatches": 2},
+    "pp=2,dp=2": {"mesh": "pp=2,dp=2", "microbatches": 2},
+}
+VERIFIED, REFUSED, WRONG, BROKEN = "verified", "refused", "wrong", "broken"
+
+
+@dataclass
+class Row:
+    """results: by configuration, one of the four words. reasons: where it is not verified. specialize: the configuration
+    needed `specialize=True`, as the message of the refusal said."""
+
+    package: str
+    model: str
+    version: str = ""
+    results: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    specialize: bool = False
+    seconds: float = 0.0
+
+    @property
+    def first(self) -> str:
+        """The worst of the two meshes."""
+        found = [self.results.get(name, BROKEN) for name in MESHES]
+        return next((word for word in (WRONG, BROKEN, REFUSED) if word in found), VERIFIED)
+
+    @property
+    def second(self) -> str:
+        """Verified if one of the configurations with micro-batches is; wrong if one is."""
+        found = [self.results.get(name, BROKEN) for name in FURTHER]
+        return next((word for word in (WRONG, VERIFIED, BROKEN, REFUSED) if word in found), BROKEN)
+
+
+def declare_torchvision_ops() -> torch.library.Library:
+    """Declare the ops without which torchvision cannot be imported where its C++ part, built for another torch, is not
+    loaded (a machine with torch's CPU build). No model of the table calls them. They live as long as what is returned."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def measure(package: str, model: str) -> Row:
+    """The row of one model; what goes wrong stands in `reasons`."""
+    from benchmarks.libraries.models import TABLE
+
+    ops = declare_torchvision_ops()
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    row, start = Row(package, model, version(package)), time.process_time()
+    torch.manual_seed(0)
+    try:
+        case = TABLE[package][model]()
+        case.model.train()
+    except Exception as error:
+        return _all(row, f"the package itself: {_said(error)}")
+    try:
+        _plain(case)
+    except Exception as error:
+        return _all(row, f"the plain model itself: {_said(error)}")
+    for name, options in {**MESHES, **FURTHER}.items():
+        if name in FURTHER and row.first != VERIFIED:
+            continue
+        if name == "pp=2,dp=2" and row.results.get("zero=3") == VERIFIED:
+            continue
+        row.results[name], row.reasons[name] = _verdict(case, row, options)
+    row.seconds = time.process_time() - start
+    del ops
+    return row
+
+
+def _all(row: Row, why: str) -> Row:
+    row.results, row.reasons = dict.fromkeys(MESHES, BROKEN), dict.fromkeys(MESHES, why)
+    return row
+
+
+def _plain(case: Case) -> None:
+    args, kwargs = batch_arguments(case.batch)
+    case.loss(case.model, *args, **kwargs).backward()
+    case.model.zero_grad(set_to_none=True)
+
+
+def _verdict(case: Case, row: Row, options: dict[str, Any]) -> tuple[str, str]:
+    try:
+        report = _verify(case, {**options, "specialize": row.specialize})
+    except AutoparError as error:
+        if not row.specialize and "specialize=True" in str(error):
+            row.specialize = True
+            return _verdict(case, row, options)
+        return REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception as error:
+        return BROKEN, _said(error)
+    return (VERIFIED, "") if report.ok else (WRONG, " ".join(str(report.mismatch or report.max_error).split()))
+
+
+def _verify(case: Case, options: dict[str, Any]) -> Any:
+    return verify(case.model, batch=case.batch, loss_fn=case.loss, **options)
+
+
+def _said(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"

@@ -1,0 +1,15 @@
+"""The table: by package, the models that are tried. A file a field; packages are imported when a row is measured."""
+
+from benchmarks.libraries.case import Table
+from benchmarks.libraries.models import generative, graphs, science, series, sound, text, vision, vision_more
+
+TABLE: Table = {
+    **vision.TABLE,
+    **vision_more.TABLE,
+    **text.TABLE,
+    **generative.TABLE,
+    **sound.TABLE,
+    **series.TABLE,
+    **graphs.TABLE,
+    **science.TABLE,
+}

@@ -1,0 +1,328 @@
+"""Image models of smaller packages, of medicine, and losses of images."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.libraries.case import ROWS, Build, Case, Table, image
+from benchmarks.libraries.models.vision import classified
+
+VIT: dict[str, Any] = {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 64}
+SQUARE: dict[str, Any] = {**VIT, "image_size": 32, "patch_size": 8}
+VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # module, class, pixels, options
+    "vit": ("vit", "ViT", 32, SQUARE),
+    "simple_vit": ("simple_vit", "SimpleViT", 32, SQUARE),
+    "vit_register": ("simple_vit_with_register_tokens", "SimpleViT", 32, SQUARE),
+    "qk_norm": ("simple_vit_with_qk_norm", "SimpleViT", 32, SQUARE),
+    "fft": ("simple_vit_with_fft", "SimpleViT", 32, {**SQUARE, "freq_patch_size": 8}),
+    "patch_dropout": ("vit_with_patch_dropout", "ViT", 32, {**SQUARE, "patch_dropout": 0.25}),
+    "simple_patch_dropout": ("simple_vit_with_patch_dropout", "SimpleViT", 32, {**SQUARE, "patch_dropout": 0.25}),
+    "deepvit": ("deepvit", "DeepViT", 32, SQUARE),
+    "cait": ("cait", "CaiT", 32, {**SQUARE, "cls_depth": 1, "layer_dropout": 0.05}),
+    "t2t": ("t2t", "T2TViT", 32, {"dim": 32, "image_size": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
+                                  "num_classes": 8, "t2t_layers": ((3, 2), (3, 2))}),
+    "cct": ("cct", "CCT", 32, {"img_size": 32, "embedding_dim": 32, "n_conv_layers": 1, "num_layers": 2,
+                               "num_heads": 4, "mlp_ratio": 2.0, "num_classes": 8, "positional_embedding": "learnable",
+                               "kernel_size": 3, "stride": 2, "padding": 1, "pooling_kernel_size": 3,
+                               "pooling_stride": 2, "pooling_padding": 1}),
+    "cross_vit": ("cross_vit", "CrossViT", 64, {"image_size": 64, "num_classes": 8, "depth": 1, "sm_dim": 32,
+                                                "sm_patch_size": 16, "sm_enc_depth": 1, "sm_enc_heads": 2,
+                                                "sm_enc_mlp_dim": 64, "lg_dim": 48, "lg_patch_size": 32,
+                                                "lg_enc_depth": 1, "lg_enc_heads": 2, "lg_enc_mlp_dim": 64,
+                                                "cross_attn_depth": 1, "cross_attn_heads": 2}),
+    "pit": ("pit", "PiT", 64, {"image_size": 64, "patch_size": 8, "dim": 32, "num_classes": 8, "depth": (1, 1),
+                               "heads": 4, "mlp_dim": 64}),
+    "levit": ("levit", "LeViT", 64, {"image_size": 64, "num_classes": 8, "stages": 2, "dim": (32, 48), "depth": 1,
+                                     "heads": (2, 4), "mlp_mult": 2}),
+    "cvt": ("cvt", "CvT", 64, {"num_classes": 8, "s1_emb_dim": 16, "s1_depth": 1, "s2_emb_dim": 32, "s2_heads": 2,
+                               "s2_depth": 1, "s3_emb_dim": 48, "s3_heads": 3, "s3_depth": 1}),
+    "twins_svt": ("twins_svt", "TwinsSVT", 224, {"num_classes": 8, "s1_emb_dim": 16, "s2_emb_dim": 16, "s3_emb_dim": 16,
+                                                 "s4_emb_dim": 16, "s3_depth": 1, "s4_depth": 1}),
+    "crossformer": ("crossformer", "CrossFormer", 224, {"num_classes": 8, "dim": (16, 16, 32, 32),
+                                                        "depth": (1, 1, 1, 1)}),
+    "regionvit": ("regionvit", "RegionViT", 224, {"dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1), "num_classes": 8}),
+    "scalable_vit": ("scalable_vit", "ScalableViT", 64, {"num_classes": 8, "dim": 16, "heads": (1, 1, 2, 2),
+                                                         "depth": (1, 1, 1, 1), "ssa_dim_key": (8, 8, 8, 8),
+                                                         "reduction_factor": (2, 2, 1, 1),
+                                                         "window_size": (16, 8, None, None)}),
+    "sep_vit": ("sep_vit", "SepViT", 224, {"num_classes": 8, "dim": 8, "dim_head": 8, "heads": (1, 1, 2, 2),
+                                           "depth": (1, 1, 1, 1), "window_size": 7}),
+    "max_vit": ("max_vit", "MaxViT", 224, {"num_classes": 8, "dim_conv_stem": 16, "dim": 16, "dim_head": 8,
+                                           "depth": (1, 1), "window_size": 7}),
+    "nest": ("nest", "NesT", 32, {"image_size": 32, "patch_size": 4, "dim": 16, "heads": 2, "num_hierarchies": 2,
+                                  "block_repeats": (1, 1), "num_classes": 8}),
+    "mobile_vit": ("mobile_vit", "MobileViT", 64, {"image_size": (64, 64), "dims": [24, 32, 40],
+                                                   "channels": [8, 8, 16, 16, 24, 24, 32, 32, 40, 40, 48],
+                                                   "num_classes": 8}),
+    "xcit": ("xcit", "XCiT", 32, {**SQUARE, "cls_depth": 1, "local_patch_kernel_size": 3}),
+    "parallel_vit": ("parallel_vit", "ViT", 32, {**SQUARE, "num_parallel_branches": 2}),
+    "learnable_memory": ("learnable_memory_vit", "ViT", 32, SQUARE),
+    "small_dataset": ("vit_for_small_dataset", "ViT", 32, SQUARE),
+    "normalized_vit": ("normalized_vit", "nViT", 32, {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4,
+                                                      "image_size": 32, "patch_size": 8}),
+    "look_vit": ("look_vit", "LookViT", 64, {"num_classes": 8, "dim": 32, "depth": 1, "heads": 2, "image_size": 64,
+                                             "patch_size": 16}),
+    "jumbo_vit": ("jumbo_vit", "JumboViT", 32, {**SQUARE, "num_jumbo_cls": 1, "jumbo_cls_k": 2, "jumbo_ff_mult": 2}),
+    "ats_vit": ("ats_vit", "ViT", 32, {**SQUARE, "max_tokens_per_depth": (8, 4)}),
+    "rvt": ("rvt", "RvT", 32, SQUARE),
+    "xvit_hyper": ("simple_vit_with_hyper_connections", "SimpleViT", 32, {**SQUARE, "num_residual_streams": 2}),
+    "value_residual": ("simple_vit_with_value_residual", "SimpleViT", 32, SQUARE),
+}  # fmt: skip
+
+
+def _vit(module: str, name: str, size: int, options: dict[str, Any]) -> Case:
+    import importlib
+
+    return classified(getattr(importlib.import_module(f"vit_pytorch.{module}"), name)(**options), size)
+
+
+def _encoder() -> nn.Module:
+    from vit_pytorch import ViT
+
+    return ViT(**SQUARE)
+
+
+def _mae() -> Case:
+    from vit_pytorch import MAE
+
+    return Case(MAE(encoder=_encoder(), masking_ratio=0.75, decoder_dim=32, decoder_depth=1), (image(32),), _own)
+
+
+def _simmim() -> Case:
+    from vit_pytorch.simmim import SimMIM
+
+    return Case(SimMIM(encoder=_encoder(), masking_ratio=0.5), (image(32),), _own)
+
+
+def _distilled() -> Case:
+    from torchvision.models import resnet18
+    from vit_pytorch.distill import DistillableViT, DistillWrapper
+
+    student = DistillableViT(**SQUARE)
+    model = DistillWrapper(student=student, teacher=resnet18(num_classes=8), temperature=3, alpha=0.5, hard=False)
+    return Case(model, (image(32), torch.randint(0, 8, (ROWS,))), _own)
+
+
+def _own(model: nn.Module, *args: Any) -> Any:
+    """The loss that a model gives itself."""
+    found = model(*args)
+    return found[0] if isinstance(found, tuple) else found
+
+
+MONAI_NETS: dict[str, dict[str, Any]] = {
+    "UNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "channels": (8, 16, 32), "strides": (2, 2)},
+    "BasicUNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "features": (8, 8, 16, 16, 32, 8)},
+    "AttentionUnet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "channels": (8, 16), "strides": (2,)},
+    "DynUNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "kernel_size": [3, 3, 3],
+                "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+    "SegResNet": {"spatial_dims": 2, "init_filters": 8, "in_channels": 1, "out_channels": 3},
+    "VNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3},
+    "UNETR": {"in_channels": 1, "out_channels": 3, "img_size": 32, "feature_size": 8, "hidden_size": 48,
+              "mlp_dim": 64, "num_heads": 4, "spatial_dims": 2},
+    "SwinUNETR": {"in_channels": 1, "out_channels": 3, "feature_size": 12, "spatial_dims": 2, "depths": (1, 1, 1, 1),
+                  "num_heads": (2, 2, 2, 2)},
+    "HighResNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3},
+    "FlexibleUNet": {"in_channels": 3, "out_channels": 3, "backbone": "efficientnet-b0", "spatial_dims": 2},
+}  # fmt: skip
+MONAI_LOSSES = ("DiceLoss", "DiceCELoss", "GeneralizedDiceLoss", "FocalLoss", "TverskyLoss", "DiceFocalLoss",
+                "GeneralizedDiceFocalLoss")  # fmt: skip
+
+
+def _monai_net(name: str) -> Case:
+    from monai.networks import nets
+
+    options = MONAI_NETS[name]
+    channels = options["in_channels"]
+    return Case(getattr(nets, name)(**options), (image(64 if name != "UNETR" else 32, channels),))
+
+
+def _monai_loss(name: str) -> Case:
+    from monai import losses
+    from monai.networks.nets import UNet
+
+    model = UNet(2, 1, 3, channels=(8, 16), strides=(2,))
+    loss = getattr(losses, name)(to_onehot_y=True, **({} if "Focal" in name else {"softmax": True}))
+    return Case(model, (image(32, 1), torch.randint(0, 3, (ROWS, 1, 32, 32))), partial(_with, loss))
+
+
+def _with(loss: Any, model: nn.Module, x: Tensor, labels: Tensor) -> Any:
+    return loss(model(x), labels)
+
+
+KORNIA = ("SSIMLoss", "PSNRLoss", "TotalVariation", "MS_SSIMLoss", "CharbonnierLoss", "CauchyLoss", "HausdorffERLoss",
+          "DiceLoss", "LovaszSoftmaxLoss", "FocalLoss")  # fmt: skip
+
+
+def _kornia_loss(name: str) -> Case:
+    from kornia import losses
+
+    options: dict[str, Any] = {
+        "SSIMLoss": {"window_size": 5}, "PSNRLoss": {"max_val": 1.0}, "FocalLoss": {"alpha": 0.5, "reduction": "mean"},
+        "CharbonnierLoss": {"reduction": "mean"}, "CauchyLoss": {"reduction": "mean"},
+    }.get(name, {})  # fmt: skip
+    loss = getattr(losses, name)(**options)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1), nn.Sigmoid())
+    if name in ("DiceLoss", "LovaszSoftmaxLoss", "FocalLoss", "HausdorffERLoss"):
+        labels = torch.randint(0, 3, (ROWS, 1, 32, 32) if name == "HausdorffERLoss" else (ROWS, 32, 32))
+        return Case(model, (image(32), labels), partial(_with, loss))
+    if name == "TotalVariation":
+        return Case(model, (image(32), image(32)), partial(_variation, loss))
+    return Case(model, (image(32), image(32).sigmoid()), partial(_with, loss))
+
+
+def _variation(loss: Any, model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    return loss(out).mean() + F.mse_loss(out, y)
+
+
+def _kornia_filter(name: str) -> Case:
+    from kornia import filters, geometry
+
+    class Filtered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(3, 3, 3, padding=1)
+            self.turn = nn.Linear(3 * 32 * 32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            if name == "gaussian":
+                return filters.gaussian_blur2d(y, (5, 5), (1.5, 1.5))
+            if name == "sobel":
+                return filters.sobel(y)
+            if name == "median":
+                return filters.median_blur(y, (3, 3))
+            return geometry.transform.rotate(y, self.turn(x.flatten(1)).squeeze(1))
+
+    return Case(Filtered(), (image(32),))
+
+
+def _perceptual(name: str) -> Case:
+    model = nn.Conv2d(3, 3, 3, padding=1)
+    x, y = image(48).sigmoid(), image(48).sigmoid()
+    loss: Any
+    if name == "lpips":
+        import lpips
+
+        loss = lpips.LPIPS(pretrained=False, net="squeeze", verbose=False).requires_grad_(False)
+        return Case(_Beside(model, loss), (x, y), _own)
+    import pytorch_msssim
+
+    loss = pytorch_msssim.SSIM(data_range=1.0, win_size=5, channel=3)
+    return Case(_Beside(model, loss), (x, y), _own)
+
+
+class _Beside(nn.Module):
+    """A model with the loss as a module beside it."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.model(x), y).mean()
+
+
+def _efficientnet() -> Case:
+    from efficientnet_pytorch import EfficientNet
+
+    return classified(EfficientNet.from_name("efficientnet-b0", num_classes=8), 64)
+
+
+def _pytorchcv(name: str) -> Case:
+    from pytorchcv.model_provider import get_model
+
+    return classified(get_model(name, num_classes=8, in_size=(64, 64)), 64)
+
+
+def _resnest() -> Case:
+    from resnest.torch import resnest50
+
+    return classified(resnest50(num_classes=8), 64)
+
+
+
+
+def _mixer() -> Case:
+    from mlp_mixer_pytorch import MLPMixer
+
+    return classified(MLPMixer(image_size=32, channels=3, patch_size=8, dim=32, depth=2, num_classes=8), 32)
+
+
+def _gmlp() -> Case:
+    from g_mlp_pytorch import gMLPVision
+
+    return classified(gMLPVision(image_size=32, patch_size=8, num_classes=8, dim=32, depth=2), 32)
+
+
+def _lambda_net() -> Case:
+    from lambda_networks import LambdaLayer
+
+    return Case(LambdaLayer(dim=16, dim_out=16, r=7, dim_k=8, heads=4, dim_u=1), (image(16, 16),))
+
+
+def _bottleneck() -> Case:
+    from bottleneck_transformer_pytorch import BottleStack
+
+    model = BottleStack(dim=16, fmap_size=16, dim_out=32, proj_factor=4, downsample=True, heads=2, dim_head=8,
+                        rel_pos_emb=True, num_layers=2)  # fmt: skip
+    return Case(model, (image(16, 16),))
+
+
+def _axial() -> Case:
+    from axial_attention import AxialImageTransformer
+
+    return Case(AxialImageTransformer(dim=16, depth=2, reversible=False), (image(8, 16),))
+
+
+def _halo() -> Case:
+    from halonet_pytorch import HaloAttention
+
+    return Case(HaloAttention(dim=16, block_size=4, halo_size=2, dim_head=8, heads=2), (image(16, 16),))
+
+
+def _byol() -> Case:
+    from byol_pytorch import BYOL
+    from torchvision.models import resnet18
+
+    model = BYOL(resnet18(), image_size=32, hidden_layer="avgpool", projection_size=16, projection_hidden_size=32)
+    return Case(model, (image(32),), _own)
+
+
+TABLE: Table = {
+    "vit-pytorch": {
+        **{name: partial(_vit, *row) for name, row in VIT_PYTORCH.items()},
+        "mae": _mae,
+        "simmim": _simmim,
+        "distilled": _distilled,
+    },
+    "monai": {
+        **{name: partial(_monai_net, name) for name in MONAI_NETS},
+        **{name: partial(_monai_loss, name) for name in MONAI_LOSSES},
+    },
+    "kornia": {
+        **{name: partial(_kornia_loss, name) for name in KORNIA},
+        **{name: partial(_kornia_filter, name) for name in ("gaussian", "sobel", "median", "rotate")},
+    },
+    "lpips": {"squeeze": partial(_perceptual, "lpips")},
+    "pytorch-msssim": {"ssim": partial(_perceptual, "ssim")},
+    "efficientnet-pytorch": {"b0": _efficientnet},
+    "pytorchcv": {
+        name: partial(_pytorchcv, name)
+        for name in ("resnet10", "preresnet10", "sepreresnet10", "squeezenet_v1_1", "mobilenet_wd4", "menet108_8x1_g3",
+                     "diracnet18v2", "bninception", "airnet50_1x64d_r2", "peleenet", "wrn10_1_cifar10")
+    },
+    "resnest": {"resnest50": _resnest},
+    "mlp-mixer-pytorch": {"mixer": _mixer},
+    "g-mlp-pytorch": {"vision": _gmlp},
+    "lambda-networks": {"layer": _lambda_net},
+    "bottleneck-transformer-pytorch": {"stack": _bottleneck},
+    "axial-attention": {"image": _axial},
+    "halonet-pytorch": {"attention": _halo},
+    "byol-pytorch": {"resnet": _byol},
+}  # fmt: skip
