@@ -20,7 +20,6 @@ from autopar.compiler.constraints import batch_ranks
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Fixed
-from autopar.ir.program import record
 from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.batches import at_global_size, check_split, with_numbers
 from autopar.parallel.execution import Running, make_runner
@@ -29,6 +28,7 @@ from autopar.parallel.partners import Joined, Owners, as_trained, check_partners
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import Group, make_groups
+from autopar.runtime.inputs import slots_of
 
 _log = logging.getLogger("autopar")
 
@@ -97,8 +97,7 @@ class Maker:
         owners.place(compiled)
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._groups.update(make_groups(where.mesh, missing, where.device_mesh))
-        program = compiled.program
-        slots = tuple((entry, record(node).layout) for node, entry in program.entries)
+        slots = slots_of(compiled.program, compiled.pipeline, where.coord)
         runner = make_runner(compiled, self._groups, settings.compiler, self._agreement, settings.device)
         return Running(captured, compiled, runner, slots, constants, owners), guards
 

@@ -138,7 +138,7 @@ class ParallelModule(Inlined):
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
         for running in self._programs.running.values():
-            running.record(recorder)
+            running.runner.record(recorder)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""

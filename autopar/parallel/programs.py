@@ -40,8 +40,7 @@ from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.variants import Variants
-from autopar.runtime.pipeline import Given
-from autopar.runtime.staged import given_of
+from autopar.runtime.inputs import StepInputs, inputs_of
 
 _log = logging.getLogger("autopar")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
@@ -160,10 +159,10 @@ class Programs:
 
     # -- running ------------------------------------------------------------------------------------------------
 
-    def _inputs(self, running: Running, leaves: Sequence[Any]) -> list[torch.Tensor] | Given:
-        where, device, is_local = self.store.distributor, self.settings.device, self.settings.is_local
+    def _inputs(self, running: Running, leaves: Sequence[Any]) -> StepInputs:
+        device, is_local, mesh = self.settings.device, self.settings.is_local, running.compiled.program.mesh
 
-        def value_of(entry: Input, layout: Layout) -> torch.Tensor:
+        def value_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
             if entry.kind == "parameter":
                 return running.owners.given(entry.name, layout)
             if entry.kind == "buffer":
@@ -174,14 +173,7 @@ class Programs:
                 return torch.tensor(self.scale.scale if self.scale else 1.0, device=device)
             if entry.kind == "seed":
                 return torch.tensor([self.random.seed, self.random.steps], device=device)
-            return part_of(entry, layout, where.coord)
-
-        def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
             leaf = leaves[int(entry.name)].detach()
-            layout = of_local_batch(layout) if is_local else layout
-            return local_part(leaf, layout, running.compiled.program.mesh, coord).to(device)
+            return local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord).to(device)
 
-        pipeline = running.compiled.pipeline
-        if pipeline is not None:
-            return given_of(running.compiled.program, pipeline, where.coord, value_of, part_of)
-        return [value_of(entry, layout) for entry, layout in running.slots]
+        return inputs_of(running.slots, value_of)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,16 +16,19 @@ from autopar.capture.containers import take_call_apart
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import Layout, combine, replica_error
-from autopar.ir.mesh import MICROBATCH, Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Input, Program, Record, operand_nodes, record
 from autopar.parallel.padding import beginning, padded_part
 from autopar.runtime.executor import Executable, Outputs
-from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.staged import given_of
+from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
+from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import ZERO, Mismatch, Values, error_of, norm_of
 from autopar.verification.reference import SCALE, OptimizerFactory
+
+Whole = Callable[[Input], torch.Tensor]
 
 
 class Virtual:
@@ -43,10 +45,8 @@ class Virtual:
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
         program, mesh = self.compiled.program, self.compiled.mesh
-        whole = self._inputs(program, args, kwargs, seed)
         with default_dtype(self.dtype):  # a number and a bool add up to it
-            run = self._run if self.compiled.pipeline is None else self._run_pipeline
-            outputs = run(whole)
+            outputs = self._run(self._whole(args, kwargs, seed))
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.model.named_parameters(), *self.partners.items())}
@@ -65,29 +65,15 @@ class Virtual:
         self._update(found)
         return found
 
-    def _run(self, whole: list[torch.Tensor]) -> list[Outputs]:
-        """The outputs of every rank."""
-        program, mesh = self.compiled.program, self.compiled.mesh
-        return VirtualMesh(mesh).run(Executable(program.graph, device=self.device), _scatter(program, whole, mesh))
-
-    def _run_pipeline(self, whole: list[torch.Tensor]) -> list[Outputs]:
-        """As `_run`; an output is None on the ranks that do not have it."""
-        compiled, mesh = self.compiled, self.compiled.mesh
-        pipeline, program = compiled.pipeline, compiled.program
-        assert pipeline is not None
-        value = dict(zip(program.inputs, whole, strict=True))
-
-        def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-            return padded_part(value[entry], layout, program.mesh, coord)
-
-        given = []
-        for coord in mesh.coords():
-            mine = {**coord, MICROBATCH: 0}
-            value_of = functools.partial(part_of, coord=mine)
-            given.append(given_of(program, pipeline, coord, value_of, part_of))
+    def _run(self, whole: Whole) -> list[Outputs]:
+        """The outputs of every rank, None for those that other stages have."""
+        mesh, program, pipeline = self.compiled.mesh, self.compiled.program, self.compiled.pipeline
+        inputs = _scattered(program, pipeline, mesh, whole)
+        if pipeline is None:
+            executable = Executable(program.graph, device=self.device)
+            return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
         codes = [compile_rank(pipeline, place, device=self.device) for place in range(pipeline.flow.size)]
-        finals = VirtualMesh(mesh).run_pipeline(codes, given)
-        return [tuple(rank.get((out.kind, out.name)) for out in program.outputs) for rank in finals]
+        return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
 
     def _update(self, found: Values) -> None:
         for name, parameter in self.model.named_parameters():
@@ -103,22 +89,21 @@ class Virtual:
             if ("buffer", name) in found:
                 self.partners[name] = found["buffer", name].clone()
 
-    def _inputs(
-        self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
+        """The whole value of an input."""
         tensors = {entry.name: tensor.detach() for entry, tensor in state_of(self.model).entries}
         tensors.update(self.partners)
         tensors.update(self.captured.constants)
         leaves = take_call_apart(args, kwargs).leaves
-        return [_input(entry, tensors, leaves, seed) for entry in program.inputs]
+        return lambda entry: _input(entry, tensors, leaves, seed)
 
     def locate(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor, tolerance: float
     ) -> Mismatch | None:
         """Run the captured and the final program side by side; the first node whose value differs."""
         captured, final = self.captured.program, self.compiled.program
+        whole = self._whole(args, kwargs, seed)
         mesh = final.mesh  # micro-batches side by side: what is cut afterwards shows in no node
-        whole = self._inputs(final, args, kwargs, seed)
         expected: dict[str, torch.Tensor] = {}
 
         def keep(_rank: int, node: fx.Node, value: Any) -> None:
@@ -128,7 +113,7 @@ class Virtual:
         one = Mesh(())
         with default_dtype(self.dtype):
             executable = Executable(captured.graph, device=self.device)
-            VirtualMesh(one).run(executable, [self._inputs(captured, args, kwargs, seed)], keep)
+            VirtualMesh(one).run(executable, [[whole(entry) for entry in captured.inputs]], keep)
         parts: dict[fx.Node, list[torch.Tensor]] = {}
 
         def collect(_rank: int, node: fx.Node, value: Any) -> None:
@@ -136,7 +121,9 @@ class Virtual:
                 parts.setdefault(node, [None] * mesh.size)[_rank] = value  # type: ignore[list-item]
 
         with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
-            VirtualMesh(mesh).run(Executable(final.graph, device=self.device), _scatter(final, whole, mesh), collect)
+            executable = Executable(final.graph, device=self.device)
+            inputs = [given.values() for given in _scattered(final, None, mesh, whole)]
+            VirtualMesh(mesh).run(executable, inputs, collect)
         leaving = captured.leaving
         gradients = norm_of({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
         for node in final.graph.nodes:
@@ -183,10 +170,10 @@ def _input(
     return seed if entry.kind == "seed" else tensors[entry.name]
 
 
-def _scatter(program: Program, whole: list[torch.Tensor], mesh: Mesh) -> list[list[torch.Tensor]]:
-    """Each rank's part of every input."""
-    layouts = [record(node).layout for node in program.placeholders]
-    return [
-        [padded_part(value, layout, mesh, coord) for value, layout in zip(whole, layouts, strict=True)]
-        for coord in mesh.coords()
-    ]
+def _scattered(program: Program, pipeline: Pipeline | None, mesh: Mesh, whole: Whole) -> list[StepInputs]:
+    """What the step of each rank begins with."""
+
+    def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
+        return padded_part(whole(entry), layout, program.mesh, coord)
+
+    return [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in mesh.coords()]
