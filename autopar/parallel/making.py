@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.capture.capture import LossFn
 from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.scalars import Scalars
@@ -20,12 +18,12 @@ from autopar.compiler.constraints import batch_ranks
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Fixed
-from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.agreement import Phase
 from autopar.parallel.batches import at_global_size, check_split, with_numbers
 from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners, as_trained, check_partners
-from autopar.parallel.store import ParameterStore
+from autopar.parallel.session import Session
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import Group, make_groups
 from autopar.runtime.inputs import slots_of
@@ -33,28 +31,12 @@ from autopar.runtime.inputs import slots_of
 _log = logging.getLogger("autopar")
 
 
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What does not change from step to step. is_local: each rank is given its own part of the batch. lift: as of
-    `capture`."""
-
-    loss_fn: LossFn | None
-    options: StepOptions
-    fixed: Fixed
-    is_local: bool
-    device: torch.device
-    compiler: str | None
-    lift: torch.dtype | None
-
-
 class Maker:
     """Makes the programs of one parallel module. What one rank cannot make is an error on all of them."""
 
-    def __init__(
-        self, settings: StepSettings, store: ParameterStore, agreement: Agreement, numbers: ChangingNumbers
-    ) -> None:
-        self._settings, self._store, self._agreement, self._numbers = settings, store, agreement, numbers
-        self._joined = Joined(settings.device)
+    def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
+        self._settings, self._store, self._agreement = session.settings, session.store, session.agreement
+        self._joined, self._numbers = Joined(session.settings.device), numbers
         self._groups: dict[str, Group] = {}
         self._said: set[str] = set()
 

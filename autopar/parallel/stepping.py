@@ -1,0 +1,54 @@
+"""Run a program of a parallel module on a batch: what this rank holds and was given becomes the inputs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.capture.capture import fake_like
+from autopar.capture.containers import Parts
+from autopar.capture.raising import default_dtype
+from autopar.errors import BatchError
+from autopar.ir.layout import Layout, local_part
+from autopar.ir.program import Input
+from autopar.parallel.batches import of_local_batch
+from autopar.parallel.execution import Running
+from autopar.parallel.session import Session
+from autopar.runtime.inputs import StepInputs, inputs_of
+
+
+def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, ...]:
+    """The outputs of this rank; the values that the program was specialised to are those of this batch too."""
+    for i, tensor in parts.tensors():
+        if fake_like(tensor):
+            where = "is on the meta device, where nothing has data"
+            raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
+    with default_dtype(session.settings.lift):
+        outputs = running.run(_inputs(session, running, parts.leaves))
+    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+        if out.kind == "guard":
+            running.captured.reads[int(out.name)].check(value)
+    return outputs
+
+
+def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepInputs:
+    device, is_local = session.settings.device, session.settings.is_local
+    random, scale, mesh = session.random, session.scale, running.compiled.program.mesh
+
+    def value_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
+        if entry.kind == "parameter":
+            return running.owners.given(entry.name, layout)
+        if entry.kind == "buffer":
+            return running.owners.buffer(entry.name)
+        if entry.kind == "constant":
+            return running.constants[entry.name]
+        if entry.kind == "scale":
+            return torch.tensor(scale.scale if scale else 1.0, device=device)
+        if entry.kind == "seed":
+            return torch.tensor([random.seed, random.steps], device=device)
+        leaf = leaves[int(entry.name)].detach()
+        return local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord).to(device)
+
+    return inputs_of(running.slots, value_of)
