@@ -10,23 +10,18 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
 from autopar.compiled import Compiled
-from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import CHECK_EVERY
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.options import StepKeywords
 from autopar.parallel.execution import Running
-from autopar.parallel.gradients import finished, guarded
 from autopar.parallel.joining import Asked
-from autopar.parallel.loss_scale import LossScale, give_gradients
+from autopar.parallel.loss_scale import LossScale
 from autopar.parallel.placed import TO_SAVE
 from autopar.parallel.programs import Programs
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.session import open_session
 from autopar.parallel.states import States
-from autopar.parallel.stepping import run_step
+from autopar.parallel.stepping import forward_step, train_step
 from autopar.runtime.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
@@ -48,17 +43,12 @@ class ParallelModule(Inlined):
     not its methods: they would compute with this rank's parts. `original` is the user's module itself.
     """
 
-    def __init__(
-        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, step: StepKeywords, batch: str,
-        seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
-        check_replicas: int | None = CHECK_EVERY,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        asked = Asked(model, mesh, step, batch, seed, compile, check_replicas)
-        self._session = open_session(asked, loss_fn, device, lift)
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked.model)
+        self._session = open_session(asked)
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
-        self._adopt(model)
+        self._adopt(asked.model)
         States(self._store).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
@@ -78,21 +68,10 @@ class ParallelModule(Inlined):
                 f"call the model itself there, and forward_backward after it."
             )
         running, parts = self._programs.prepare("forward_backward", args, kwargs, train=True)
-        outputs = run_step(self._session, running, parts)
-        self._session.random.steps += 1
-        gradients: dict[str, torch.Tensor | None] = {}
-        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-            if out.kind == "loss":
-                loss = value
-            elif out.kind == "gradient":
-                gradients[out.name] = running.owners.taken(out.name, value)
-            elif out.kind == "buffer":
-                running.owners.set_buffer(out.name, value)
-        give_gradients(running.owners.parameters(), gradients, self._session.scale, self._session.settings.device)
-        self._session.announcer.stepped()
+        loss, outputs = train_step(self._session, running, parts)
         captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
-        return finished(loss)
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the global batch, whole on every rank. A backward pass through it is refused.
@@ -103,11 +82,7 @@ class ParallelModule(Inlined):
         if traced is not None:
             return traced(*args, **kwargs)
         running, parts = self._programs.prepare("forward", args, kwargs, train=False)
-        outputs = run_step(self._session, running, parts)
-        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-            if out.kind == "buffer":
-                running.owners.set_buffer(out.name, value)
-        return running.captured.result(guarded(outputs, parts.leaves, running.owners.parameters().values()))
+        return forward_step(self._session, running, parts)
 
     __call__ = forward  # torch's would run hooks here, which the program does
 

@@ -46,15 +46,13 @@ class Session:
     scale: LossScale | None
 
 
-def open_session(
-    asked: Asked, loss_fn: LossFn | None, device: str | torch.device | None, lift: torch.dtype | None
-) -> Session:
+def open_session(asked: Asked) -> Session:
     """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
     this."""
-    agreed = join(asked, device)
+    agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
     fixed = Fixed(machine=CPU if place.type == "cpu" else GPU)
-    settings = StepSettings(loss_fn, options, fixed, asked.batch == "local", place, asked.compile, lift)
+    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.lift)
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))

@@ -15,8 +15,36 @@ from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input
 from autopar.parallel.batches import of_local_batch
 from autopar.parallel.execution import Running
+from autopar.parallel.gradients import finished, guarded
+from autopar.parallel.loss_scale import give_gradients
 from autopar.parallel.session import Session
 from autopar.runtime.inputs import StepInputs, inputs_of
+
+
+def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs."""
+    outputs = run_step(session, running, parts)
+    session.random.steps += 1
+    gradients: dict[str, torch.Tensor | None] = {}
+    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+        if out.kind == "loss":
+            loss = value
+        elif out.kind == "gradient":
+            gradients[out.name] = running.owners.taken(out.name, value)
+        elif out.kind == "buffer":
+            running.owners.set_buffer(out.name, value)
+    give_gradients(running.owners.parameters(), gradients, session.scale, session.settings.device)
+    session.announcer.stepped()
+    return finished(loss), outputs
+
+
+def forward_step(session: Session, running: Running, parts: Parts) -> Any:
+    """Run a forward program: buffers are written. What the model returns, which refuses a backward pass."""
+    outputs = run_step(session, running, parts)
+    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
+        if out.kind == "buffer":
+            running.owners.set_buffer(out.name, value)
+    return running.captured.result(guarded(outputs, parts.leaves, running.owners.parameters().values()))
 
 
 def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, ...]:
