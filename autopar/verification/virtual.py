@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
-from autopar.capture.containers import take_call_apart
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
-from autopar.ir.layout import Layout, combine, replica_error
-from autopar.ir.mesh import Mesh
-from autopar.ir.pipeline import Pipeline
-from autopar.ir.program import Input, Program, Record, operand_nodes, record
-from autopar.parallel.padding import beginning, padded_part
+from autopar.ir.layout import combine, replica_error
+from autopar.ir.program import record
+from autopar.parallel.padding import beginning
 from autopar.runtime.executor import Executable, Outputs
-from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
 from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
-from autopar.verification.comparison import ZERO, Mismatch, Values, error_of, norm_of
+from autopar.verification.comparison import Values
+from autopar.verification.inputs import Whole, scattered, whole_inputs
 from autopar.verification.reference import SCALE, OptimizerFactory
-
-Whole = Callable[[Input], torch.Tensor]
 
 
 class Virtual:
@@ -46,7 +40,7 @@ class Virtual:
         self.optimizer.zero_grad()
         program, mesh = self.compiled.program, self.compiled.mesh
         with default_dtype(self.dtype):  # a number and a bool add up to it
-            outputs = self._run(self._whole(args, kwargs, seed))
+            outputs = self._run(self.whole(args, kwargs, seed))
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.model.named_parameters(), *self.partners.items())}
@@ -68,7 +62,7 @@ class Virtual:
     def _run(self, whole: Whole) -> list[Outputs]:
         """The outputs of every rank, None for those that other stages have."""
         mesh, program, pipeline = self.compiled.mesh, self.compiled.program, self.compiled.pipeline
-        inputs = _scattered(program, pipeline, mesh, whole)
+        inputs = scattered(program, pipeline, mesh, whole)
         if pipeline is None:
             executable = Executable(program.graph, device=self.device)
             return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
@@ -89,91 +83,7 @@ class Virtual:
             if ("buffer", name) in found:
                 self.partners[name] = found["buffer", name].clone()
 
-    def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
-        """The whole value of an input."""
+    def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Whole:
+        """The whole values of the inputs of a step."""
         tensors = {entry.name: tensor.detach() for entry, tensor in state_of(self.model).entries}
-        tensors.update(self.partners)
-        tensors.update(self.captured.constants)
-        leaves = take_call_apart(args, kwargs).leaves
-        return lambda entry: _input(entry, tensors, leaves, seed)
-
-    def locate(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor, tolerance: float
-    ) -> Mismatch | None:
-        """Run the captured and the final program side by side; the first node whose value differs."""
-        captured, final = self.captured.program, self.compiled.program
-        whole = self._whole(args, kwargs, seed)
-        mesh = final.mesh  # micro-batches side by side: what is cut afterwards shows in no node
-        expected: dict[str, torch.Tensor] = {}
-
-        def keep(_rank: int, node: fx.Node, value: Any) -> None:
-            if isinstance(value, torch.Tensor):
-                expected[node.name] = value
-
-        one = Mesh(())
-        with default_dtype(self.dtype):
-            executable = Executable(captured.graph, device=self.device)
-            VirtualMesh(one).run(executable, [[whole(entry) for entry in captured.inputs]], keep)
-        parts: dict[fx.Node, list[torch.Tensor]] = {}
-
-        def collect(_rank: int, node: fx.Node, value: Any) -> None:
-            if isinstance(value, torch.Tensor) and record(node).origin in expected:
-                parts.setdefault(node, [None] * mesh.size)[_rank] = value  # type: ignore[list-item]
-
-        with default_dtype(self.dtype), suppress(RuntimeError):  # the values up to there say enough
-            executable = Executable(final.graph, device=self.device)
-            inputs = [given.values() for given in _scattered(final, None, mesh, whole)]
-            VirtualMesh(mesh).run(executable, inputs, collect)
-        leaving = captured.leaving
-        gradients = norm_of({(out.kind, out.name): expected[node.name] for node, out in leaving if node}, "gradient")
-        for node in final.graph.nodes:
-            if node in parts and all(part is not None for part in parts[node]):
-                found = record(node)
-                value = expected[found.origin]
-                origins = [record(operand).origin for operand in operand_nodes(node)]
-                norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
-                floor = ZERO["node"] * max(norms, default=0.0)
-                if found.is_backward:
-                    floor = max(floor, ZERO["gradient"] * gradients)
-                error = _node_error(parts[node], found, mesh, value, floor)
-                if not error <= tolerance:
-                    text = node.format_node() or ""
-                    return Mismatch(node.name, found.made_by, found.module, found.source, error, text)
-        wanted = record(final.graph.output_node()).operands
-        for node, out, layout in zip(final.results, final.outputs, wanted, strict=True):
-            if node is not None and record(node).layout != layout:
-                found = record(node)
-                text = f"it is in {found.layout}, but leaves as the {out.kind} '{out.name}' in {layout}: no collective"
-                return Mismatch(node.name, found.made_by, found.module, found.source, float("inf"), text)
-        text = "every node agrees with the captured program: the captured program itself differs from the plain module"
-        if self.compiled.pipeline is not None:
-            text += ", or the pipeline from the program that was cut"
-        return Mismatch("", "capture", "", "", float("nan"), text)
-
-
-def _node_error(parts: list[torch.Tensor], found: Record, mesh: Mesh, value: torch.Tensor, floor: float) -> float:
-    whole = beginning(combine(parts, found.layout, mesh), value.shape)
-    if whole.shape != value.shape:
-        return float("inf")
-    return max(error_of(whole, value, floor), replica_error(parts, found.layout, mesh))
-
-
-def _input(
-    entry: Input, tensors: Mapping[str, torch.Tensor], leaves: Sequence[Any], seed: torch.Tensor
-) -> torch.Tensor:
-    if entry.kind == "batch":
-        leaf = leaves[int(entry.name)]
-        assert isinstance(leaf, torch.Tensor)
-        return leaf
-    if entry.kind == "scale":
-        return torch.tensor(SCALE, device=seed.device)
-    return seed if entry.kind == "seed" else tensors[entry.name]
-
-
-def _scattered(program: Program, pipeline: Pipeline | None, mesh: Mesh, whole: Whole) -> list[StepInputs]:
-    """What the step of each rank begins with."""
-
-    def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-        return padded_part(whole(entry), layout, program.mesh, coord)
-
-    return [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in mesh.coords()]
+        return whole_inputs({**tensors, **self.partners, **self.captured.constants}, args, kwargs, seed)
