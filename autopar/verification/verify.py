@@ -20,6 +20,7 @@ from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
+from autopar.verification.locate import locate
 from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
 from autopar.verification.virtual import Virtual
 
@@ -89,7 +90,8 @@ def verify_compiled(
     mismatch = None
     if not all(row.ok for row in rows):
         first = Virtual(copy.deepcopy(model), captured, compiled, make)
-        mismatch = first.locate(args, kwargs, torch.tensor([seed, 0], device=virtual.device), table.of_nodes)
+        whole = first.whole(args, kwargs, torch.tensor([seed, 0], device=first.device))
+        mismatch = locate(captured.program, compiled, whole, table.of_nodes, first.dtype, first.device)
     return Report(str(compiled.mesh), plain.dtype, steps, table.tolerance, rows, mismatch, plain.note)
 
 
