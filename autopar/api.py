@@ -18,6 +18,7 @@ from autopar.compiler.options import CHECK_EVERY, Compiler, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
+from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
 
 Factory = Callable[..., nn.Module]
@@ -72,30 +73,30 @@ def parallelize(
     Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn, "step": step, "batch": batch, "seed": seed, "device": device, "compile": compile,
-        "check_replicas": check_replicas,
-    }  # fmt: skip
+    asked = functools.partial(
+        Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device, compile=compile,
+        check_replicas=check_replicas,
+    )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')
-        return ParallelModule(model, mesh, **options)
+        return ParallelModule(asked(model, mesh))
     if mesh is None and isinstance(model, (str, Mapping, Mesh, DeviceMesh)):
         options_of(**step)  # where the decorator stands, and not first where a model is made
-        return _decorator(model, options)
+        return _decorator(lambda made: asked(made, model), seed)
     raise TypeError(
         f"parallelize takes an nn.Module and a mesh, or a mesh alone as a decorator, not {type(model).__name__}."
     )
 
 
-def _decorator(mesh: MeshLike, options: dict[str, Any]) -> Callable[[Factory], Callable[..., ParallelModule]]:
+def _decorator(asked: Callable[[nn.Module], Asked], seed: int) -> Callable[[Factory], Callable[..., ParallelModule]]:
     def decorate(factory: Factory) -> Callable[..., ParallelModule]:
         @functools.wraps(factory, updated=())
         def build(*args: Any, **kwargs: Any) -> ParallelModule:
             with torch.random.fork_rng():
-                torch.manual_seed(options["seed"])
+                torch.manual_seed(seed)
                 model = factory(*args, **kwargs)
-            return ParallelModule(model, mesh, **options)
+            return ParallelModule(asked(model))
 
         return build
 

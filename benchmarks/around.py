@@ -64,7 +64,7 @@ def worker(rank: int, folder: str) -> None:
 
 def replicas_s(model: object, times: int = 5) -> float:
     """The seconds of one comparison of all replicas."""
-    replicas: Replicas = model._replicas  # type: ignore[attr-defined]
+    replicas: Replicas = model._session.replicas  # type: ignore[attr-defined]
     replicas.check(0)
     dist.barrier()
     start = time.perf_counter()

@@ -25,8 +25,8 @@ import autopar
 from autopar.ir.mesh import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
 from autopar.runtime.executor import Code, Executable
-from autopar.runtime.pipeline import Given, RankCode, compile_rank
-from autopar.runtime.staged import given_of
+from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
+from autopar.runtime.pipeline import RankCode, compile_rank
 from autopar.runtime.virtual import VirtualMesh
 
 WIDTH, ROUNDS = 4, 50
@@ -65,20 +65,19 @@ def recorded(executable: Executable, seen: dict[Executable, list[Any]]) -> Calla
     return record
 
 
-def given(compiled: autopar.Compiled, model: nn.Module, x: Tensor) -> list[Given]:
+def given(compiled: autopar.Compiled, model: nn.Module, x: Tensor) -> list[StepInputs]:
     """What each rank of the pipeline starts from."""
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    parts = x.chunk(compiled.plan.microbatches)
 
-    def value_of(entry: Input, layout: Any) -> Tensor:
-        return tensors[entry.name]
+    def value_of(entry: Input, layout: Any, coord: Any) -> Tensor:
+        return parts[coord[MICROBATCH]] if entry.kind == "batch" else tensors[entry.name]
 
-    def part_of(entry: Input, layout: Any, coord: Any) -> Tensor:
-        return x.chunk(compiled.plan.microbatches)[coord[MICROBATCH]]
-
-    return [given_of(compiled.program, compiled.pipeline, coord, value_of, part_of) for coord in compiled.mesh.coords()]
+    program, pipeline = compiled.program, compiled.pipeline
+    return [inputs_of(slots_of(program, pipeline, coord), value_of) for coord in compiled.mesh.coords()]
 
 
-def step_us(mesh: VirtualMesh, codes: list[RankCode], starts: list[Given]) -> float:
+def step_us(mesh: VirtualMesh, codes: list[RankCode], starts: list[StepInputs]) -> float:
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

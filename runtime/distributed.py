@@ -22,10 +22,11 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import whole_of
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
+from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
 from autopar.runtime.p2p import Peers
-from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, Watch, steps_of
+from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
@@ -128,14 +129,16 @@ class DistributedDriver:
         outputs: Outputs = self._drive(run(executable, inputs, observe), overlap=observe is None)
         return outputs
 
-    def run_pipeline(self, code: RankCode, given: Given, device: torch.device, watch: Watch | None = None) -> Finals:
+    def run_pipeline(
+        self, code: RankCode, inputs: StepInputs, device: torch.device, watch: Watch | None = None
+    ) -> Finals:
         """What a step gives on this rank of a pipeline; as `run`. `watch` is told of each instruction at its end."""
         if PIPELINE in self._groups:
             group = self._groups[PIPELINE]
             self._peers = Peers(group.handle, group.rank_at, device)
         if self.recorder is not None:
             watch = self.recorder.watch
-        finals: Finals = self._drive(steps_of(code, given, watch), overlap=True)
+        finals: Finals = self._drive(steps_of(code, inputs, watch), overlap=True)
         if self._peers is not None:
             try:
                 self._peers.finish()

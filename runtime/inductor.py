@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ from autopar.runtime.decompositions import decomposed
 from autopar.runtime.distributed import Group
 from autopar.runtime.executor import Outputs, describe, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
+from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
+from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
@@ -48,11 +50,11 @@ class InductorProgram:
         """The collectives in the order in which the code starts them; it must be that of the other ranks."""
         return tuple(_COLLECTIVE.findall(self.source))
 
-    def run(self, inputs: Iterable[Any]) -> Outputs:
-        """The outputs of this rank. `inputs` are the placeholders' values. Raises RankError if the others are lost."""
+    def run(self, inputs: StepInputs) -> Outputs:
+        """The outputs of this rank. Raises RankError if the others are lost."""
         with torch.no_grad():
             try:
-                return tuple(self.function(*(value.contiguous() for value in inputs)))
+                return tuple(self.function(*(value.contiguous() for value in inputs.values())))
             except BatchError:
                 raise
             except RuntimeError as error:
@@ -64,6 +66,10 @@ class InductorProgram:
                     f"rank {self.rank} lost its peers in the code that Inductor wrote, at\n    {line}\n"
                     f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
                 ) from error
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Raise CompileError: nothing can watch it."""
+        raise CompileError("a trace is of autopar's own executor, and these programs are compiled: leave compile out.")
 
 
 def compile_program(

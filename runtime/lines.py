@@ -13,8 +13,8 @@ from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
 from autopar.runtime.executor import CPU, Executable, Study
+from autopar.runtime.inputs import Key
 
-Key = tuple[str, int]  # a value and its micro-batch, or ONCE
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
 # before; or out of the step.
 VALUE, PART, TOTAL, FINAL = "value", "part", "total", "final"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from autopar.runtime.executor import Outputs
 
 
-def shared_outputs(outputs: Outputs, inputs: list[torch.Tensor]) -> frozenset[int]:
+def shared_outputs(outputs: Outputs, inputs: Iterable[torch.Tensor]) -> frozenset[int]:
     """The outputs that lie in the memory of an input or of an earlier output, or are expanded: the same at each run."""
     given = {_place(tensor)[0] for tensor in inputs}
     seen: set[tuple[int, int]] = set()

@@ -7,18 +7,20 @@ memory kept until it has left. What the micro-batches add up to is kept by name 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopar.ir.program import Output
 from autopar.ir.schedule import ONCE, Instruction, Span
-from autopar.runtime.executor import run
-from autopar.runtime.lines import PART, TOTAL, VALUE, Count, Key, Line, RankCode, compile_rank
+from autopar.runtime.executor import Outputs, run
+from autopar.runtime.inputs import Key, StepInputs
+from autopar.runtime.lines import PART, TOTAL, VALUE, Count, Line, RankCode, compile_rank
 from autopar.runtime.microbatches import Totals, of_microbatch, side_by_side
 
-__all__ = ["Await", "Finals", "Given", "RankCode", "Receive", "Send", "Watch", "compile_rank", "steps_of"]
+__all__ = ["Await", "Finals", "RankCode", "Receive", "Send", "Watch", "compile_rank", "outputs_of", "steps_of"]
 
 Finals = dict[tuple[str, str], Any]  # what a step gives, by (kind, name)
 Watch = Callable[[Span], None]
@@ -50,30 +52,17 @@ class Await:
 Steps = Generator[Any, Any, Finals]
 
 
-@dataclass(slots=True)
-class Given:
-    """What a step starts from: `whole` values by placeholder, and those of each micro-batch."""
-
-    whole: Mapping[str, Any]
-    parts: Mapping[str, Sequence[Any]]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.whole.values(), *(part for parts in self.parts.values() for part in parts)]
-
-    def values(self) -> dict[Key, Any]:
-        found: dict[Key, Any] = {(name, ONCE): value for name, value in self.whole.items()}
-        for name, parts in self.parts.items():
-            found.update(((name, microbatch), part) for microbatch, part in enumerate(parts))
-        return found
+def outputs_of(finals: Finals, wanted: Sequence[Output]) -> Outputs:
+    """What a step gives in the order of a program's outputs, None for what other ranks give."""
+    return tuple(finals.get((out.kind, out.name)) for out in wanted)
 
 
-def steps_of(code: RankCode, given: Given, watch: Watch | None = None) -> Steps:
+def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> Steps:
     """One step of a rank; yields what it needs of others, returns what the step gives.
 
     `watch` is told of every instruction when it has ended; its span begins when what it waits for is there.
     """
-    step = _Step(code, given)
+    step = _Step(code, inputs)
     for place, line in enumerate(code.lines):
         for receive in line.awaits:
             step.arrive(code.lines[receive], (yield Await(*step.posted.pop(receive))).pop())
@@ -100,9 +89,9 @@ def steps_of(code: RankCode, given: Given, watch: Watch | None = None) -> Steps:
 class _Step:
     """The values of a rank in a step."""
 
-    def __init__(self, code: RankCode, given: Given) -> None:
+    def __init__(self, code: RankCode, inputs: StepInputs) -> None:
         self.microbatches = code.pipeline.microbatches
-        self.values = given.values()
+        self.values: dict[Key, Any] = dict(inputs)
         self.posted: dict[int, tuple[Any, Instruction]] = {}  # receives, by their places
         self.totals = Totals(code.pipeline.reductions)
         self.finals: Finals = {}

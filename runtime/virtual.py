@@ -17,9 +17,10 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.schedule import Instruction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Executable, Outputs, Request, describe, run
+from autopar.runtime.inputs import StepInputs
 from autopar.runtime.local_p2p import Messages
 from autopar.runtime.mesh_ops import WAIT, axis_group, is_local, local_answer
-from autopar.runtime.pipeline import Await, Finals, Given, RankCode, Receive, Send, steps_of
+from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, steps_of
 from autopar.runtime.recorder import Recorder
 
 RankObserve = Callable[[int, fx.Node, Any], None]
@@ -58,7 +59,7 @@ class VirtualMesh:
             return self._drive(steps)
 
     def run_pipeline(
-        self, codes: Sequence[RankCode], given: Sequence[Given], recorders: Sequence[Recorder] | None = None
+        self, codes: Sequence[RankCode], inputs: Sequence[StepInputs], recorders: Sequence[Recorder] | None = None
     ) -> list[Finals]:
         """What a step gives on every rank. `codes[k]` is run by the ranks with coordinate k on "pp".
 
@@ -67,9 +68,9 @@ class VirtualMesh:
         with torch.no_grad():
             places = [coord.get(PIPELINE, 0) for coord in self._coords]
             if recorders is None:
-                steps: list[Any] = [steps_of(codes[place], given[rank]) for rank, place in enumerate(places)]
+                steps: list[Any] = [steps_of(codes[place], inputs[rank]) for rank, place in enumerate(places)]
             else:
-                every = zip(places, given, recorders, strict=True)
+                every = zip(places, inputs, recorders, strict=True)
                 steps = [seen.observe(steps_of(codes[place], mine, seen.watch)) for place, mine, seen in every]
             finals = self._drive(steps)
         left = self._mail.left()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,70 +12,14 @@ from autopar.capture import Captured
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.compiler.options import compiler_of
 from autopar.errors import CompileError
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import PIPELINE
-from autopar.ir.program import Input, Output
-from autopar.ir.schedule import KINDS
 from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.partners import Owners
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver, Group
-from autopar.runtime.executor import Executable, Outputs
+from autopar.runtime.executor import Outputs
+from autopar.runtime.inputs import Slot, StepInputs
 from autopar.runtime.outputs import own_memory, shared_outputs
-from autopar.runtime.pipeline import Given, RankCode, compile_rank
-from autopar.runtime.recorder import Recorder
-
-
-class Runner(Protocol):
-    """A rank's program, ready to run. `source` is the Python that runs, for people to read."""
-
-    @property
-    def source(self) -> str: ...
-
-    def run(self, inputs: Iterable[Any]) -> Outputs:
-        """The outputs of this rank for the values of the placeholders."""
-        ...
-
-
-@dataclass(frozen=True)
-class ExecutorRunner:
-    """A program on our executor, over torch.distributed."""
-
-    executable: Executable
-    driver: DistributedDriver
-
-    @property
-    def source(self) -> str:
-        return self.executable.source
-
-    def run(self, inputs: Iterable[Any]) -> Outputs:
-        return self.driver.run(self.executable, inputs)
-
-    def record(self, recorder: Recorder | None) -> None:
-        self.driver.recorder = recorder
-
-
-@dataclass(frozen=True)
-class PipelineRunner:
-    """A rank's instruction list on our executor, over torch.distributed."""
-
-    code: RankCode
-    driver: DistributedDriver
-    outputs: tuple[Output, ...]
-    device: torch.device
-
-    @property
-    def source(self) -> str:
-        named = self.code.executables.items()
-        return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
-
-    def run(self, inputs: Given) -> Outputs:
-        """The outputs of the program, None for those that other ranks have."""
-        finals = self.driver.run_pipeline(self.code, inputs, self.device)
-        return tuple(finals.get((out.kind, out.name)) for out in self.outputs)
-
-    def record(self, recorder: Recorder | None) -> None:
-        self.driver.recorder = recorder
+from autopar.runtime.runner import Runner, executor_runner
 
 
 @dataclass(slots=True)
@@ -85,32 +28,17 @@ class Running:
 
     captured: Captured
     compiled: Lowered
-    runner: Runner | PipelineRunner
-    slots: tuple[tuple[Input, Layout], ...]
+    runner: Runner
+    slots: tuple[Slot, ...]
     constants: Constants
     owners: Owners
     shared: frozenset[int] | None = None
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Let a recorder see what the steps from now on do on this rank; raises CompileError where nothing can."""
-        if not isinstance(self.runner, (ExecutorRunner, PipelineRunner)):
-            raise CompileError(
-                "a trace is of autopar's own executor, and these programs are compiled: leave compile out."
-            )
-        self.runner.record(recorder)
-
-    def run(self, inputs: list[torch.Tensor] | Given) -> Outputs:
+    def run(self, inputs: StepInputs) -> Outputs:
         """The outputs, each in memory of its own; None for those that other stages have."""
-        first = self.shared is None
-        if isinstance(inputs, Given):
-            assert isinstance(self.runner, PipelineRunner)
-            outputs = self.runner.run(inputs)
-        else:
-            assert not isinstance(self.runner, PipelineRunner)
-            outputs = self.runner.run(inputs if first else iter(inputs))
+        outputs = self.runner.run(inputs)
         if self.shared is None:
-            tensors = inputs.tensors if isinstance(inputs, Given) else inputs
-            self.shared = shared_outputs(outputs, tensors)
+            self.shared = shared_outputs(outputs, inputs.values())
         return own_memory(outputs, self.shared)
 
 
@@ -125,20 +53,16 @@ def check_compiler(name: str | None, device: torch.device) -> None:
 
 def make_runner(
     compiled: Lowered, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
-) -> Runner | PipelineRunner:
+) -> Runner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
     program, pipeline = compiled.program, compiled.pipeline
-    driver = DistributedDriver(compiled.mesh, groups)
-    if pipeline is not None:
-        if compiler is not None:
-            raise CompileError(
-                f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
-                f"{pipeline.microbatches} micro-batches). Leave compile out, or pp and microbatches."
-            )
-        code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), device=device)
-        return PipelineRunner(code, driver, program.outputs, device)
     if compiler is None:
-        return ExecutorRunner(Executable(program.graph, device=device), driver)
+        return executor_runner(program, pipeline, DistributedDriver(compiled.mesh, groups), device)
+    if pipeline is not None:
+        raise CompileError(
+            f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
+            f"{pipeline.microbatches} micro-batches). Leave compile out, or pp and microbatches."
+        )
     from autopar.runtime.inductor import compile_program  # and with it Inductor
 
     rank = dist.get_rank()

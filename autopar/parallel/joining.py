@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.capture.capture import LossFn
 from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import options_of
+from autopar.compiler.options import CHECK_EVERY, options_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
@@ -26,15 +27,20 @@ from autopar.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet."""
+    """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet. lift: as
+    of `capture`."""
 
     model: nn.Module
     mesh: MeshLike
     step: StepKeywords
-    batch: str
-    seed: int
-    compile: str | None
-    check_replicas: int | None
+    _: KW_ONLY
+    loss_fn: LossFn | None = None
+    batch: str = "global"
+    seed: int = 0
+    device: str | torch.device | None = None
+    compile: str | None = None
+    check_replicas: int | None = CHECK_EVERY
+    lift: torch.dtype | None = None
 
     def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
         """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
@@ -69,14 +75,14 @@ class Agreed:
     options: StepOptions
 
 
-def join(asked: Asked, device: str | torch.device | None) -> Agreed:
+def join(asked: Asked) -> Agreed:
     """Reduction the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
 
     A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Asked.check` does, on every rank.
     """
     settings = Settings.read()
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
-    place = _device(device, settings)
+    place = _device(asked.device, settings)
     if world == 1:  # before a group is made for it
         mesh_of(asked.mesh, world)
         options_of(**asked.step)

@@ -10,27 +10,18 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
 from autopar.compiled import Compiled
-from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import CHECK_EVERY
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.options import StepKeywords
-from autopar.ir.plan import CPU, GPU, Fixed
-from autopar.parallel.announce import Announcer
-from autopar.parallel.distribute import Distributor
 from autopar.parallel.execution import Running
-from autopar.parallel.gradients import finished, guarded
-from autopar.parallel.joining import Asked, join
-from autopar.parallel.loss_scale import LossScale, give_gradients
-from autopar.parallel.making import StepSettings
+from autopar.parallel.joining import Asked
+from autopar.parallel.loss_scale import LossScale
 from autopar.parallel.placed import TO_SAVE
 from autopar.parallel.programs import Programs
 from autopar.parallel.random_state import RandomState
-from autopar.parallel.replicas import Replicas, every_of
+from autopar.parallel.session import open_session
 from autopar.parallel.states import States
-from autopar.parallel.store import ParameterStore
+from autopar.parallel.stepping import forward_step, train_step
 from autopar.runtime.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
@@ -52,30 +43,12 @@ class ParallelModule(Inlined):
     not its methods: they would compute with this rank's parts. `original` is the user's module itself.
     """
 
-    def __init__(
-        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, step: StepKeywords, batch: str,
-        seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
-        check_replicas: int | None = CHECK_EVERY,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        agreed = join(Asked(model, mesh, step, batch, seed, compile, check_replicas), device)
-        agreement, options = agreed.agreement, agreed.options
-        self._mesh, self._device = agreed.mesh, agreement.device
-        fixed = Fixed(machine=CPU if self._device.type == "cpu" else GPU)
-        self._random = RandomState(seed)
-        self._scale = LossScale() if options.precision == "fp16" else None
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked.model)
+        self._session = open_session(asked)
+        self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
-        self._announcer = Announcer(agreement)
-        distributor = Distributor(self._mesh, agreed.device_mesh, self._announcer.operation)
-        self._store = ParameterStore(model, distributor, self._device)
-        settings = StepSettings(loss_fn, options, fixed, batch == "local", self._device, compile, lift)
-        self._replicas = Replicas(self._store, agreement, every_of(check_replicas))
-        self._programs = Programs(
-            settings, self._store, agreement, self._announcer, self._replicas, self._random, self._scale
-        )
-        self._store.distribute(agreement, seed)
-        self._adopt(model)
-        self._announcer.watch(model.parameters())
+        self._adopt(asked.model)
         States(self._store).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
@@ -95,21 +68,10 @@ class ParallelModule(Inlined):
                 f"call the model itself there, and forward_backward after it."
             )
         running, parts = self._programs.prepare("forward_backward", args, kwargs, train=True)
-        outputs = self._programs.run(running, parts)
-        self._random.steps += 1
-        gradients: dict[str, torch.Tensor | None] = {}
-        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-            if out.kind == "loss":
-                loss = value
-            elif out.kind == "gradient":
-                gradients[out.name] = running.owners.taken(out.name, value)
-            elif out.kind == "buffer":
-                running.owners.set_buffer(out.name, value)
-        give_gradients(running.owners.parameters(), gradients, self._scale, self._device)
-        self._announcer.stepped()
+        loss, outputs = train_step(self._session, running, parts)
         captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
-        return finished(loss)
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the global batch, whole on every rank. A backward pass through it is refused.
@@ -120,11 +82,7 @@ class ParallelModule(Inlined):
         if traced is not None:
             return traced(*args, **kwargs)
         running, parts = self._programs.prepare("forward", args, kwargs, train=False)
-        outputs = self._programs.run(running, parts)
-        for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-            if out.kind == "buffer":
-                running.owners.set_buffer(out.name, value)
-        return running.captured.result(guarded(outputs, parts.leaves, running.owners.parameters().values()))
+        return forward_step(self._session, running, parts)
 
     __call__ = forward  # torch's would run hooks here, which the program does
 
@@ -138,23 +96,25 @@ class ParallelModule(Inlined):
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder see what this rank does in the steps that are compiled by now; None ends it."""
         for running in self._programs.running.values():
-            running.record(recorder)
+            running.runner.record(recorder)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
-        self._announcer.call("full_state_dict")
+        self._session.announcer.call("full_state_dict")
         return self._store.whole_state()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        self._announcer.call("full_gradients", self._store.with_gradients(), what="parameters that have gradients")
+        self._session.announcer.call(
+            "full_gradients", self._store.with_gradients(), what="parameters that have gradients"
+        )
         return self._store.whole_gradients()
 
     def check_replicas(self) -> None:
         """Raise RankError on every rank if ranks hold other values of what should be the same: parameters that an axis
         does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
-        self._announcer.call("check_replicas")
-        self._replicas.check(self._random.steps)
+        self._session.announcer.call("check_replicas")
+        self._session.replicas.check(self._session.random.steps)
 
     @property
     def last_aux(self) -> Any:
@@ -176,12 +136,12 @@ class ParallelModule(Inlined):
     @property
     def random_state(self) -> RandomState:
         """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
-        return self._random
+        return self._session.random
 
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the loss of precision="fp16", which follows overflows: save it with a checkpoint. Else None."""
-        return self._scale
+        return self._session.scale
 
     @property
     def compiled(self) -> Compiled | None:
@@ -255,7 +215,7 @@ class ParallelModule(Inlined):
         return self
 
     def extra_repr(self) -> str:
-        return f"mesh={self._mesh}, rank={dist.get_rank()}"
+        return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
 
     # -- making it ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.ir.program import PARTNER
 from autopar.job import Job
+from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Values
@@ -28,17 +29,11 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     plain = Reference(model, job.loss_fn, job.make_optimizer, options)
     args, kwargs = batch_arguments(batch)
-    parallel = ParallelModule(
-        model,
-        mesh,
-        loss_fn=job.loss_fn,
-        step=job.step,
-        batch="global",
-        seed=seed,
-        device="cpu",
-        compile=job.compile,
-        lift=dtype if is_exact else None,
-    )
+    lift = dtype if is_exact else None
+    asked = Asked(
+        model, mesh, job.step, loss_fn=job.loss_fn, seed=seed, device="cpu", compile=job.compile, lift=lift
+    )  # fmt: skip
+    parallel = ParallelModule(asked)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
         return _compare(parallel, plain, job, args, kwargs, steps, seed, mesh)
 

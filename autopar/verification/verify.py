@@ -19,6 +19,7 @@ from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
+from autopar.verification.locate import locate
 from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, copied, short_of
 from autopar.verification.virtual import Virtual
 
@@ -88,7 +89,8 @@ def verify_compiled(
     mismatch = None
     if not all(row.ok for row in rows):
         first = Virtual(copied(model), captured, compiled, make)
-        mismatch = first.locate(args, kwargs, torch.tensor([seed, 0], device=virtual.device), table.of_nodes)
+        whole = first.whole(args, kwargs, torch.tensor([seed, 0], device=first.device))
+        mismatch = locate(captured.program, compiled, whole, table.of_nodes, first.dtype, first.device)
     return Report(str(compiled.mesh), plain.dtype, steps, table.tolerance, rows, mismatch, plain.note)
 
 

@@ -242,7 +242,7 @@ def _exchanges(rank: int) -> list[int]:
     """How often ranks compare their calls, in calls that gather each of many parameters."""
     model = make(zero=3)
     model.forward_backward(*batch())
-    agreement, counts = model._announcer._agreement, []
+    agreement, counts = model._session.agreement, []
     compare = agreement.check
 
     def counted(*args: Any, **kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ every graph and list of the pipeline. `make golden` writes the latter anew.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +20,13 @@ from torch import Tensor
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiled import Compiled
 from autopar.ir.layout import Layout, combine, local_part, replica_error
-from autopar.ir.mesh import MICROBATCH
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes import make_pipeline, run_passes
+from autopar.runtime.inputs import inputs_of, slots_of
 from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 
 FOLDER = Path(__file__).parent / "golden_pipeline"
@@ -85,19 +85,10 @@ def test_a_pipeline_computes_the_same(name: str):
     random = torch.Generator().manual_seed(sum(map(ord, name)))
     values = {entry: draw(record(node).type.shape, record(node).type.dtype, random) for node, entry in captured.entries}
 
-    def part_of(entry: Input, layout: Layout, coord: dict[str, int]) -> Tensor:
-        return local_part(values[entry], layout, program.mesh, {MICROBATCH: 0, **coord})
+    def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> Tensor:
+        return local_part(values[entry], layout, program.mesh, coord)
 
-    given = [
-        given_of(
-            found.program,
-            found.pipeline,
-            coord,
-            lambda entry, layout, coord=coord: part_of(entry, layout, coord),
-            part_of,
-        )
-        for coord in found.mesh.coords()
-    ]
+    given = [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in found.mesh.coords()]
     codes = [compile_rank(pipeline, place) for place in range(pipeline.flow.size)]
     finals = VirtualMesh(found.mesh).run_pipeline(codes, given)
     wanted = on_one_device(captured, list(values.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
-from autopar.ir.mesh import MICROBATCH
 from autopar.report.timeline.show import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
+from autopar.runtime.inputs import inputs_of, slots_of
 from autopar.runtime.pipeline import compile_rank
 from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
-from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 
 
@@ -44,10 +42,7 @@ def recorders(compiled: Compiled) -> list[Recorder]:
     made = [Recorder() for _ in range(compiled.mesh.size)]
     codes = [compile_rank(pipeline, place) for place in range(2)]
     for step in range(2):
-        given = []
-        for coord in compiled.mesh.coords():
-            value_of = functools.partial(part_of, coord={**coord, MICROBATCH: 0})
-            given.append(given_of(compiled.program, compiled.pipeline, coord, value_of, part_of))
+        given = [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in compiled.mesh.coords()]
         for one in made:
             one.step = step
         VirtualMesh(compiled.mesh).run_pipeline(codes, given, made)

@@ -22,9 +22,12 @@ from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.stepping import run_step
 from autopar.runtime.distributed import DistributedDriver, make_groups
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
+from autopar.runtime.inductor import InductorProgram
+from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler
 from autopar.verification.verify import Plain
 
@@ -324,6 +327,11 @@ def test_a_wrong_index_is_an_error_with_its_place(alone: None) -> None:
         parallel.forward_backward(x, y)
 
 
+def test_nothing_watches_what_inductor_wrote() -> None:
+    with pytest.raises(CompileError, match=r"a trace is of autopar's own executor, .* leave compile out"):
+        InductorProgram(lambda: (), "", 0).record(Recorder())
+
+
 def _leave(rank: int) -> float:
     model = autopar.parallelize(nn.Linear(16, 8), "dp=2", loss_fn=models.square_loss, compile="inductor")
     batch = torch.ones(12, 16), torch.ones(12, 8)
@@ -331,7 +339,7 @@ def _leave(rank: int) -> float:
     if rank == 1:
         raise SystemExit(3)
     driver = next(iter(model.programs))
-    return float(model._programs.run(driver, take_call_apart(batch, {}))[0])
+    return float(run_step(model._session, driver, take_call_apart(batch, {}))[0])
 
 
 @needs_compiler

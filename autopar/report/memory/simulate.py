@@ -27,10 +27,10 @@ from autopar.report.memory.meta_kernels import ON_CPU, value_read
 from autopar.report.memory.report import INPUTS, PARAMETERS, STATES
 from autopar.report.memory.track import Block, Tracker
 from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable, Outputs, Study
+from autopar.runtime.executor import Outputs, Study
+from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
 from autopar.runtime.outputs import own_memory, shared_outputs
-from autopar.runtime.pipeline import Given, RankCode, compile_rank
-from autopar.runtime.staged import given_of
+from autopar.runtime.runner import executor_runner
 from autopar.torch_compat import FakeTensor, FakeTensorMode
 
 _aten = torch.ops.aten
@@ -109,21 +109,19 @@ class _Rank:
         self.coord = compiled.mesh.coord(rank)
         self.tracker = _Shapes(device, grain, self._value)
         self.trace = Trace(self.tracker)
-        study = Study(self._enter, ON_CPU if device == "cpu" else {})
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
-        self.driver = DistributedDriver(compiled.mesh, groups, rank)
+        driver = DistributedDriver(compiled.mesh, groups, rank)
+        study = Study(self._enter, ON_CPU if device == "cpu" else {})
+        program, pipeline = compiled.program, compiled.pipeline
+        self.runner = executor_runner(program, pipeline, driver, self.device, study, self._ended)
+        self.slots = slots_of(program, pipeline, self.coord)
         self.parameters: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
-        self.code: RankCode | None = None
-        self.executable: Executable | None = None
-        self.names: dict[fx.Graph, str] = {}
-        pipeline = compiled.pipeline
-        if pipeline is None:
-            self.executable = Executable(compiled.program.graph, study=study, device=self.device)
-            self.names[compiled.program.graph] = STEP
-        else:
-            self.code = compile_rank(pipeline, self.coord.get(PIPELINE, 0), study, self.device)
-            self.names = {pipeline.graphs[key].graph: graph_name(*key) for key in self.code.executables}
+        self.names: dict[fx.Graph, str] = {program.graph: STEP}
+        self.actions: tuple[str, ...] = ()  # of a pipeline, in order
+        if pipeline is not None:
+            self.names = {graph.graph: graph_name(*key) for key, graph in pipeline.graphs.items()}
+            self.actions = tuple(map(str, pipeline.lists[self.coord.get(PIPELINE, 0)]))
         self.action, self.line, self.begun, self.crossed = "", 0, 0, False
 
     # -- where it is --------------------------------------------------------------------------------------------
@@ -136,7 +134,6 @@ class _Rank:
 
     def _ended(self, span: Span) -> None:
         """An instruction of a pipeline: what a forward graph leaves is there for a backward one."""
-        assert self.code is not None
         done = span.instruction
         if done.op != "SEND" and done.action.kind == "F":
             self._save(self.begun)
@@ -144,10 +141,8 @@ class _Rank:
         self._begin()
 
     def _begin(self) -> None:
-        assert self.code is not None
         self.begun = len(self.tracker.events)
-        lines = self.code.lines
-        self.action = str(lines[self.line].instruction) if self.line < len(lines) else ""
+        self.action = self.actions[self.line] if self.line < len(self.actions) else ""
         self.tracker.place = Place(BETWEEN, self.action)
 
     def _save(self, since: int) -> None:
@@ -183,7 +178,7 @@ class _Rank:
 
     def _step(self, shared: frozenset[int]) -> torch.Tensor | None:
         """As `ParallelModule.forward_backward`, beginning without gradients."""
-        outputs = own_memory(self._outputs(), shared)
+        outputs = own_memory(self._outputs(self._inputs()), shared)
         self.tracker.place = Place(BETWEEN)
         loss = None
         for out, value in zip(self.compiled.program.outputs, outputs, strict=True):
@@ -197,22 +192,14 @@ class _Rank:
     def _shared(self) -> frozenset[int]:
         """The outputs that are copied. A rank knows them after its first step, and so does this."""
         inputs = self._inputs()
-        tensors = inputs.tensors if isinstance(inputs, Given) else inputs
-        found = shared_outputs(self._outputs(inputs), tensors)
+        found = shared_outputs(self._outputs(inputs), inputs.values())
         self.trace.saved.clear()
         return found
 
-    def _outputs(self, inputs: list[torch.Tensor] | Given | None = None) -> Outputs:
-        self.crossed, self.line = self.code is not None, 0
-        inputs = self._inputs() if inputs is None else inputs
-        self.begun = len(self.tracker.events)
-        if isinstance(inputs, Given):
-            assert self.code is not None
-            self._begin()
-            finals = self.driver.run_pipeline(self.code, inputs, self.device, self._ended)
-            return tuple(finals.get((out.kind, out.name)) for out in self.compiled.program.outputs)
-        assert self.executable is not None
-        return self.driver.run(self.executable, iter(inputs))
+    def _outputs(self, inputs: StepInputs) -> Outputs:
+        self.crossed, self.line = bool(self.actions), 0
+        self._begin()
+        return self.runner.run(inputs)
 
     # -- what it has --------------------------------------------------------------------------------------------
 
@@ -262,24 +249,19 @@ class _Rank:
         for block in self.tracker.blocks_of(tensors):
             block.kind, block.name = kind, name
 
-    def _inputs(self) -> list[torch.Tensor] | Given:
-        """As `ParallelModule._inputs`."""
+    def _inputs(self) -> StepInputs:
+        """As `Programs._inputs`."""
         program = self.compiled.program
 
-        def value_of(entry: Input, layout: Layout) -> torch.Tensor:
+        def value_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
             if entry.kind == "parameter":
                 return self.parameters[entry.name].detach()
             if entry.kind == "seed":
                 return torch.zeros(2, dtype=torch.int64, device=self.device)
             value = self.held[_key(entry)]
-            return part_of(entry, layout, self.coord) if entry.kind == "batch" else value
+            return local_part(value, layout, program.mesh, coord) if entry.kind == "batch" else value
 
-        def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-            return local_part(self.held[_key(entry)], layout, program.mesh, coord)
-
-        if self.compiled.pipeline is not None:
-            return given_of(self.compiled.program, self.compiled.pipeline, self.coord, value_of, part_of)
-        return [value_of(entry, record(node).layout) for node, entry in program.entries]
+        return inputs_of(self.slots, value_of)
 
 
 def _key(entry: Input) -> str:

@@ -14,38 +14,141 @@ from benchmarks.libraries.models.vision_more import _own
 
 UNET: dict[str, Any] = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4}
 DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "unet": ("UNet2DModel", {**UNET, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-                             "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 8}),
-    "unet_condition": ("UNet2DConditionModel", {**UNET, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-                                                "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-                                                "cross_attention_dim": 16, "attention_head_dim": 4}),
-    "dit": ("DiTTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4,
-                                      "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 1000,
-                                      "norm_num_groups": 4}),
-    "vae": ("AutoencoderKL", {"block_out_channels": (16, 32), "down_block_types": ("DownEncoderBlock2D",) * 2,
-                              "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4, "sample_size": 16}),
-    "vq": ("VQModel", {"block_out_channels": (16, 32), "down_block_types": ("DownEncoderBlock2D",) * 2,
-                       "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4, "num_vq_embeddings": 16}),
-    "tiny_vae": ("AutoencoderTiny", {"encoder_block_out_channels": (16, 16), "decoder_block_out_channels": (16, 16),
-                                     "num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}),
-    "sd3": ("SD3Transformer2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2,
-                                      "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 16,
-                                      "caption_projection_dim": 32, "pooled_projection_dim": 16, "out_channels": 4}),
-    "pixart": ("PixArtTransformer2DModel", {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4,
-                                            "out_channels": 8, "num_layers": 2, "cross_attention_dim": 32,
-                                            "sample_size": 8, "caption_channels": 16, "use_additional_conditions": False,
-                                            "norm_num_groups": 4}),
-    "unet1d": ("UNet1DModel", {"sample_size": 32, "in_channels": 2, "out_channels": 2, "extra_in_channels": 16,
-                               "block_out_channels": (16, 32), "layers_per_block": 1,
-                               "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
-                               "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip")}),
-    "prior": ("PriorTransformer", {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
-                                   "embedding_dim": 16, "num_embeddings": 4, "additional_embeddings": 4}),
-    "uvit": ("UVit2DModel", {"hidden_size": 32, "cond_embed_dim": 16, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 20,
-                             "encoder_hidden_size": 16, "vocab_size": 32, "codebook_size": 32, "in_channels": 32,
-                             "block_out_channels": 32, "num_res_blocks": 1, "num_hidden_layers": 1,
-                             "num_attention_heads": 4, "block_num_heads": 4, "intermediate_size": 64, "sample_size": 8}),
-}  # fmt: skip
+    "unet": (
+        "UNet2DModel",
+        {
+            **UNET,
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 8,
+        },
+    ),
+    "unet_condition": (
+        "UNet2DConditionModel",
+        {
+            **UNET,
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "cross_attention_dim": 16,
+            "attention_head_dim": 4,
+        },
+    ),
+    "dit": (
+        "DiTTransformer2DModel",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "num_layers": 2,
+            "sample_size": 8,
+            "num_embeds_ada_norm": 1000,
+            "norm_num_groups": 4,
+        },
+    ),
+    "vae": (
+        "AutoencoderKL",
+        {
+            "block_out_channels": (16, 32),
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+            "norm_num_groups": 4,
+            "sample_size": 16,
+        },
+    ),
+    "vq": (
+        "VQModel",
+        {
+            "block_out_channels": (16, 32),
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+            "norm_num_groups": 4,
+            "num_vq_embeddings": 16,
+        },
+    ),
+    "tiny_vae": (
+        "AutoencoderTiny",
+        {
+            "encoder_block_out_channels": (16, 16),
+            "decoder_block_out_channels": (16, 16),
+            "num_encoder_blocks": (1, 1),
+            "num_decoder_blocks": (1, 1),
+        },
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 8,
+            "patch_size": 2,
+            "in_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 16,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 16,
+            "out_channels": 4,
+        },
+    ),
+    "pixart": (
+        "PixArtTransformer2DModel",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 2,
+            "cross_attention_dim": 32,
+            "sample_size": 8,
+            "caption_channels": 16,
+            "use_additional_conditions": False,
+            "norm_num_groups": 4,
+        },
+    ),
+    "unet1d": (
+        "UNet1DModel",
+        {
+            "sample_size": 32,
+            "in_channels": 2,
+            "out_channels": 2,
+            "extra_in_channels": 16,
+            "block_out_channels": (16, 32),
+            "layers_per_block": 1,
+            "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
+            "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
+        },
+    ),
+    "prior": (
+        "PriorTransformer",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "embedding_dim": 16,
+            "num_embeddings": 4,
+            "additional_embeddings": 4,
+        },
+    ),
+    "uvit": (
+        "UVit2DModel",
+        {
+            "hidden_size": 32,
+            "cond_embed_dim": 16,
+            "micro_cond_encode_dim": 4,
+            "micro_cond_embed_dim": 20,
+            "encoder_hidden_size": 16,
+            "vocab_size": 32,
+            "codebook_size": 32,
+            "in_channels": 32,
+            "block_out_channels": 32,
+            "num_res_blocks": 1,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "block_num_heads": 4,
+            "intermediate_size": 64,
+            "sample_size": 8,
+        },
+    ),
+}
 
 
 def _diffusers(kind: str) -> Case:
@@ -59,21 +162,51 @@ def _diffusers(kind: str) -> Case:
     if kind == "unet_condition":
         return Case(model, (image(16, 4), time, sequence(4, 16)))
     if kind == "dit":
-        return Case(model, {"hidden_states": image(8, 4), "timestep": time, "class_labels": torch.randint(0, 1000, (ROWS,))})
+        return Case(
+            model, {"hidden_states": image(8, 4), "timestep": time, "class_labels": torch.randint(0, 1000, (ROWS,))}
+        )
     if kind == "sd3":
-        return Case(model, {"hidden_states": image(8, 4), "encoder_hidden_states": sequence(4, 16),
-                            "pooled_projections": torch.randn(ROWS, 16), "timestep": time})  # fmt: skip
+        return Case(
+            model,
+            {
+                "hidden_states": image(8, 4),
+                "encoder_hidden_states": sequence(4, 16),
+                "pooled_projections": torch.randn(ROWS, 16),
+                "timestep": time,
+            },
+        )
     if kind == "pixart":
-        return Case(model, {"hidden_states": image(8, 4), "encoder_hidden_states": sequence(4, 16), "timestep": time,
-                            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}})  # fmt: skip
+        return Case(
+            model,
+            {
+                "hidden_states": image(8, 4),
+                "encoder_hidden_states": sequence(4, 16),
+                "timestep": time,
+                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+            },
+        )
     if kind == "unet1d":
         return Case(model, (torch.randn(ROWS, 2, 32), time))
     if kind == "prior":
-        return Case(model, {"hidden_states": torch.randn(ROWS, 16), "timestep": time,
-                            "proj_embedding": torch.randn(ROWS, 16), "encoder_hidden_states": sequence(4, 16)})  # fmt: skip
+        return Case(
+            model,
+            {
+                "hidden_states": torch.randn(ROWS, 16),
+                "timestep": time,
+                "proj_embedding": torch.randn(ROWS, 16),
+                "encoder_hidden_states": sequence(4, 16),
+            },
+        )
     if kind == "uvit":
-        return Case(model, {"input_ids": torch.randint(0, 32, (ROWS, 8, 8)), "encoder_hidden_states": sequence(4, 16),
-                            "pooled_text_emb": torch.randn(ROWS, 16), "micro_conds": torch.rand(ROWS, 5)})  # fmt: skip
+        return Case(
+            model,
+            {
+                "input_ids": torch.randint(0, 32, (ROWS, 8, 8)),
+                "encoder_hidden_states": sequence(4, 16),
+                "pooled_text_emb": torch.randn(ROWS, 16),
+                "micro_conds": torch.rand(ROWS, 5),
+            },
+        )
     if kind == "vae":
         return Case(model, (image(16),), _sampled)
     return Case(model, (image(16),))
@@ -107,7 +240,11 @@ def _denoising(kind: str) -> Case:
 
     if kind == "unet":
         return Case(Unet(dim=16, dim_mults=(1, 2), flash_attn=False), (image(16), torch.randint(0, 100, (ROWS,))))
-    return Case(GaussianDiffusion(Unet(dim=16, dim_mults=(1, 2), flash_attn=False), image_size=16, timesteps=100), (image(16).sigmoid(),), _own)
+    return Case(
+        GaussianDiffusion(Unet(dim=16, dim_mults=(1, 2), flash_attn=False), image_size=16, timesteps=100),
+        (image(16).sigmoid(),),
+        _own,
+    )
 
 
 VQ: dict[str, tuple[str, dict[str, Any]]] = {
@@ -147,17 +284,22 @@ def _quantized(kind: str) -> Case:
 def _flow(kind: str) -> Case:
     from nflows.distributions.normal import StandardNormal
     from nflows.flows.base import Flow
-    from nflows.transforms.autoregressive import MaskedAffineAutoregressiveTransform, MaskedPiecewiseRationalQuadraticAutoregressiveTransform
+    from nflows.nn.nets import ResidualNet
+    from nflows.transforms.autoregressive import (
+        MaskedAffineAutoregressiveTransform,
+        MaskedPiecewiseRationalQuadraticAutoregressiveTransform,
+    )
     from nflows.transforms.base import CompositeTransform
     from nflows.transforms.coupling import AffineCouplingTransform
     from nflows.transforms.permutations import ReversePermutation
-    from nflows.nn.nets import ResidualNet
 
     def one() -> nn.Module:
         if kind == "maf":
             return MaskedAffineAutoregressiveTransform(features=4, hidden_features=16)
         if kind == "spline":
-            return MaskedPiecewiseRationalQuadraticAutoregressiveTransform(features=4, hidden_features=16, num_bins=4, tails="linear", tail_bound=3.0)
+            return MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
+                features=4, hidden_features=16, num_bins=4, tails="linear", tail_bound=3.0
+            )
         return AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), lambda i, o: ResidualNet(i, o, hidden_features=16))
 
     parts = [part for _ in range(2) for part in (ReversePermutation(features=4), one())]
@@ -174,7 +316,10 @@ def _normflow(kind: str) -> Case:
     flows: list[nn.Module] = []
     for _ in range(2):
         if kind == "real_nvp":
-            flows += [nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 16, 4], init_zeros=False)), nf.flows.Permute(4, mode="swap")]
+            flows += [
+                nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 16, 4], init_zeros=False)),
+                nf.flows.Permute(4, mode="swap"),
+            ]
         elif kind == "planar":
             flows += [nf.flows.Planar((4,))]
         elif kind == "spline":
@@ -200,7 +345,10 @@ def _reverse_kld(model: Any, x: Tensor) -> Any:
 def _xunet() -> Case:
     from x_unet import XUnet
 
-    return Case(XUnet(dim=16, channels=3, dim_mults=(1, 2), nested_unet_depths=(1, 1), consolidate_upsample_fmaps=True), (image(16),))
+    return Case(
+        XUnet(dim=16, channels=3, dim_mults=(1, 2), nested_unet_depths=(1, 1), consolidate_upsample_fmaps=True),
+        (image(16),),
+    )
 
 
 def _vae() -> Case:
@@ -223,7 +371,10 @@ def _vae() -> Case:
 TABLE: Table = {
     "diffusers": {
         **{kind: partial(_diffusers, kind) for kind in DIFFUSERS},
-        **{f"training_{name}": partial(_noised, name) for name in ("DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler")},
+        **{
+            f"training_{name}": partial(_noised, name)
+            for name in ("DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler")
+        },
     },
     "denoising-diffusion-pytorch": {kind: partial(_denoising, kind) for kind in ("unet", "gaussian")},
     "vector-quantize-pytorch": {kind: partial(_quantized, kind) for kind in VQ},

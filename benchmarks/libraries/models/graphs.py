@@ -11,8 +11,24 @@ from torch import Tensor, nn
 from benchmarks.libraries.case import ROWS, Case, Table
 
 NODES = 12
-CONVOLUTIONS = ("GCNConv", "GATConv", "GATv2Conv", "SAGEConv", "GINConv", "GraphConv", "TransformerConv", "ChebConv",
-                "TAGConv", "SGConv", "ARMAConv", "LEConv", "ClusterGCNConv", "GENConv", "FeaStConv", "ResGatedGraphConv")  # fmt: skip
+CONVOLUTIONS = (
+    "GCNConv",
+    "GATConv",
+    "GATv2Conv",
+    "SAGEConv",
+    "GINConv",
+    "GraphConv",
+    "TransformerConv",
+    "ChebConv",
+    "TAGConv",
+    "SGConv",
+    "ARMAConv",
+    "LEConv",
+    "ClusterGCNConv",
+    "GENConv",
+    "FeaStConv",
+    "ResGatedGraphConv",
+)
 
 
 class _Graph(nn.Module):
@@ -81,15 +97,22 @@ def _egnn(kind: str) -> Case:
 
 
 def _e3nn(kind: str) -> Case:
-    from e3nn import nn as e3, o3
+    from e3nn import nn as e3
+    from e3nn import o3
 
     irreps = o3.Irreps("4x0e + 2x1o")
     if kind == "linear":
         return Case(o3.Linear(irreps, irreps), (torch.randn(ROWS, irreps.dim),))
     if kind == "tensor_product":
-        return Case(o3.FullyConnectedTensorProduct(irreps, irreps, irreps), (torch.randn(ROWS, irreps.dim), torch.randn(ROWS, irreps.dim)))
+        return Case(
+            o3.FullyConnectedTensorProduct(irreps, irreps, irreps),
+            (torch.randn(ROWS, irreps.dim), torch.randn(ROWS, irreps.dim)),
+        )
     if kind == "norm":
-        return Case(nn.Sequential(o3.Linear(irreps, irreps), e3.NormActivation(irreps, torch.sigmoid)), (torch.randn(ROWS, irreps.dim),))
+        return Case(
+            nn.Sequential(o3.Linear(irreps, irreps), e3.NormActivation(irreps, torch.sigmoid)),
+            (torch.randn(ROWS, irreps.dim),),
+        )
     if kind == "harmonics":
         return Case(_Harmonics(), (torch.randn(ROWS, 3),))
     return Case(e3.FullyConnectedNet([8, 16, 4], torch.tanh), (torch.randn(ROWS, 8),))

@@ -16,12 +16,29 @@ def _operator(name: str) -> Case:
     from neuralop import models
 
     if name == "FNO":
-        return Case(models.FNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2), (image(16, 1),))
+        return Case(
+            models.FNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2), (image(16, 1),)
+        )
     if name == "TFNO":
-        model = models.TFNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2, factorization="tucker", rank=0.5)
+        model = models.TFNO(
+            n_modes=(4, 4),
+            in_channels=1,
+            out_channels=1,
+            hidden_channels=8,
+            n_layers=2,
+            factorization="tucker",
+            rank=0.5,
+        )
         return Case(model, (image(16, 1),))
-    model = models.UNO(in_channels=1, out_channels=1, hidden_channels=8, n_layers=3, uno_out_channels=[8, 8, 8],
-                       uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1.0, 1.0]] * 3)  # fmt: skip
+    model = models.UNO(
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=8,
+        n_layers=3,
+        uno_out_channels=[8, 8, 8],
+        uno_n_modes=[[4, 4]] * 3,
+        uno_scalings=[[1.0, 1.0]] * 3,
+    )
     return Case(model, (image(16, 1),))
 
 
@@ -59,8 +76,18 @@ def _spiking(package: str) -> Case:
     return Case(Lif(), (sequence(4),))
 
 
-METRICS = ("ContrastiveLoss", "TripletMarginLoss", "NTXentLoss", "SupConLoss", "MultiSimilarityLoss", "CircleLoss", "ArcFaceLoss",
-           "CosFaceLoss", "ProxyAnchorLoss", "NormalizedSoftmaxLoss")  # fmt: skip
+METRICS = (
+    "ContrastiveLoss",
+    "TripletMarginLoss",
+    "NTXentLoss",
+    "SupConLoss",
+    "MultiSimilarityLoss",
+    "CircleLoss",
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "ProxyAnchorLoss",
+    "NormalizedSoftmaxLoss",
+)
 
 
 def _metric(name: str) -> Case:
@@ -173,7 +200,9 @@ TABLE: Table = {
     "torchdiffeq": {method: partial(_ode, method) for method in ("euler", "rk4", "dopri5")},
     "gpytorch": {"variational": _gp},
     "pykan": {"kan": _kan},
-    "positional-encodings": {name: partial(_positions, name) for name in ("PositionalEncoding1D", "PositionalEncoding2D")},
+    "positional-encodings": {
+        name: partial(_positions, name) for name in ("PositionalEncoding1D", "PositionalEncoding2D")
+    },
     "pytorch-wavelets": {"dwt": _wavelet},
     "sru": {"sru": _sru},
 }

@@ -10,9 +10,34 @@ from torch import Tensor, nn
 
 from benchmarks.libraries.case import ROWS, Case, Table, sequence
 
-NEURAL = ("NHITS", "NBEATS", "MLP", "DLinear", "NLinear", "TCN", "GRU", "LSTM", "TiDE", "PatchTST", "iTransformer",
-          "FEDformer", "Autoformer", "Informer", "VanillaTransformer", "TFT", "TimesNet", "TSMixer", "BiTCN", "KAN",
-          "DeepAR", "DilatedRNN", "RMoK", "SOFTS", "TimeMixer", "xLSTM")  # fmt: skip
+NEURAL = (
+    "NHITS",
+    "NBEATS",
+    "MLP",
+    "DLinear",
+    "NLinear",
+    "TCN",
+    "GRU",
+    "LSTM",
+    "TiDE",
+    "PatchTST",
+    "iTransformer",
+    "FEDformer",
+    "Autoformer",
+    "Informer",
+    "VanillaTransformer",
+    "TFT",
+    "TimesNet",
+    "TSMixer",
+    "BiTCN",
+    "KAN",
+    "DeepAR",
+    "DilatedRNN",
+    "RMoK",
+    "SOFTS",
+    "TimeMixer",
+    "xLSTM",
+)
 
 
 def _neural(name: str) -> Case:
@@ -21,19 +46,34 @@ def _neural(name: str) -> Case:
 
     many = {"n_series": 2} if name in ("iTransformer", "TSMixer", "SOFTS", "TimeMixer", "RMoK") else {}
     small: dict[str, Any] = {
-        "NHITS": {"mlp_units": 3 * [[16, 16]]}, "NBEATS": {"mlp_units": 3 * [[16, 16]]}, "MLP": {"hidden_size": 16},
-        "TCN": {"encoder_hidden_size": 8}, "GRU": {"encoder_hidden_size": 8}, "LSTM": {"encoder_hidden_size": 8},
-        "TiDE": {"hidden_size": 16}, "PatchTST": {"hidden_size": 16, "n_heads": 2, "linear_hidden_size": 16},
-        "iTransformer": {"hidden_size": 16, "n_heads": 2}, "TFT": {"hidden_size": 8}, "TimesNet": {"hidden_size": 8, "conv_hidden_size": 8},
-        "FEDformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 8, "modes": 4}, "DeepAR": {"lstm_hidden_size": 8},
-        "Autoformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2}, "Informer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2},
-        "VanillaTransformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2}, "BiTCN": {"hidden_size": 8},
-    }.get(name, {})  # fmt: skip
+        "NHITS": {"mlp_units": 3 * [[16, 16]]},
+        "NBEATS": {"mlp_units": 3 * [[16, 16]]},
+        "MLP": {"hidden_size": 16},
+        "TCN": {"encoder_hidden_size": 8},
+        "GRU": {"encoder_hidden_size": 8},
+        "LSTM": {"encoder_hidden_size": 8},
+        "TiDE": {"hidden_size": 16},
+        "PatchTST": {"hidden_size": 16, "n_heads": 2, "linear_hidden_size": 16},
+        "iTransformer": {"hidden_size": 16, "n_heads": 2},
+        "TFT": {"hidden_size": 8},
+        "TimesNet": {"hidden_size": 8, "conv_hidden_size": 8},
+        "FEDformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 8, "modes": 4},
+        "DeepAR": {"lstm_hidden_size": 8},
+        "Autoformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2},
+        "Informer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2},
+        "VanillaTransformer": {"hidden_size": 16, "conv_hidden_size": 8, "n_head": 2},
+        "BiTCN": {"hidden_size": 8},
+    }.get(name, {})
     loss = {} if name == "DeepAR" else {"loss": MAE()}
     model = getattr(models, name)(h=8, input_size=16, **many, **small, **loss)
     width = (2,) if many else (1,)
-    batch = {"insample_y": torch.randn(ROWS, 16, *width), "insample_mask": torch.ones(ROWS, 16, *width),
-             "futr_exog": None, "hist_exog": None, "stat_exog": None}  # fmt: skip
+    batch = {
+        "insample_y": torch.randn(ROWS, 16, *width),
+        "insample_mask": torch.ones(ROWS, 16, *width),
+        "futr_exog": None,
+        "hist_exog": None,
+        "stat_exog": None,
+    }
     if name == "DeepAR":
         batch["insample_y"], batch["insample_mask"] = torch.randn(ROWS, 24, 1), torch.ones(ROWS, 24, 1)
     return Case(_Window(model), {key: value for key, value in batch.items() if value is not None})
@@ -51,8 +91,28 @@ class _Window(nn.Module):
         return self.model({"insample_y": insample_y, "insample_mask": insample_mask, **none})
 
 
-TSAI = ("InceptionTime", "ResNet", "FCN", "XceptionTime", "TCN", "LSTM_FCN", "TST", "TSTPlus", "OmniScaleCNN", "mWDN", "ResCNN",
-        "MLP", "GRU", "gMLP", "XCM", "TSPerceiver", "PatchTST", "TSiT", "RNN_FCNPlus", "MiniRocketFeatures")  # fmt: skip
+TSAI = (
+    "InceptionTime",
+    "ResNet",
+    "FCN",
+    "XceptionTime",
+    "TCN",
+    "LSTM_FCN",
+    "TST",
+    "TSTPlus",
+    "OmniScaleCNN",
+    "mWDN",
+    "ResCNN",
+    "MLP",
+    "GRU",
+    "gMLP",
+    "XCM",
+    "TSPerceiver",
+    "PatchTST",
+    "TSiT",
+    "RNN_FCNPlus",
+    "MiniRocketFeatures",
+)
 
 
 def _tsai(name: str) -> Case:
@@ -66,7 +126,16 @@ def _tsai(name: str) -> Case:
     if name in ("InceptionTime", "ResNet", "FCN", "XceptionTime", "TCN", "ResCNN", "GRU"):
         options.pop("seq_len")
     if name == "PatchTST":
-        options = {"c_in": 3, "c_out": 3, "seq_len": 32, "pred_dim": 8, "patch_len": 8, "stride": 4, "d_model": 16, "n_heads": 2}
+        options = {
+            "c_in": 3,
+            "c_out": 3,
+            "seq_len": 32,
+            "pred_dim": 8,
+            "patch_len": 8,
+            "stride": 4,
+            "d_model": 16,
+            "n_heads": 2,
+        }
     return Case(cls(**options), (torch.randn(ROWS, 3, 32),))
 
 
@@ -78,14 +147,30 @@ def _tabular(package: str, kind: str) -> Case:
         if kind == "mlp":
             return Case(rtdl.MLP(d_in=6, d_out=2, n_blocks=2, d_block=16, dropout=0.1), (numbers,))
         if kind == "resnet":
-            return Case(rtdl.ResNet(d_in=6, d_out=2, n_blocks=2, d_block=16, d_hidden=None, d_hidden_multiplier=2.0, dropout1=0.1, dropout2=0.0), (numbers,))
+            return Case(
+                rtdl.ResNet(
+                    d_in=6,
+                    d_out=2,
+                    n_blocks=2,
+                    d_block=16,
+                    d_hidden=None,
+                    d_hidden_multiplier=2.0,
+                    dropout1=0.1,
+                    dropout2=0.0,
+                ),
+                (numbers,),
+            )
         options = {**rtdl.FTTransformer.get_default_kwargs(1), "d_block": 16, "attention_n_heads": 2}
-        return Case(rtdl.FTTransformer(n_cont_features=6, cat_cardinalities=[5, 5, 5], d_out=2, **options), (numbers, classes))
+        return Case(
+            rtdl.FTTransformer(n_cont_features=6, cat_cardinalities=[5, 5, 5], d_out=2, **options), (numbers, classes)
+        )
     if package == "tab-transformer-pytorch":
         from tab_transformer_pytorch import FTTransformer, TabTransformer
 
         cls = FTTransformer if kind == "ft" else TabTransformer
-        return Case(cls(categories=(5, 5, 5), num_continuous=6, dim=16, dim_out=1, depth=1, heads=2), (classes, numbers))
+        return Case(
+            cls(categories=(5, 5, 5), num_continuous=6, dim=16, dim_out=1, depth=1, heads=2), (classes, numbers)
+        )
     if package == "rtdl_num_embeddings":
         import rtdl_num_embeddings as rtdl_num
 
@@ -95,12 +180,17 @@ def _tabular(package: str, kind: str) -> Case:
         elif kind == "linear":
             inner = rtdl_num.LinearReLUEmbeddings(6, 8)
         else:
-            inner = rtdl_num.PiecewiseLinearEmbeddings(rtdl_num.compute_bins(torch.randn(64, 6), n_bins=4), 8, activation=False, version="B")
+            inner = rtdl_num.PiecewiseLinearEmbeddings(
+                rtdl_num.compute_bins(torch.randn(64, 6), n_bins=4), 8, activation=False, version="B"
+            )
         return Case(nn.Sequential(inner, nn.Flatten(), nn.Linear(48, 2)), (numbers,))
     if package == "tabm":
         import tabm
 
-        return Case(tabm.TabM.make(n_num_features=6, cat_cardinalities=[5, 5, 5], d_out=2, k=4, d_block=16, n_blocks=2), (numbers, classes))
+        return Case(
+            tabm.TabM.make(n_num_features=6, cat_cardinalities=[5, 5, 5], d_out=2, k=4, d_block=16, n_blocks=2),
+            (numbers, classes),
+        )
     from pytorch_tabnet.tab_network import TabNet
 
     groups = torch.eye(6)
@@ -116,7 +206,17 @@ def _tcn() -> Case:
 def _itransformer() -> Case:
     from iTransformer import iTransformer
 
-    model = iTransformer(num_variates=4, lookback_len=16, dim=32, depth=1, heads=4, dim_head=8, pred_length=(4, 8), num_tokens_per_variate=1, use_reversible_instance_norm=True)
+    model = iTransformer(
+        num_variates=4,
+        lookback_len=16,
+        dim=32,
+        depth=1,
+        heads=4,
+        dim_head=8,
+        pred_length=(4, 8),
+        num_tokens_per_variate=1,
+        use_reversible_instance_norm=True,
+    )
     return Case(model, (sequence(16, 4), (sequence(4, 4), sequence(8, 4))), _itransformed)
 
 
@@ -125,7 +225,7 @@ def _itransformed(model: nn.Module, x: Tensor, targets: Any) -> Any:
 
 
 def _ncps(kind: str) -> Case:
-    from ncps.torch import CfC, LTC
+    from ncps.torch import LTC, CfC
     from ncps.wirings import AutoNCP
 
     model = CfC(4, 8) if kind == "cfc" else LTC(4, AutoNCP(8, 2))
@@ -135,9 +235,13 @@ def _ncps(kind: str) -> Case:
 TABLE: Table = {
     "neuralforecast": {name: partial(_neural, name) for name in NEURAL},
     "tsai": {name: partial(_tsai, name) for name in TSAI},
-    "rtdl_revisiting_models": {kind: partial(_tabular, "rtdl_revisiting_models", kind) for kind in ("mlp", "resnet", "ft")},
+    "rtdl_revisiting_models": {
+        kind: partial(_tabular, "rtdl_revisiting_models", kind) for kind in ("mlp", "resnet", "ft")
+    },
     "tab-transformer-pytorch": {kind: partial(_tabular, "tab-transformer-pytorch", kind) for kind in ("tab", "ft")},
-    "rtdl_num_embeddings": {kind: partial(_tabular, "rtdl_num_embeddings", kind) for kind in ("periodic", "linear", "piecewise")},
+    "rtdl_num_embeddings": {
+        kind: partial(_tabular, "rtdl_num_embeddings", kind) for kind in ("periodic", "linear", "piecewise")
+    },
     "tabm": {"tabm": partial(_tabular, "tabm", "")},
     "pytorch-tabnet": {"tabnet": partial(_tabular, "pytorch-tabnet", "")},
     "pytorch-tcn": {"tcn": _tcn},

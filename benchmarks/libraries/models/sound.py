@@ -25,16 +25,33 @@ def _audio(name: str) -> Case:
         model = models.Emformer(16, 2, 32, 1, segment_length=4, right_context_length=1)
         return Case(model, (sequence(9, 16), torch.full((ROWS,), 8)))
     if name == "convtasnet":
-        model = models.ConvTasNet(num_sources=2, enc_kernel_size=16, enc_num_feats=16, msk_num_feats=8,
-                                  msk_num_hidden_feats=16, msk_num_layers=2, msk_num_stacks=2)  # fmt: skip
+        model = models.ConvTasNet(
+            num_sources=2,
+            enc_kernel_size=16,
+            enc_num_feats=16,
+            msk_num_feats=8,
+            msk_num_hidden_feats=16,
+            msk_num_layers=2,
+            msk_num_stacks=2,
+        )
         return Case(model, (torch.randn(ROWS, 1, TIME),))
     if name == "deepspeech":
         return Case(models.DeepSpeech(16, n_hidden=16, n_class=8), (torch.randn(ROWS, 1, 8, 16),))
     if name == "wav2letter":
         return Case(models.Wav2Letter(num_classes=8, input_type="mfcc", num_features=13), (torch.randn(ROWS, 13, 32),))
     if name == "wavernn":
-        model = models.WaveRNN(upsample_scales=[2, 2], n_classes=8, hop_length=4, n_rnn=8, n_fc=8, n_res_block=1,
-                               n_freq=8, n_hidden=8, n_output=8, kernel_size=3)  # fmt: skip
+        model = models.WaveRNN(
+            upsample_scales=[2, 2],
+            n_classes=8,
+            hop_length=4,
+            n_rnn=8,
+            n_fc=8,
+            n_res_block=1,
+            n_freq=8,
+            n_hidden=8,
+            n_output=8,
+            kernel_size=3,
+        )
         return Case(model, (torch.randn(ROWS, 1, 16), torch.randn(ROWS, 1, 8, 6)))
     if name == "hdemucs":
         model = models.HDemucs(sources=["a", "b"], channels=8, nfft=256, depth=3)
@@ -86,14 +103,31 @@ def _asteroid(name: str) -> Case:
     from asteroid import models
 
     options: dict[str, Any] = {
-        "ConvTasNet": {"n_src": 2, "n_filters": 16, "n_blocks": 2, "n_repeats": 1, "bn_chan": 8, "hid_chan": 16, "skip_chan": 8},
-        "DPRNNTasNet": {"n_src": 2, "n_filters": 16, "bn_chan": 8, "hid_size": 8, "chunk_size": 20, "n_repeats": 1, "hop_size": 10},
+        "ConvTasNet": {
+            "n_src": 2,
+            "n_filters": 16,
+            "n_blocks": 2,
+            "n_repeats": 1,
+            "bn_chan": 8,
+            "hid_chan": 16,
+            "skip_chan": 8,
+        },
+        "DPRNNTasNet": {
+            "n_src": 2,
+            "n_filters": 16,
+            "bn_chan": 8,
+            "hid_size": 8,
+            "chunk_size": 20,
+            "n_repeats": 1,
+            "hop_size": 10,
+        },
         "DPTNet": {"n_src": 2, "n_filters": 16, "ff_hid": 8, "chunk_size": 20, "n_repeats": 1, "n_heads": 2},
         "LSTMTasNet": {"n_src": 2, "n_filters": 16, "rnn_type": "lstm", "hid_size": 8},
         "DeMask": {"hidden_dims": (16,), "n_filters": 64, "kernel_size": 64, "stride": 32},
         "SuDORMRFNet": {"n_src": 2, "bn_chan": 8, "num_blocks": 1, "upsampling_depth": 2, "n_filters": 16},
-        "DCCRNet": {"architecture": "mini"}, "DCUNet": {"architecture": "mini"},
-    }[name]  # fmt: skip
+        "DCCRNet": {"architecture": "mini"},
+        "DCUNet": {"architecture": "mini"},
+    }[name]
     long = 4000 if name.startswith("DC") else TIME
     return Case(getattr(models, name)(**options), (torch.randn(ROWS, 1, long),))
 
@@ -115,17 +149,30 @@ def _speech(name: str) -> Case:
     if name == "ecapa":
         from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
 
-        model = ECAPA_TDNN(16, channels=[16, 16, 16, 16, 48], kernel_sizes=[5, 3, 3, 3, 1], dilations=[1, 2, 3, 4, 1],
-                           attention_channels=8, lin_neurons=16, res2net_scale=4, se_channels=8)  # fmt: skip
+        model = ECAPA_TDNN(
+            16,
+            channels=[16, 16, 16, 16, 48],
+            kernel_sizes=[5, 3, 3, 3, 1],
+            dilations=[1, 2, 3, 4, 1],
+            attention_channels=8,
+            lin_neurons=16,
+            res2net_scale=4,
+            se_channels=8,
+        )
         return Case(model, (sequence(16, 16),))
     if name == "xvector":
         from speechbrain.lobes.models.Xvector import Xvector
 
-        return Case(Xvector(device="cpu", in_channels=16, tdnn_channels=[16, 16, 16, 16, 32], lin_neurons=16), (sequence(20, 16),))
+        return Case(
+            Xvector(device="cpu", in_channels=16, tdnn_channels=[16, 16, 16, 16, 32], lin_neurons=16),
+            (sequence(20, 16),),
+        )
     if name == "crdnn":
         from speechbrain.lobes.models.CRDNN import CRDNN
 
-        model = CRDNN(input_shape=[None, None, 16], cnn_blocks=1, cnn_channels=(8,), rnn_layers=1, rnn_neurons=8, dnn_neurons=16)
+        model = CRDNN(
+            input_shape=[None, None, 16], cnn_blocks=1, cnn_channels=(8,), rnn_layers=1, rnn_neurons=8, dnn_neurons=16
+        )
         return Case(model, (sequence(16, 16),))
     if name == "conformer":
         from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
@@ -190,7 +237,9 @@ TABLE: Table = {
         "ctc": _ctc,
     },
     "asteroid": {**{name: partial(_asteroid, name) for name in ASTEROID}, "pit_loss": _asteroid_loss},
-    "speechbrain": {name: partial(_speech, name) for name in ("ecapa", "xvector", "crdnn", "conformer", "transformer", "ligru")},
+    "speechbrain": {
+        name: partial(_speech, name) for name in ("ecapa", "xvector", "crdnn", "conformer", "transformer", "ligru")
+    },
     "conformer": {"block": _conformer},
     "torchlibrosa": {"logmel": _torchlibrosa},
 }

@@ -12,15 +12,52 @@ from torch.nn import functional as F
 from benchmarks.libraries.case import ROWS, Build, Case, Table, image
 
 SMALL_TIMM = {  # sizes in pixels; what a model needs to be small
-    "resnet10t": 32, "resnet18": 32, "resnext26ts": 64, "regnetx_002": 32, "regnety_002": 32, "efficientnet_b0": 64,
-    "mobilenetv2_050": 32, "mobilenetv3_small_050": 64, "mobilenetv4_conv_small": 64, "mnasnet_050": 32,
-    "densenet121": 64, "dpn48b": 64, "vgg11_bn": 32, "convnext_atto": 32, "convnextv2_atto": 32, "ghostnet_050": 64,
-    "hardcorenas_a": 64, "lcnet_035": 32, "tinynet_e": 64, "repvgg_a0": 32, "mobileone_s0": 64, "fastvit_t8": 64,
-    "edgenext_xx_small": 64, "cspresnet50": 64, "darknet17": 64, "dla34": 64, "hrnet_w18_small": 64, "selecsls42": 64,
-    "res2net50_14w_8s": 64, "resnest14d": 64, "skresnet18": 64, "seresnet18": 64, "ecaresnet26t": 64, "nf_resnet26": 64,
-    "inception_v3": 96, "xception41": 64, "rexnet_100": 64, "semnasnet_050": 32, "spnasnet_100": 32, "fbnetc_100": 32,
-    "botnet26t_256": 256, "halonet26t": 256, "lambda_resnet26t": 256, "efficientformer_l1": 224, "efficientformerv2_s0": 224,
-}  # fmt: skip
+    "resnet10t": 32,
+    "resnet18": 32,
+    "resnext26ts": 64,
+    "regnetx_002": 32,
+    "regnety_002": 32,
+    "efficientnet_b0": 64,
+    "mobilenetv2_050": 32,
+    "mobilenetv3_small_050": 64,
+    "mobilenetv4_conv_small": 64,
+    "mnasnet_050": 32,
+    "densenet121": 64,
+    "dpn48b": 64,
+    "vgg11_bn": 32,
+    "convnext_atto": 32,
+    "convnextv2_atto": 32,
+    "ghostnet_050": 64,
+    "hardcorenas_a": 64,
+    "lcnet_035": 32,
+    "tinynet_e": 64,
+    "repvgg_a0": 32,
+    "mobileone_s0": 64,
+    "fastvit_t8": 64,
+    "edgenext_xx_small": 64,
+    "cspresnet50": 64,
+    "darknet17": 64,
+    "dla34": 64,
+    "hrnet_w18_small": 64,
+    "selecsls42": 64,
+    "res2net50_14w_8s": 64,
+    "resnest14d": 64,
+    "skresnet18": 64,
+    "seresnet18": 64,
+    "ecaresnet26t": 64,
+    "nf_resnet26": 64,
+    "inception_v3": 96,
+    "xception41": 64,
+    "rexnet_100": 64,
+    "semnasnet_050": 32,
+    "spnasnet_100": 32,
+    "fbnetc_100": 32,
+    "botnet26t_256": 256,
+    "halonet26t": 256,
+    "lambda_resnet26t": 256,
+    "efficientformer_l1": 224,
+    "efficientformerv2_s0": 224,
+}
 TRANSFORMERS_TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 32, "depth": 2},
     "deit_tiny_distilled_patch16_224": {"img_size": 32, "depth": 2},
@@ -74,8 +111,16 @@ TRANSFORMERS_TIMM: dict[str, dict[str, Any]] = {
     "csatv2": {},
     "patch_dropout": {"name": "vit_tiny_patch16_224", "img_size": 32, "depth": 2, "patch_drop_rate": 0.5},
 }
-SIZES = {"levit_128s": 224, "tiny_vit_5m_224": 224, "hiera_tiny_224": 224, "gcvit_xxtiny": 224, "mvitv2_tiny": 224,
-         "pit_ti_224": 224, "efficientvit_m0": 224, "csatv2": 512}  # fmt: skip
+SIZES = {
+    "levit_128s": 224,
+    "tiny_vit_5m_224": 224,
+    "hiera_tiny_224": 224,
+    "gcvit_xxtiny": 224,
+    "mvitv2_tiny": 224,
+    "pit_ti_224": 224,
+    "efficientvit_m0": 224,
+    "csatv2": 512,
+}
 
 
 def with_classes(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
@@ -105,9 +150,17 @@ def _timm_table() -> dict[str, Build]:
 
 
 TORCHVISION = {
-    "alexnet": 64, "googlenet": 64, "squeezenet1_1": 64, "shufflenet_v2_x0_5": 32, "mobilenet_v3_small": 32,
-    "mnasnet0_5": 32, "regnet_y_400mf": 32, "efficientnet_v2_s": 32, "wide_resnet50_2": 32, "convnext_tiny": 32,
-}  # fmt: skip
+    "alexnet": 64,
+    "googlenet": 64,
+    "squeezenet1_1": 64,
+    "shufflenet_v2_x0_5": 32,
+    "mobilenet_v3_small": 32,
+    "mnasnet0_5": 32,
+    "regnet_y_400mf": 32,
+    "efficientnet_v2_s": 32,
+    "wide_resnet50_2": 32,
+    "convnext_tiny": 32,
+}
 
 
 def _torchvision(name: str, size: int) -> Case:
@@ -148,8 +201,20 @@ def _of_out(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(x)["out"], labels)
 
 
-SMP = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "DeepLabV3", "DeepLabV3Plus", "PAN", "UPerNet",
-       "Segformer", "DPT")  # fmt: skip
+SMP = (
+    "Unet",
+    "UnetPlusPlus",
+    "MAnet",
+    "Linknet",
+    "FPN",
+    "PSPNet",
+    "DeepLabV3",
+    "DeepLabV3Plus",
+    "PAN",
+    "UPerNet",
+    "Segformer",
+    "DPT",
+)
 SMP_LOSSES = ("DiceLoss", "JaccardLoss", "FocalLoss", "LovaszLoss", "TverskyLoss", "MCCLoss", "SoftBCEWithLogitsLoss")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.libraries.case import ROWS, Build, Case, Table, image
+from benchmarks.libraries.case import ROWS, Case, Table, image
 from benchmarks.libraries.models.vision import classified
 
 VIT: dict[str, Any] = {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 64}
@@ -24,55 +24,185 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # module, clas
     "simple_patch_dropout": ("simple_vit_with_patch_dropout", "SimpleViT", 32, {**SQUARE, "patch_dropout": 0.25}),
     "deepvit": ("deepvit", "DeepViT", 32, SQUARE),
     "cait": ("cait", "CaiT", 32, {**SQUARE, "cls_depth": 1, "layer_dropout": 0.05}),
-    "t2t": ("t2t", "T2TViT", 32, {"dim": 32, "image_size": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
-                                  "num_classes": 8, "t2t_layers": ((3, 2), (3, 2))}),
-    "cct": ("cct", "CCT", 32, {"img_size": 32, "embedding_dim": 32, "n_conv_layers": 1, "num_layers": 2,
-                               "num_heads": 4, "mlp_ratio": 2.0, "num_classes": 8, "positional_embedding": "learnable",
-                               "kernel_size": 3, "stride": 2, "padding": 1, "pooling_kernel_size": 3,
-                               "pooling_stride": 2, "pooling_padding": 1}),
-    "cross_vit": ("cross_vit", "CrossViT", 64, {"image_size": 64, "num_classes": 8, "depth": 1, "sm_dim": 32,
-                                                "sm_patch_size": 16, "sm_enc_depth": 1, "sm_enc_heads": 2,
-                                                "sm_enc_mlp_dim": 64, "lg_dim": 48, "lg_patch_size": 32,
-                                                "lg_enc_depth": 1, "lg_enc_heads": 2, "lg_enc_mlp_dim": 64,
-                                                "cross_attn_depth": 1, "cross_attn_heads": 2}),
-    "pit": ("pit", "PiT", 64, {"image_size": 64, "patch_size": 8, "dim": 32, "num_classes": 8, "depth": (1, 1),
-                               "heads": 4, "mlp_dim": 64}),
-    "levit": ("levit", "LeViT", 64, {"image_size": 64, "num_classes": 8, "stages": 2, "dim": (32, 48), "depth": 1,
-                                     "heads": (2, 4), "mlp_mult": 2}),
-    "cvt": ("cvt", "CvT", 64, {"num_classes": 8, "s1_emb_dim": 16, "s1_depth": 1, "s2_emb_dim": 32, "s2_heads": 2,
-                               "s2_depth": 1, "s3_emb_dim": 48, "s3_heads": 3, "s3_depth": 1}),
-    "twins_svt": ("twins_svt", "TwinsSVT", 224, {"num_classes": 8, "s1_emb_dim": 16, "s2_emb_dim": 16, "s3_emb_dim": 16,
-                                                 "s4_emb_dim": 16, "s3_depth": 1, "s4_depth": 1}),
-    "crossformer": ("crossformer", "CrossFormer", 224, {"num_classes": 8, "dim": (16, 16, 32, 32),
-                                                        "depth": (1, 1, 1, 1)}),
+    "t2t": (
+        "t2t",
+        "T2TViT",
+        32,
+        {
+            "dim": 32,
+            "image_size": 32,
+            "depth": 2,
+            "heads": 2,
+            "mlp_dim": 64,
+            "num_classes": 8,
+            "t2t_layers": ((3, 2), (3, 2)),
+        },
+    ),
+    "cct": (
+        "cct",
+        "CCT",
+        32,
+        {
+            "img_size": 32,
+            "embedding_dim": 32,
+            "n_conv_layers": 1,
+            "num_layers": 2,
+            "num_heads": 4,
+            "mlp_ratio": 2.0,
+            "num_classes": 8,
+            "positional_embedding": "learnable",
+            "kernel_size": 3,
+            "stride": 2,
+            "padding": 1,
+            "pooling_kernel_size": 3,
+            "pooling_stride": 2,
+            "pooling_padding": 1,
+        },
+    ),
+    "cross_vit": (
+        "cross_vit",
+        "CrossViT",
+        64,
+        {
+            "image_size": 64,
+            "num_classes": 8,
+            "depth": 1,
+            "sm_dim": 32,
+            "sm_patch_size": 16,
+            "sm_enc_depth": 1,
+            "sm_enc_heads": 2,
+            "sm_enc_mlp_dim": 64,
+            "lg_dim": 48,
+            "lg_patch_size": 32,
+            "lg_enc_depth": 1,
+            "lg_enc_heads": 2,
+            "lg_enc_mlp_dim": 64,
+            "cross_attn_depth": 1,
+            "cross_attn_heads": 2,
+        },
+    ),
+    "pit": (
+        "pit",
+        "PiT",
+        64,
+        {"image_size": 64, "patch_size": 8, "dim": 32, "num_classes": 8, "depth": (1, 1), "heads": 4, "mlp_dim": 64},
+    ),
+    "levit": (
+        "levit",
+        "LeViT",
+        64,
+        {"image_size": 64, "num_classes": 8, "stages": 2, "dim": (32, 48), "depth": 1, "heads": (2, 4), "mlp_mult": 2},
+    ),
+    "cvt": (
+        "cvt",
+        "CvT",
+        64,
+        {
+            "num_classes": 8,
+            "s1_emb_dim": 16,
+            "s1_depth": 1,
+            "s2_emb_dim": 32,
+            "s2_heads": 2,
+            "s2_depth": 1,
+            "s3_emb_dim": 48,
+            "s3_heads": 3,
+            "s3_depth": 1,
+        },
+    ),
+    "twins_svt": (
+        "twins_svt",
+        "TwinsSVT",
+        224,
+        {
+            "num_classes": 8,
+            "s1_emb_dim": 16,
+            "s2_emb_dim": 16,
+            "s3_emb_dim": 16,
+            "s4_emb_dim": 16,
+            "s3_depth": 1,
+            "s4_depth": 1,
+        },
+    ),
+    "crossformer": (
+        "crossformer",
+        "CrossFormer",
+        224,
+        {"num_classes": 8, "dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1)},
+    ),
     "regionvit": ("regionvit", "RegionViT", 224, {"dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1), "num_classes": 8}),
-    "scalable_vit": ("scalable_vit", "ScalableViT", 64, {"num_classes": 8, "dim": 16, "heads": (1, 1, 2, 2),
-                                                         "depth": (1, 1, 1, 1), "ssa_dim_key": (8, 8, 8, 8),
-                                                         "reduction_factor": (2, 2, 1, 1),
-                                                         "window_size": (16, 8, None, None)}),
-    "sep_vit": ("sep_vit", "SepViT", 224, {"num_classes": 8, "dim": 8, "dim_head": 8, "heads": (1, 1, 2, 2),
-                                           "depth": (1, 1, 1, 1), "window_size": 7}),
-    "max_vit": ("max_vit", "MaxViT", 224, {"num_classes": 8, "dim_conv_stem": 16, "dim": 16, "dim_head": 8,
-                                           "depth": (1, 1), "window_size": 7}),
-    "nest": ("nest", "NesT", 32, {"image_size": 32, "patch_size": 4, "dim": 16, "heads": 2, "num_hierarchies": 2,
-                                  "block_repeats": (1, 1), "num_classes": 8}),
-    "mobile_vit": ("mobile_vit", "MobileViT", 64, {"image_size": (64, 64), "dims": [24, 32, 40],
-                                                   "channels": [8, 8, 16, 16, 24, 24, 32, 32, 40, 40, 48],
-                                                   "num_classes": 8}),
+    "scalable_vit": (
+        "scalable_vit",
+        "ScalableViT",
+        64,
+        {
+            "num_classes": 8,
+            "dim": 16,
+            "heads": (1, 1, 2, 2),
+            "depth": (1, 1, 1, 1),
+            "ssa_dim_key": (8, 8, 8, 8),
+            "reduction_factor": (2, 2, 1, 1),
+            "window_size": (16, 8, None, None),
+        },
+    ),
+    "sep_vit": (
+        "sep_vit",
+        "SepViT",
+        224,
+        {"num_classes": 8, "dim": 8, "dim_head": 8, "heads": (1, 1, 2, 2), "depth": (1, 1, 1, 1), "window_size": 7},
+    ),
+    "max_vit": (
+        "max_vit",
+        "MaxViT",
+        224,
+        {"num_classes": 8, "dim_conv_stem": 16, "dim": 16, "dim_head": 8, "depth": (1, 1), "window_size": 7},
+    ),
+    "nest": (
+        "nest",
+        "NesT",
+        32,
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "dim": 16,
+            "heads": 2,
+            "num_hierarchies": 2,
+            "block_repeats": (1, 1),
+            "num_classes": 8,
+        },
+    ),
+    "mobile_vit": (
+        "mobile_vit",
+        "MobileViT",
+        64,
+        {
+            "image_size": (64, 64),
+            "dims": [24, 32, 40],
+            "channels": [8, 8, 16, 16, 24, 24, 32, 32, 40, 40, 48],
+            "num_classes": 8,
+        },
+    ),
     "xcit": ("xcit", "XCiT", 32, {**SQUARE, "cls_depth": 1, "local_patch_kernel_size": 3}),
     "parallel_vit": ("parallel_vit", "ViT", 32, {**SQUARE, "num_parallel_branches": 2}),
     "learnable_memory": ("learnable_memory_vit", "ViT", 32, SQUARE),
     "small_dataset": ("vit_for_small_dataset", "ViT", 32, SQUARE),
-    "normalized_vit": ("normalized_vit", "nViT", 32, {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4,
-                                                      "image_size": 32, "patch_size": 8}),
-    "look_vit": ("look_vit", "LookViT", 64, {"num_classes": 8, "dim": 32, "depth": 1, "heads": 2, "image_size": 64,
-                                             "patch_size": 16}),
+    "normalized_vit": (
+        "normalized_vit",
+        "nViT",
+        32,
+        {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4, "image_size": 32, "patch_size": 8},
+    ),
+    "look_vit": (
+        "look_vit",
+        "LookViT",
+        64,
+        {"num_classes": 8, "dim": 32, "depth": 1, "heads": 2, "image_size": 64, "patch_size": 16},
+    ),
     "jumbo_vit": ("jumbo_vit", "JumboViT", 32, {**SQUARE, "num_jumbo_cls": 1, "jumbo_cls_k": 2, "jumbo_ff_mult": 2}),
     "ats_vit": ("ats_vit", "ViT", 32, {**SQUARE, "max_tokens_per_depth": (8, 4)}),
     "rvt": ("rvt", "RvT", 32, SQUARE),
     "xvit_hyper": ("simple_vit_with_hyper_connections", "SimpleViT", 32, {**SQUARE, "num_residual_streams": 2}),
     "value_residual": ("simple_vit_with_value_residual", "SimpleViT", 32, SQUARE),
-}  # fmt: skip
+}
 
 
 def _vit(module: str, name: str, size: int, options: dict[str, Any]) -> Case:
@@ -118,19 +248,47 @@ MONAI_NETS: dict[str, dict[str, Any]] = {
     "UNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "channels": (8, 16, 32), "strides": (2, 2)},
     "BasicUNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "features": (8, 8, 16, 16, 32, 8)},
     "AttentionUnet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "channels": (8, 16), "strides": (2,)},
-    "DynUNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3, "kernel_size": [3, 3, 3],
-                "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+    "DynUNet": {
+        "spatial_dims": 2,
+        "in_channels": 1,
+        "out_channels": 3,
+        "kernel_size": [3, 3, 3],
+        "strides": [1, 2, 2],
+        "upsample_kernel_size": [2, 2],
+        "filters": [8, 16, 32],
+    },
     "SegResNet": {"spatial_dims": 2, "init_filters": 8, "in_channels": 1, "out_channels": 3},
     "VNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3},
-    "UNETR": {"in_channels": 1, "out_channels": 3, "img_size": 32, "feature_size": 8, "hidden_size": 48,
-              "mlp_dim": 64, "num_heads": 4, "spatial_dims": 2},
-    "SwinUNETR": {"in_channels": 1, "out_channels": 3, "feature_size": 12, "spatial_dims": 2, "depths": (1, 1, 1, 1),
-                  "num_heads": (2, 2, 2, 2)},
+    "UNETR": {
+        "in_channels": 1,
+        "out_channels": 3,
+        "img_size": 32,
+        "feature_size": 8,
+        "hidden_size": 48,
+        "mlp_dim": 64,
+        "num_heads": 4,
+        "spatial_dims": 2,
+    },
+    "SwinUNETR": {
+        "in_channels": 1,
+        "out_channels": 3,
+        "feature_size": 12,
+        "spatial_dims": 2,
+        "depths": (1, 1, 1, 1),
+        "num_heads": (2, 2, 2, 2),
+    },
     "HighResNet": {"spatial_dims": 2, "in_channels": 1, "out_channels": 3},
     "FlexibleUNet": {"in_channels": 3, "out_channels": 3, "backbone": "efficientnet-b0", "spatial_dims": 2},
-}  # fmt: skip
-MONAI_LOSSES = ("DiceLoss", "DiceCELoss", "GeneralizedDiceLoss", "FocalLoss", "TverskyLoss", "DiceFocalLoss",
-                "GeneralizedDiceFocalLoss")  # fmt: skip
+}
+MONAI_LOSSES = (
+    "DiceLoss",
+    "DiceCELoss",
+    "GeneralizedDiceLoss",
+    "FocalLoss",
+    "TverskyLoss",
+    "DiceFocalLoss",
+    "GeneralizedDiceFocalLoss",
+)
 
 
 def _monai_net(name: str) -> Case:
@@ -154,17 +312,30 @@ def _with(loss: Any, model: nn.Module, x: Tensor, labels: Tensor) -> Any:
     return loss(model(x), labels)
 
 
-KORNIA = ("SSIMLoss", "PSNRLoss", "TotalVariation", "MS_SSIMLoss", "CharbonnierLoss", "CauchyLoss", "HausdorffERLoss",
-          "DiceLoss", "LovaszSoftmaxLoss", "FocalLoss")  # fmt: skip
+KORNIA = (
+    "SSIMLoss",
+    "PSNRLoss",
+    "TotalVariation",
+    "MS_SSIMLoss",
+    "CharbonnierLoss",
+    "CauchyLoss",
+    "HausdorffERLoss",
+    "DiceLoss",
+    "LovaszSoftmaxLoss",
+    "FocalLoss",
+)
 
 
 def _kornia_loss(name: str) -> Case:
     from kornia import losses
 
     options: dict[str, Any] = {
-        "SSIMLoss": {"window_size": 5}, "PSNRLoss": {"max_val": 1.0}, "FocalLoss": {"alpha": 0.5, "reduction": "mean"},
-        "CharbonnierLoss": {"reduction": "mean"}, "CauchyLoss": {"reduction": "mean"},
-    }.get(name, {})  # fmt: skip
+        "SSIMLoss": {"window_size": 5},
+        "PSNRLoss": {"max_val": 1.0},
+        "FocalLoss": {"alpha": 0.5, "reduction": "mean"},
+        "CharbonnierLoss": {"reduction": "mean"},
+        "CauchyLoss": {"reduction": "mean"},
+    }.get(name, {})
     loss = getattr(losses, name)(**options)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1), nn.Sigmoid())
     if name in ("DiceLoss", "LovaszSoftmaxLoss", "FocalLoss", "HausdorffERLoss"):
@@ -246,8 +417,6 @@ def _resnest() -> Case:
     return classified(resnest50(num_classes=8), 64)
 
 
-
-
 def _mixer() -> Case:
     from mlp_mixer_pytorch import MLPMixer
 
@@ -269,8 +438,17 @@ def _lambda_net() -> Case:
 def _bottleneck() -> Case:
     from bottleneck_transformer_pytorch import BottleStack
 
-    model = BottleStack(dim=16, fmap_size=16, dim_out=32, proj_factor=4, downsample=True, heads=2, dim_head=8,
-                        rel_pos_emb=True, num_layers=2)  # fmt: skip
+    model = BottleStack(
+        dim=16,
+        fmap_size=16,
+        dim_out=32,
+        proj_factor=4,
+        downsample=True,
+        heads=2,
+        dim_head=8,
+        rel_pos_emb=True,
+        num_layers=2,
+    )
     return Case(model, (image(16, 16),))
 
 
@@ -314,8 +492,19 @@ TABLE: Table = {
     "efficientnet-pytorch": {"b0": _efficientnet},
     "pytorchcv": {
         name: partial(_pytorchcv, name)
-        for name in ("resnet10", "preresnet10", "sepreresnet10", "squeezenet_v1_1", "mobilenet_wd4", "menet108_8x1_g3",
-                     "diracnet18v2", "bninception", "airnet50_1x64d_r2", "peleenet", "wrn10_1_cifar10")
+        for name in (
+            "resnet10",
+            "preresnet10",
+            "sepreresnet10",
+            "squeezenet_v1_1",
+            "mobilenet_wd4",
+            "menet108_8x1_g3",
+            "diracnet18v2",
+            "bninception",
+            "airnet50_1x64d_r2",
+            "peleenet",
+            "wrn10_1_cifar10",
+        )
     },
     "resnest": {"resnest50": _resnest},
     "mlp-mixer-pytorch": {"mixer": _mixer},
@@ -325,4 +514,4 @@ TABLE: Table = {
     "axial-attention": {"image": _axial},
     "halonet-pytorch": {"attention": _halo},
     "byol-pytorch": {"resnet": _byol},
-}  # fmt: skip
+}

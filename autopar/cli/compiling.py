@@ -1,0 +1,32 @@
+"""From a command line to a job, and to its compiled step."""
+
+from __future__ import annotations
+
+from autopar.cli.options import Options
+from autopar.cli.preflight import check_options, idle_options
+from autopar.cli.show import show
+from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import options_of
+from autopar.ir.mesh import Mesh
+from autopar.job import Job
+from autopar.settings import Settings
+
+
+def compiled_of(target: str, mesh: str, options: Options) -> Compiled:
+    """The TARGET's step, compiled for a mesh with what the command line says."""
+    check_options(options)
+    parsed = mesh_of(mesh)
+    job = job_of(target, parsed, options)
+    chosen = options_of(**job.step)  # what is cheap to find is found before the capture
+    return Compiled.of(compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, chosen)[1])
+
+
+def job_of(target: str, mesh: Mesh, options: Options) -> Job:
+    """The TARGET's job; rank 0 says which options change nothing."""
+    job = options.job(target)
+    if not Settings.read().rank:
+        for text in idle_options(options, job, mesh):
+            show(f"note: {text}")
+    return job

@@ -1,0 +1,53 @@
+"""Run a command's work on every rank: in this process if it is one, else on local processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from autopar.cli.launch import launch, report
+from autopar.compiler.meshes import mesh_of
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.settings import Settings
+
+
+def on_ranks(mesh: str, arguments: list[str], work: Callable[[], None]) -> None:
+    """Do the work here if this is a rank already or if one is enough; else on a process for each rank."""
+    settings = Settings.read()
+    if settings.world_size is not None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (settings.local_world_size or 1)))
+        try:
+            work()
+        except AutoparError as error:
+            report(error)
+            raise SystemExit(1) from None
+        except Exception as error:
+            report(error)
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return
+    parsed = running_mesh(mesh)
+    if parsed.size == 1:
+        work()
+        return
+    failure = launch(arguments, parsed)
+    if failure is not None:
+        raise _Failed(failure)
+
+
+class _Failed(AutoparError):
+    """A rank failed; the text says which and why."""
+
+
+def running_mesh(mesh: str) -> Mesh:
+    """The mesh; -1 takes the ranks of the running job, else this machine's GPUs."""
+    world = Settings.read().world_size
+    if world is None and "-1" in mesh and torch.cuda.is_available():
+        world = torch.cuda.device_count() or None
+    return mesh_of(mesh, world)

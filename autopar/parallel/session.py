@@ -1,0 +1,62 @@
+"""What the parts of a parallel module share: its settings, its tensors, and the ways in which ranks talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.capture import LossFn
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import CPU, GPU, Fixed
+from autopar.parallel.agreement import Agreement
+from autopar.parallel.announce import Announcer
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.joining import Asked, join
+from autopar.parallel.loss_scale import LossScale
+from autopar.parallel.random_state import RandomState
+from autopar.parallel.replicas import Replicas, every_of
+from autopar.parallel.store import ParameterStore
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What does not change from step to step. is_local: each rank is given its own part of the batch. lift: as of
+    `capture`."""
+
+    loss_fn: LossFn | None
+    options: StepOptions
+    fixed: Fixed
+    is_local: bool
+    device: torch.device
+    compiler: str | None
+    lift: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Of one parallel module, from `parallelize` on. scale: of the loss, under precision="fp16"."""
+
+    settings: StepSettings
+    store: ParameterStore
+    agreement: Agreement
+    announcer: Announcer
+    replicas: Replicas
+    random: RandomState
+    scale: LossScale | None
+
+
+def open_session(asked: Asked) -> Session:
+    """Reduction the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
+    this."""
+    agreed = join(asked)
+    agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
+    fixed = Fixed(machine=CPU if place.type == "cpu" else GPU)
+    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.lift)
+    announcer = Announcer(agreement)
+    store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
+    replicas = Replicas(store, agreement, every_of(asked.check_replicas))
+    scale = LossScale() if options.precision == "fp16" else None
+    store.distribute(agreement, asked.seed)
+    announcer.watch(asked.model.parameters())
+    return Session(settings, store, agreement, announcer, replicas, RandomState(asked.seed), scale)

@@ -1,0 +1,98 @@
+"""What decides the program of a call: its arguments, modes and what was read in Python, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from autopar.capture.capture import check_detached
+from autopar.capture.containers import Parts, take_call_apart
+from autopar.capture.guards import Guards
+from autopar.capture.partners import Partner
+from autopar.capture.spots import Numbers
+from autopar.errors import AutoparError, BatchError
+from autopar.parallel.batches import in_order, numbers_of, signature_lines, signature_of, tell_apart
+from autopar.parallel.digests import Digests
+from autopar.parallel.execution import Running
+from autopar.parallel.partners import describe, flags_of
+from autopar.parallel.session import Session
+from autopar.parallel.variants import Variants
+
+
+class Signatures:
+    """Reads what a call wants and agrees on it with all ranks. Every rank must make the same calls."""
+
+    def __init__(self, session: Session) -> None:
+        settings, where = session.settings, session.store.distributor
+        self._session = session
+        self._digests = Digests(where.mesh, where.coord, settings.is_local, settings.device)
+        self._partners: dict[Any, tuple[Partner, ...]] = {}  # by the model's own part of a key
+        self.lines: dict[Any, list[str]] = {}  # what ranks compare, by key
+        self.variants = Variants()
+        self.numbers: Numbers = {}  # among the arguments of the call at hand
+
+    def take(self, call: str, args: Any, kwargs: Any, train: bool) -> Parts:
+        """The arguments of a call. What one rank refuses is an error on all of them."""
+        try:
+            parts = take_call_apart(args, in_order(kwargs, self._called(train)))
+            if train:
+                check_detached(parts)
+        except BatchError as error:
+            nothing = self._digests.vector(None, in_full=False)
+            refused = [f"arguments refused: {error}"]
+            self._session.announcer.call(call, refused, what="batch and modes", data=nothing)
+            raise
+        return parts
+
+    def _called(self, train: bool) -> Callable[..., Any]:
+        """The user's function that is given the arguments."""
+        loss_fn = self._session.settings.loss_fn
+        return loss_fn if train and loss_fn is not None else self._session.store.model.forward
+
+    def key(self, parts: Parts, train: bool) -> tuple[Any, ...]:
+        """What the call, the model and its partners decide; the last of it is the partners'."""
+        model = self._session.store.model
+        flags = tuple(module.training for module in model.modules())
+        wanted = tuple(parameter.requires_grad for parameter in model.parameters())
+        own = train, signature_of(parts), flags, wanted
+        return (*own, flags_of(self._partners.get(own, ())))
+
+    def agree(self, call: str, key: tuple[Any, ...], parts: Parts, known: Container[Any]) -> int:
+        """The number of the program to run: all ranks make this call, with the same batch, modes and values.
+
+        known: the keys and numbers of programs that there are.
+        """
+        session = self._session
+        if key not in self.lines:
+            partners = describe(self._partners.get(key[:-1], ()))
+            self.lines[key] = signature_lines(session.store.model, parts) + partners
+        self.numbers.clear()
+        self.numbers.update(numbers_of(parts))
+        states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
+        states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
+        fault = session.store.structure.fault()
+        number, values = (0, [fault]) if fault else self.variants.find(key)
+        states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
+        digest = self._digests.vector(parts, in_full=(*key, number) not in known)
+        if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):
+            is_local = session.settings.is_local
+            tell_apart(session.agreement, parts, self._digests.part, is_local, session.random.steps)
+        if fault:
+            raise AutoparError(fault)
+        self.variants.use(key, number)
+        return number
+
+    def add(self, key: tuple[Any, ...], number: int, running: Running, guards: Guards) -> tuple[Any, ...]:
+        """Remember what a new program of a key read in Python; its own key, which knows its partners."""
+        own, partners = key[:-1], running.captured.partners
+        self._partners[own] = partners
+        found = (*own, flags_of(partners))
+        self.variants.add(found, number, guards, running.constants)
+        return found
+
+    def forget(self, key: tuple[Any, ...], number: int) -> None:
+        """Drop a program."""
+        if self.variants.forget(key, number):
+            self.lines.pop(key, None)

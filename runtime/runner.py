@@ -1,0 +1,84 @@
+"""A rank's program, ready to run over torch.distributed: one protocol for a graph, a pipeline and compiled code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from autopar.ir.mesh import PIPELINE
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Output, Program
+from autopar.ir.schedule import KINDS
+from autopar.runtime.distributed import DistributedDriver
+from autopar.runtime.executor import Executable, Outputs, Study
+from autopar.runtime.inputs import StepInputs
+from autopar.runtime.pipeline import RankCode, Watch, compile_rank, outputs_of
+from autopar.runtime.recorder import Recorder
+
+
+class Runner(Protocol):
+    """A rank's program, ready to run. `source` is the Python that runs, for people to read."""
+
+    @property
+    def source(self) -> str: ...
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        """The outputs of the program on this rank, None for those that other stages have."""
+        ...
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let a recorder see what the runs from now on do; raises CompileError where nothing can."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExecutorRunner:
+    """A program of one graph on our executor."""
+
+    executable: Executable
+    driver: DistributedDriver
+
+    @property
+    def source(self) -> str:
+        return self.executable.source
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        return self.driver.run(self.executable, inputs.values())
+
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
+
+@dataclass(frozen=True)
+class PipelineRunner:
+    """A rank's instruction list on our executor. watch: told of each instruction at its end."""
+
+    code: RankCode
+    driver: DistributedDriver
+    outputs: tuple[Output, ...]
+    device: torch.device
+    watch: Watch | None = None
+
+    @property
+    def source(self) -> str:
+        named = self.code.executables.items()
+        return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)
+
+    def record(self, recorder: Recorder | None) -> None:
+        self.driver.recorder = recorder
+
+
+def executor_runner(
+    program: Program, pipeline: Pipeline | None, driver: DistributedDriver, device: torch.device,
+    study: Study | None = None, watch: Watch | None = None,
+) -> Runner:  # fmt: skip
+    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds."""
+    if pipeline is None:
+        return ExecutorRunner(Executable(program.graph, study=study, device=device), driver)
+    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device)
+    return PipelineRunner(code, driver, program.outputs, device, watch)
