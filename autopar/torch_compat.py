@@ -2,6 +2,7 @@
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
+- `torch._decomp.get_decompositions`: torch's own spelling of an op in others; export and Inductor take it from there.
 - `torch.utils._pytree`: flattening of nested batches and outputs; transformers registers its outputs here, and
   the public successor does not know them.
 - `torch.distributed.tensor.placement_types._StridedShard`: the placement of a fused weight whose every block is
@@ -78,6 +79,7 @@ __all__ = [
     "change_in_place",
     "compile_with_inductor",
     "custom_function",
+    "decompositions_of",
     "global_module_hooks",
     "gradients",
     "has_cpp_compiler",
@@ -102,6 +104,13 @@ __all__ = [
 
 GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
 SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own spelling of each overload of some ops in other ops."""
+    from torch._decomp import get_decompositions
+
+    return dict(get_decompositions(ops))
 
 
 # The local part of a DTensor, the very memory. (An attrgetter: a function of ours would cost more than the look-up.)

@@ -17,11 +17,12 @@ from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
+from autopar.capture.decompositions import decompositions
 from autopar.capture.explain import explain, refusal
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.normalise import decompositions, functional, normalise
+from autopar.capture.normalise import functional, normalise
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raised_random import foreign_state

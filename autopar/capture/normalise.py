@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,15 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.location import is_exact, place_of
-from autopar.capture.spelling import filled, joined, memory_of_operand, own_dtype, squeezed_dims, table_gradient
+from autopar.capture.spelling import (
+    filled,
+    joined,
+    memory_of_operand,
+    own_dtype,
+    squeezed_dims,
+    table_gradient,
+    view_of_copy,
+)
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
@@ -132,7 +139,7 @@ class _Normaliser:
                 f"a normalisation with running statistics at {source or 'an unknown line'} (module '{module}') cannot "
                 f"be captured: use track_running_stats=False, or nn.BatchNorm."
             )
-        target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
+        target, args, kwargs = filled(node) or (view_of_copy(target), node.args, node.kwargs)
         args = (joined(node) or args[0], *args[1:]) if args else args
         if getattr(target, "namespace", "aten") in ("aten", "prims"):  # in an op of the user's they mean something else
             kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT} | own_dtype(node)
@@ -249,26 +256,3 @@ def _live(nodes: list[fx.Node]) -> set[fx.Node]:
                 live.add(source)
                 pending.append(source)
     return live
-
-
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Means become sums over a count, so that a piece's part of them is right on its own."""
-    return {
-        aten.mean.dim: _mean,
-        aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
-        aten.addmm.default: _addmm,
-    }
-
-
-def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
-    count = 1
-    for d in dims:
-        count = operator.mul(count, x.shape[d])
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count
-
-
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.mm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)

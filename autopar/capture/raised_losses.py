@@ -13,12 +13,14 @@ from autopar.capture.functions import (
     BatchNorm,
     Contract,
     CrossEntropy,
+    CTCLoss,
     Embedding,
     LogSoftmax,
     LogSumExp,
     Pick,
     SmoothedCrossEntropy,
 )
+from autopar.capture.raised_products import linear
 from autopar.ir.ops import op
 
 Tensor = torch.Tensor
@@ -69,6 +71,25 @@ def nll_loss(
     losses = -Pick.apply(x, index)
     losses = losses if weight is None else losses * counts
     return _reduce_valid(losses, valid, counts, _reduction(reduction, size_average, reduce))
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    """Targets that stand in one row, one after the other, are put in a row each, of the only length that is known."""
+    if log_probs.ndim != 3 or targets.ndim not in (1, 2) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    device = log_probs.device
+    lengths, counts = (torch.as_tensor(given, device=device) for given in (input_lengths, target_lengths))
+    if targets.ndim == 1:
+        places = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(len(targets), device=device)
+        targets = targets[places.clamp(max=len(targets) - 1)]
+    losses = CTCLoss.apply(log_probs, targets, lengths, counts, blank, zero_infinity)
+    losses = torch.where(losses == math.inf, 0.0, losses) if zero_infinity else losses
+    if reduction == "none":
+        return losses
+    return (losses / counts.clamp(min=1)).sum() / len(losses) if reduction == "mean" else losses.sum()
 
 
 def log_softmax(
@@ -180,5 +201,24 @@ def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return raised
 
 
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,
+    label_smoothing: float = 0.0, options: Any = None,
+) -> Any:  # fmt: skip
+    """`options` say in which pieces torch computes it, and nothing of the result."""
+    if linear_weight.ndim != 2 or input.ndim not in (1, 2):
+        return NotImplemented
+    ignored = -100 if ignore_index is None else ignore_index
+    logits = linear(input, linear_weight, linear_bias)
+    if logits is NotImplemented:
+        return NotImplemented
+    return cross_entropy(
+        logits, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+# Each is a number a row, or an element.
 ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-           F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div)  # fmt: skip
+           F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div,
+           F.multi_margin_loss, F.multilabel_margin_loss)  # fmt: skip

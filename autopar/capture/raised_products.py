@@ -85,6 +85,16 @@ def einsum(equation: str, *operands: Any) -> Any:
     return _contract(*operands, equation)
 
 
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """The weight [o,i,j] between both: two products, where torch multiplies everything out."""
+    if weight.ndim != 3 or input1.ndim < 1 or input1.shape[:-1] != input2.shape[:-1]:
+        return NotImplemented
+    batch = _LETTERS[3 : input1.ndim + 2]
+    half = _contract(input1, weight, f"{batch}a,cab->{batch}cb")
+    result = half if half is NotImplemented else _contract(half, input2, f"{batch}cb,{batch}b->{batch}c")
+    return result if result is NotImplemented or bias is None else result + bias.to(result.dtype)
+
+
 def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """A convolution whose bias is added behind it, as it must be where the sum over input channels is still partial."""
 

@@ -25,18 +25,29 @@ from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
-from autopar.capture.raised_lookups import embedding_bag
+from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, take
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
     batch_norm,
     cross_entropy,
+    ctc_loss,
     embedding,
     instance_norm,
+    linear_cross_entropy,
     log_softmax,
     nll_loss,
     with_reduction,
 )
-from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear, matmul, rmatmul, with_bias_apart
+from autopar.capture.raised_products import (
+    CONVOLUTIONS,
+    addmm,
+    bilinear,
+    einsum,
+    linear,
+    matmul,
+    rmatmul,
+    with_bias_apart,
+)
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
@@ -259,8 +270,14 @@ RAISED: dict[Any, Callable[..., Any]] = {
     torch.addmm: addmm,
     Tensor.addmm: addmm,
     torch.einsum: einsum,
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    **dict.fromkeys((torch.take, Tensor.take), take),
+    **dict.fromkeys((torch.put, Tensor.put), put),
+    Tensor.fill_diagonal_: fill_diagonal_,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_loss),
+    getattr(F, "linear_cross_entropy", None): linear_cross_entropy,  # torch 2.13 has it
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
     F.adaptive_avg_pool1d: average_pool_of(1),
     F.adaptive_avg_pool2d: average_pool_of(2),

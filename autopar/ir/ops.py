@@ -158,6 +158,31 @@ def expert_mm_backward(
     return x.new_empty((groups, x.shape[1], grad.shape[1]))
 
 
+@_semantic(
+    "ctc_loss(Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank) -> Tensor",
+    precision="high",
+    gradient="CTCLoss",
+)
+def ctc_loss(
+    x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor, blank: int
+) -> torch.Tensor:
+    """-log p of each target [n,s] under log-probabilities x [t,n,c], of which the first `lengths` count."""
+    return x.new_empty(x.shape[1])
+
+
+@_semantic(
+    "ctc_loss_backward(Tensor grad, Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank, "
+    "bool zero_infinity) -> Tensor",
+    precision="high",
+)
+def ctc_loss_backward(
+    grad: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor,
+    blank: int, zero_infinity: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of x; as torch's it takes x for the result of a log-softmax."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 Indices = Sequence[torch.Tensor | None]
 
 
@@ -217,7 +242,8 @@ def random(
 
 SEMANTIC = (
     contract, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
-    embedding, embedding_backward, expert_mm, expert_mm_backward, index_of_rows, index_put_of_rows, dropout, random,
+    embedding, embedding_backward, expert_mm, expert_mm_backward, ctc_loss, ctc_loss_backward, index_of_rows,
+    index_put_of_rows, dropout, random,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None

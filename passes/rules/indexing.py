@@ -221,6 +221,12 @@ def _bucketize(call: Call) -> Rule:
     return build(call, [values, ends], [values], whole=ends[0])
 
 
+def _is_in(call: Call) -> Rule:
+    """Each element is looked for in all of the second operand."""
+    elements, among = (named(type_.shape, kind) for type_, kind in zip(call.operands, "ea", strict=True))
+    return build(call, [elements, among], [elements], whole=names_of(among))
+
+
 def _index_into(linear: Linear) -> Row:
     """index_add and its kin: `source` (if any) has the index's length along the dim."""
 
@@ -262,6 +268,8 @@ ROWS: Mapping[str, Row] = {
     "aten.searchsorted.Tensor": Row(_searchsorted),
     "aten.bucketize.Tensor": Row(_bucketize),
     "aten.index_add.default": _index_into(FIRST_AND_THIRD),
+    "aten.isin.Tensor_Tensor": Row(_is_in),
+    "aten.index_reduce.default": _index_into(NONE),
     "aten.index_copy.default": _index_into(NONE),
     "aten.index_fill.int_Scalar": _index_into(NONE),
     "aten.index_fill.int_Tensor": _index_into(NONE),
