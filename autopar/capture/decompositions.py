@@ -17,7 +17,7 @@ aten = torch.ops.aten
 _BY_TORCH = (
     aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.trace, aten.block_diag,
     aten.diag_embed, aten.addr, aten.nansum, aten.count_nonzero, aten.dist, aten.narrow_copy,
-    aten.linalg_cross, aten.norm,
+    aten.linalg_cross, aten.norm, aten._chunk_cat,
 )  # fmt: skip
 
 

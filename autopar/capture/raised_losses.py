@@ -82,11 +82,14 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
 ) -> Any:  # fmt: skip
-    """Of a target a row; targets in one row after another have no dim that is the batch."""
-    if log_probs.ndim != 3 or targets.ndim != 2 or reduction not in ("none", "mean", "sum"):
+    """Targets that stand in one row, one after the other, are put in a row each, of the only length that is known."""
+    if log_probs.ndim != 3 or targets.ndim not in (1, 2) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     device = log_probs.device
     lengths, counts = (torch.as_tensor(given, device=device) for given in (input_lengths, target_lengths))
+    if targets.ndim == 1:
+        places = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(len(targets), device=device)
+        targets = targets[places.clamp(max=len(targets) - 1)]
     losses = CTCLoss.apply(log_probs, targets, lengths, counts, blank, zero_infinity)
     losses = torch.where(losses == math.inf, 0.0, losses) if zero_infinity else losses
     if reduction == "none":

@@ -29,8 +29,10 @@ def verify(program: Program, level: Level) -> None:
 
 def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
     """Raise VerificationError if a graph of a pipeline breaks a promise of its level, or if together they are not the
-    LOCAL program: every output leaves (a gradient once, all else on every rank), and no product is computed twice."""
+    LOCAL program: every output leaves (a gradient once, all else on every rank), and no product of stages is computed
+    twice. (What needs no stage, since it is of the batch alone or of no batch, each rank may compute for itself.)"""
     seen: dict[str, tuple[int, str]] = {}
+    staged = _of_stages(program)
     for key, graph in pipeline.graphs.items():
         _check_graph(graph, Level.STAGED)
         for node in graph.graph.nodes:
@@ -38,7 +40,9 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, graph)
-            if node.op == "call_function" and record(node).flops and seen.setdefault(node.name, key) != key:
+            if node.op != "call_function" or not record(node).flops:
+                continue
+            if seen.setdefault(node.name, key) != key and node.name in staged:
                 _fail(node, f"is computed in graphs {seen[node.name]} and {key}")
     ends = [(rank, out) for (rank, kind), graph in pipeline.graphs.items() if kind == "E" for out in graph.outputs]
     for out in program.outputs:
@@ -51,6 +55,16 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
     lost = sorted(products - seen.keys())
     if lost:
         raise VerificationError(f"products that no graph of the pipeline computes: {', '.join(lost[:5])}")
+
+
+def _of_stages(program: Program) -> set[str]:
+    """The names of the calls that depend on parameters and on the batch."""
+    entries = dict(program.entries)
+    kinds: dict[fx.Node, set[str]] = {}
+    for node in program.nodes:
+        kinds[node] = {entries[node].kind} if node in entries else set()
+        kinds[node].update(*(kinds[operand] for operand in node.all_input_nodes))
+    return {node.name for node, found in kinds.items() if {"parameter", "batch"} <= found}
 
 
 def _fail(node: fx.Node, text: str) -> None:

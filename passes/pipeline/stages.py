@@ -14,6 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.passes.pipeline.cut import Limits, Stages, cut
+from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
@@ -108,6 +109,8 @@ class _Staged:
 def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
     program = program if plan.microbatches > 1 else with_reductions(program)
+    if plan.gathers_again:
+        program = gathered_late(program, times_of(program, plan.microbatches, plan.zero_axis, both=True))
     times = _times(program, plan)
     forward = _cut(program, times, plan, places)
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,7 +12,8 @@ from torch import fx
 from autopar.errors import LayoutError
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import is_collective, is_mesh_op, op
-from autopar.ir.program import Program, Record, is_given, record
+from autopar.ir.program import Program, is_given, record
+from autopar.passes.pipeline.coupling import coupled
 
 COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
@@ -28,16 +31,24 @@ class When(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The time of every node. `reductions`: the nodes that take the parts of all micro-batches together."""
+    """The time of every node.
+
+    reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone, gathered
+    anew for each micro-batch; late: those of them that are read when all micro-batches are done.
+    """
 
     of: dict[fx.Node, When]
     reductions: frozenset[fx.Node]
+    renewed: frozenset[fx.Node] = frozenset()
+    late: frozenset[fx.Node] = frozenset()
 
 
-def times_of(program: Program, microbatches: int, regathered: str | None = None) -> Times:
+def times_of(program: Program, microbatches: int, regathered: str | None = None, *, both: bool = False) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
-    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them.
+    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them. both: what
+    is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the end
+    (see `late.py`).
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
@@ -46,6 +57,7 @@ def times_of(program: Program, microbatches: int, regathered: str | None = None)
     reductions: set[fx.Node] = set()
     weighted: set[fx.Node] = set()  # depends on parameters
     renewed: set[fx.Node] = set()  # parameters alone, gathered anew
+    late: set[fx.Node] = set()
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -73,27 +85,37 @@ def times_of(program: Program, microbatches: int, regathered: str | None = None)
         ):
             renewed.add(node)
         if differs and after and not _is_cut(node):
-            late = _behind(operands, renewed)
-            if not any(
-                of.get(user, When.AFTER) is not When.AFTER for each in late for user in each.users.keys() - late
-            ):
-                of.update(dict.fromkeys(late, When.AFTER))  # gathered once, after the micro-batches
+            behind = made_among(operands, renewed)
+            late |= behind
+            if both:
+                differs = any(of[one] in (When.INPUT, When.BODY) and one not in renewed for one in operands)
+            elif _only_late(behind, of):
+                of.update(dict.fromkeys(behind, When.AFTER))  # gathered once, after the micro-batches
                 differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
-            raise LayoutError(_coupled(node, _reduction_before(after[0], reductions), program.notes))
+            raise LayoutError(coupled(node, after, reductions, program.notes))
         if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
-            raise LayoutError(_coupled(node, node, program.notes))
+            raise LayoutError(coupled(node, [node], {node}, program.notes))
         if after:
             of[node] = When.AFTER
         elif not differs:
             of[node] = When.INVARIANT
         else:
             of[node] = When.BODY if node in weighted else When.INPUT
-    return Times(of, frozenset(reductions))
+    leaving = made_among([node for node in program.results if node is not None], renewed)
+    if not both and _only_late(leaving, of):
+        of.update(dict.fromkeys(leaving, When.AFTER))
+    return Times(of, frozenset(reductions), frozenset(renewed), frozenset(late | leaving))
 
 
-def _behind(operands: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    """Those of a set that some operands are, or are made of."""
+def _only_late(nodes: set[fx.Node], of: dict[fx.Node, When]) -> bool:
+    """True if nothing reads these nodes, beside one another, before all micro-batches are done."""
+    users = {user for node in nodes for user in node.users} - nodes
+    return all(of.get(user, When.AFTER) is When.AFTER for user in users)
+
+
+def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """Those of a set that some nodes are, or are made of."""
     found: set[fx.Node] = set()
     pending = list(operands)
     while pending:
@@ -119,29 +141,3 @@ def _is_cut(node: fx.Node) -> bool:
 def _axis(node: fx.Node) -> str:
     position = 0 if node.target is COORD else 1
     return str(node.args[position]) if len(node.args) > position else ""
-
-
-def _reduction_before(node: fx.Node, reductions: set[fx.Node]) -> fx.Node:
-    """The nearest join that a value comes from."""
-    pending = [node]
-    while pending:
-        found = pending.pop(0)
-        if found in reductions:
-            return found
-        pending += found.all_input_nodes
-    return node
-
-
-def _coupled(node: fx.Node, join: fx.Node, notes: tuple[str, ...]) -> str:
-    user, source = record(node), record(join)
-    ruleless = [f" {note}." for note in notes if "has no rule" in note][:1]  # it too needs all samples at once
-    return (
-        f"micro-batches cannot be computed one after another: {_place(source)} needs a value of the whole batch "
-        f"(%{join.name}), and {_place(user)} uses it before the micro-batch is done (%{node.name}). BatchNorm in "
-        f"training and losses between samples of one batch do this. Use microbatches=1, or a module without it "
-        f"(GroupNorm, LayerNorm; BatchNorm in eval mode)." + "".join(ruleless)
-    )
-
-
-def _place(found: Record) -> str:
-    return " at ".join(part for part in (f"'{found.module}'" if found.module else "", found.source) if part) or "an op"

@@ -44,13 +44,23 @@ HIGH = """
     aten.acos aten.acosh aten.asin aten.atanh aten.cosh aten.sinh aten.tan aten.erfinv
     aten.exp aten.exp2 aten.expm1 aten.log aten.log10 aten.log1p aten.log2 aten.logaddexp aten.logaddexp2
     aten.pow aten.square aten.reciprocal aten.rsqrt aten.digamma aten.lgamma
+    aten.polygamma aten.mvlgamma aten.igamma aten.igammac
+    aten._cdist_forward aten._cdist_backward aten._euclidean_dist aten.renorm aten.std_mean
+    aten.cholesky aten.cholesky_inverse aten.cholesky_solve aten.geqrf aten.ormqr aten.triangular_solve aten.lu_unpack
+    aten.grid_sampler_2d aten.grid_sampler_2d_backward aten.grid_sampler_3d aten.grid_sampler_3d_backward
+    aten.affine_grid_generator aten._upsample_bilinear2d_aa aten._upsample_bilinear2d_aa_backward
+    aten._upsample_bicubic2d_aa aten._upsample_bicubic2d_aa_backward
+    aten.multi_margin_loss aten.multi_margin_loss_backward aten.multilabel_margin_loss_forward
+    aten.multilabel_margin_loss_backward
     aten.mean aten.prod aten.cumsum aten.cumprod aten.logcumsumexp aten.var aten.var_mean aten.std
-    aten.linalg_vector_norm aten.linalg_solve_triangular aten.histc aten.polar aten.complex aten.view_as_complex
-    aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward aten.special_log_ndtr
+    aten.histc aten.polar aten.complex aten.view_as_complex
+    aten._fft_r2c aten._fft_c2r aten._fft_c2c aten.avg_pool3d aten.avg_pool3d_backward
     aten.searchsorted aten.bucketize
     aten.embedding_dense_backward aten.index_add aten.index_put aten._unsafe_index_put
     aten.scatter_add aten.scatter_reduce
 """
+# Whole families of the same kind.
+HIGH_FAMILIES = ("aten.special_", "aten.linalg_", "aten._linalg_")
 # The argument of a product that is a statistic of it, and comes in float32.
 STATISTICS = {str(op(one.name)): one.statistic for one in SEMANTIC if one.statistic is not None}
 SUMS = "aten.sum"
@@ -71,4 +81,5 @@ _KINDS: dict[str, Kind] = {
 
 def kind_of(op: str) -> Kind:
     """The kind of an op by its full name, e.g. "aten.mm.default"."""
-    return _KINDS.get(op.rpartition(".")[0], Kind.WIDEST)
+    other = Kind.HIGH if op.startswith(HIGH_FAMILIES) else Kind.WIDEST
+    return _KINDS.get(op.rpartition(".")[0], other)

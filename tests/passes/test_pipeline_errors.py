@@ -141,12 +141,38 @@ def test_samples_that_need_each_other():
     here = Path(__file__).name
     with pytest.raises(LayoutError) as raised:
         compiled(model=Normed())
-    assert str(raised.value).startswith("micro-batches cannot be computed one after another: 'norm' at " + here)
+    told = "micro-batches cannot be computed one after another: op 'aten.sum.dim_IntList' ('norm' at " + here
+    assert str(raised.value).startswith(told)
     assert "BatchNorm in eval mode" in str(raised.value)
     with pytest.raises(
-        LayoutError, match=rf"cannot be computed one after another: {here}:\d+ needs a value of the whole"
+        LayoutError, match=rf"one after another: op 'autopar.einsum.default' \({here}:\d+\) needs the whole batch"
     ):
         compiled(loss_fn=contrastive)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "masked_scatter",
+            r"op 'aten.masked_scatter.default' has no rule \(.*\) and takes the whole batch .*docs/rules",
+        ),
+        ("sort", r"op 'aten.sort.default' \(.*\) needs the whole batch .*microbatches=1"),
+    ],
+)
+def test_the_op_that_needs_all_samples_is_named_first(name: str, reason: str):
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(16, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.up(x)
+            mixed = z.sort(0)[0] if name == "sort" else z.masked_scatter(z > 0, z.detach())
+            return self.norm(mixed * z)
+
+    with pytest.raises(LayoutError, match=f"^micro-batches cannot be computed one after another: {reason}"):
+        compiled(model=Mixing())
 
 
 def test_batch_norm_in_one_piece():

@@ -1,0 +1,141 @@
+"""Values of parameters alone and of the batch alone, in pipelines, micro-batches and ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from verified import verified
+
+from autopar.api import compile
+from autopar.errors import VerificationError
+from autopar.ir.program import record
+from autopar.ir.verify import verify_pipeline
+
+WIDTH = 12
+Penalty = Callable[[nn.Module], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, penalty: Penalty) -> None:
+        super().__init__()
+        self.up, self.down, self.penalty = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), penalty
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean() + 0.1 * self.penalty(self)
+
+
+class Adapted(nn.Module):
+    """AdaLoRA: low-rank factors, in several layers, which a penalty keeps orthogonal."""
+
+    def __init__(self, penalised: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.a, self.b = nn.Parameter(torch.randn(WIDTH, 4)), nn.Parameter(torch.randn(4, WIDTH))
+        self.penalised = penalised
+
+    def forward(self, x: Tensor) -> Tensor:
+        gram = self.a.T @ self.a
+        weight = self.a @ gram @ self.b
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + x @ weight)
+        loss = x.square().mean()
+        return loss + 0.1 * (gram - torch.eye(4)).square().sum() if self.penalised else loss
+
+
+class OfTheBatch(nn.Module):
+    """A product of the inputs alone, as e3nn's, which every layer reads; and its sum over the batch, if counted."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.counted = counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.unsqueeze(-1) @ x.unsqueeze(-2)
+        scale = pairs.abs().sum() if self.counted else 1.0
+        for layer in self.layers:
+            x = torch.tanh((pairs @ layer(x).unsqueeze(-1)).squeeze(-1) / scale)
+        return x.square().mean()
+
+
+class Normed(nn.Module):
+    """A weight that is made of parameters at each step, and for spectral_norm buffers too."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def orthogonal(model: nn.Module) -> Tensor:
+    weight = model.up.weight
+    return (weight @ weight.T - torch.eye(WIDTH)).norm()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "decay": lambda: Net(lambda model: sum(p.square().sum() for p in model.parameters())),
+    "norms": lambda: Net(lambda model: sum(p.norm() for p in model.parameters())),
+    "lasso": lambda: Net(lambda model: sum(p.abs().sum() for p in model.parameters())),
+    "orthogonal": lambda: Net(orthogonal),
+    "largest": lambda: Net(lambda model: model.up.weight.abs().max()),
+    "adalora": lambda: Adapted(True),
+    "low rank": lambda: Adapted(False),
+    "of the batch": lambda: OfTheBatch(False),
+    "of the batch, counted": lambda: OfTheBatch(True),
+    "weight_norm": lambda: Normed(parametrizations.weight_norm),
+    "spectral_norm": lambda: Normed(parametrizations.spectral_norm),
+}  # fmt: skip
+
+STEPS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "ZeRO-3": (("dp=2,tp=2", "dp=3", "dp=2,tp=3"), {"zero": 3}),
+    "ZeRO-3 and micro-batches": (("dp=2,tp=2", "dp=2"), {"zero": 3, "microbatches": 3}),
+    "all at once": (("dp=2,tp=2",), {"zero": 3, "microbatches": 3, "recompute": "full"}),
+    "stages": (("pp=2,dp=2", "pp=2,tp=3"), {"microbatches": 3}),
+    "more stages": (("pp=3",), {"microbatches": 2, "schedule": "zb-h1"}),
+    "stages with ZeRO-3": (("pp=2,dp=2",), {"microbatches": 3, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_those_of_one_device(name: str, steps: str) -> None:
+    torch.manual_seed(0)
+    meshes, options = STEPS[steps]
+    verified(MODELS[name](), meshes, None, (torch.randn(WIDTH, WIDTH),), **options)
+
+
+def test_a_penalty_is_gathered_once_more_and_late() -> None:
+    """Not kept through all micro-batches: the epilogue gathers each weight anew, the product of it is made there."""
+    found = compile(MODELS["orthogonal"](), "dp=2", batch=torch.randn(WIDTH, WIDTH), zero=3, microbatches=3)
+    assert found.pipeline is not None
+    late, early = _calls(found, "E"), [*_calls(found, "P"), *_calls(found, "F"), *_calls(found, "B")]
+    assert [node for node in late if "all_gather" in node.name]
+    calls = [node for node in found.program.calls() if record(node).flops]
+    penalty = [node.name for node in calls if record(node).source == _line(orthogonal)]
+    assert set(penalty) & {node.name for node in late} and not set(penalty) & {node.name for node in early}
+
+
+def _line(function: Callable[..., Any]) -> str:
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno + 2}"
+
+
+def _calls(found: Any, kind: str) -> list[Any]:
+    return [node for key, graph in found.pipeline.graphs.items() if key[1] == kind for node in graph.calls()]
+
+
+def test_a_product_of_stages_is_still_computed_once() -> None:
+    """Test the tester: the graph of a stage that stands in twice is noticed."""
+    found = compile(MODELS["low rank"](), "pp=2", batch=torch.randn(WIDTH, WIDTH), microbatches=3)
+    assert found.pipeline is not None
+    graphs = dict(found.pipeline.graphs)
+    graphs[2, "F"] = graphs[1, "F"]
+    with pytest.raises(VerificationError, match=r"is computed in graphs \(1, 'F'\) and \(2, 'F'\)"):
+        verify_pipeline(found.pipeline.with_(graphs=graphs), found.program)
