@@ -219,7 +219,7 @@ class _Capture:
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
             self.calling = mode.calling
-            self.notes = list(mode.notes)
+            self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
         return tuple(result)

@@ -1,7 +1,7 @@
 """Functions that draw random numbers, by way of the counter-based generator: `autopar::random` and `autopar::dropout`.
 
-They are raised in the plain reference run too, which then draws the same. What is not here (multinomial, poisson, ...)
-stays a random op of torch's, which the capture refuses.
+They are raised in the plain reference run too, which then draws the same. What is not here (poisson, ...) stays a
+random op of torch's, which the capture refuses.
 """
 
 from __future__ import annotations
@@ -173,6 +173,23 @@ def _randperm(mode: Mode, n: int, *, generator: Any = None, dtype: Any = None, *
     return mode.draw("uniform", (n,), torch.float64).sort(stable=True)[1].to(dtype or torch.int64)
 
 
+def _multinomial(
+    mode: Mode, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
+) -> Any:
+    """A race of exponential clocks, as torch draws where there is no replacement: index i is first with probability
+    p_i / sum(p), and so on among the others. With replacement each sample is a race of its own."""
+    _refuse_generator("multinomial", generator)
+    if out is not None or input.dtype not in _FLOATS:
+        return NotImplemented
+    p = input.detach()
+    if replacement and num_samples > 1:
+        shape = (*p.shape[:-1], num_samples, p.shape[-1])
+        found: Tensor = (p.unsqueeze(-2) / mode.draw("exponential", shape, p.dtype)).max(-1)[1]
+        return found
+    speed = p / mode.draw("exponential", p.shape, p.dtype)
+    return speed.max(-1, keepdim=True)[1] if num_samples == 1 else speed.topk(num_samples)[1]
+
+
 def _gumbel_softmax(
     mode: Mode, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
@@ -251,5 +268,6 @@ RANDOM: dict[Any, Raised] = {
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
+    **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
     **dict.fromkeys((Tensor.__lt__, Tensor.lt, torch.lt), _below),
 }

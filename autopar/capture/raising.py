@@ -43,6 +43,7 @@ from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
 from autopar.capture.stand_in import with_tensors
+from autopar.capture.validation import is_validation, note_of
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.torch_compat import GROUPED_MM, in_transform
@@ -84,6 +85,7 @@ class Raise(TorchFunctionMode):
         self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
         self.notes: dict[str, None] = {}
+        self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins = Origins(earlier)
@@ -119,6 +121,9 @@ class Raise(TorchFunctionMode):
             value = self.origins.answer(func, args, kwargs, before)
             if value is not NotImplemented:
                 return self._took(func, args, kwargs, value)
+            if is_validation(func, sys._getframe(1)):
+                self.validated[place[1] if place else ""] = None
+                return True
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
             return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
         if self.locator:
@@ -172,6 +177,10 @@ class Raise(TorchFunctionMode):
                 self.values.append(arg)
             if arg.requires_grad and arg.is_leaf and id(arg) not in self.outside:
                 self.outside[id(arg)] = Outside.of(arg, sys._getframe(2))
+
+    def told(self) -> list[str]:
+        """The notes of this run."""
+        return [*self.notes, *([note_of(self.validated)] if self.validated else [])]
 
     @property
     def captures(self) -> bool:
