@@ -29,6 +29,7 @@ class Mode(Protocol):
 
     @property
     def captures(self) -> bool: ...
+    def drew(self, tensor: Tensor) -> None: ...
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
@@ -64,14 +65,9 @@ def _draw_floats(mode: Mode, kind: str, shape: Sequence[int], dtype: torch.dtype
     if options.get("out") is not None or dtype not in _FLOATS:
         return NotImplemented
     value = mode.draw(kind, shape, dtype)
-    value.is_autopar_coin = kind == "uniform" and not shape  # type: ignore[attr-defined]
+    if kind == "uniform":
+        mode.drew(value)
     return value.requires_grad_() if options.get("requires_grad") else value
-
-
-def _below(mode: Mode, input: Any, other: Any) -> Any:
-    """`torch.rand([]) < layerdrop`: with a layerdrop of 0 this is no branch on data, and models ask all the same."""
-    coin = mode.captures and getattr(input, "is_autopar_coin", False)
-    return torch.tensor(False) if coin and isinstance(other, (int, float)) and other <= 0 else NotImplemented
 
 
 def _factory(kind: str, name: str) -> Raised:
@@ -118,7 +114,10 @@ def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float,
             return NotImplemented
         given = [named.get(n, d) for n, d in zip(names, defaults, strict=True)]
         given[: len(numbers)] = numbers
-        return input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
+        result = input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
+        if kind == "uniform" and given == [0.0, 1.0]:
+            mode.drew(result)
+        return result
 
     return raised
 
@@ -269,5 +268,4 @@ RANDOM: dict[Any, Raised] = {
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
-    **dict.fromkeys((Tensor.__lt__, Tensor.lt, torch.lt), _below),
 }

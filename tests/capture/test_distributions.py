@@ -131,8 +131,8 @@ def test_what_is_left_out_is_noted_with_its_lines() -> None:
     first, line = Net.normal.__code__.co_firstlineno + 1, autoencoder.__code__.co_firstlineno
     lines = ", ".join(f"test_distributions.py:{at}" for at in (first, line + 2, line + 4))
     assert note == (
-        f"torch.distributions checks its arguments at {lines}: a compiled step leaves out the checks of what depends on "
-        f"the batch, a parameter or a buffer; validate_args=False does so in the plain model"
+        f"torch.distributions checks its arguments at {lines}: a compiled step leaves out the checks of what depends "
+        f"on the batch, a parameter or a buffer; validate_args=False does so in the plain model"
     )
     assert {out.kind for out in found.program.outputs} == {"loss", "gradient", "buffer"}
 
