@@ -19,6 +19,8 @@ from autopar.torch_compat import OpOverload, storage_of
 
 # What torch's machinery calls on a tensor that it takes over, in one run and not in the other.
 _SAME = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.detach, torch.ops.aten.alias)
+# Memory that holds nothing yet: torch's machinery makes some for a stand-in of the user's tensors.
+_UNWRITTEN = ("empty", "empty_strided")
 _BYTES = 1 << 20  # of a numpy array: larger ones are compared by their first ones
 
 
@@ -42,9 +44,7 @@ class Calls:
         self.made: list[Call] = []
         # The tensor is held, so that its id stays its own.
         self._known: dict[int, _Key] = dict(earlier._known) if earlier else {}
-        self._lying: dict[Any, _Key] = (
-            dict(earlier._lying) if earlier else {}
-        )  # of those with an input behind them, by their memory
+        self._lying: dict[Any, _Key] = dict(earlier._lying) if earlier else {}  # by the memory that they show
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the step."""
@@ -55,7 +55,7 @@ class Calls:
         """`is_new`: what its memory holds is."""
         self._known[id(tensor)] = (tensor, key, depends)
         memory = _memory_of(tensor)
-        if is_new or (depends and memory not in self._lying):
+        if is_new or memory not in self._lying:
             self._lying[memory] = (tensor, key, depends)
 
     def comes_from_input(self, tensor: Any) -> bool:
@@ -79,6 +79,8 @@ class Calls:
             for _, item in made:
                 lying = self._lying.get(_memory_of(item))
                 self._known[id(item)] = (item, *(lying[1:] if lying else self._key(args[0], [])))
+            return
+        if name in _UNWRITTEN:
             return
         numbers: list[Any] = []
         key, depends = self._key((args, kwargs), numbers)

@@ -97,6 +97,7 @@ class _Capture:
         self.has_random_ops = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran, self.origins = Calls(), None, Ran(), Origins()
+        self.may_specialize = False
         self.replaced: dict[str, Any] = {}
         self.notes: list[str] = []
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
@@ -127,7 +128,7 @@ class _Capture:
         except AutoparError:
             raise
         except Exception as error:
-            raise explain(error, self.calling, self.locator) from error
+            raise explain(error, self.calling, self.locator, self.may_specialize) from error
         finally:
             before.restore()
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
@@ -219,8 +220,8 @@ class _Capture:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
         finally:
-            self.calling = mode.calling
-            self.notes = list(mode.notes)
+            self.calling, self.may_specialize = mode.calling, mode.may_specialize and self.reads is None
+            self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
         return tuple(result)
@@ -276,7 +277,7 @@ class _Capture:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = inputs[position]
-                mode.origins.given(inputs[position], "batch")
+                mode.origins.given(inputs[position], "batch", leaf)
                 position += 1
         for extra in inputs[position:]:
             mode.origins.given(extra, "seed")

@@ -142,6 +142,12 @@ SEEDED = Construct(
     "in __init__ and keep them as a buffer.",
 )
 
+DRAWN_NUMBER = Construct(
+    "a random number that is taken out of a tensor (.item())",
+    "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
+    "torch.where(torch.rand(()) < p, a, b).",
+)
+
 # What has an effect once, at the capture, and not in a step.
 NOTED: Mapping[Any, str] = {
     Tensor.__repr__: "a tensor is printed at {}: at the capture only, and without its values; "

@@ -9,7 +9,6 @@ from typing import Any
 from autopar.capture.constructs import BRANCHES, FAILURES, OTHER_READ, READS, SIZES, TOLIST, Construct
 from autopar.capture.lines import quoted
 from autopar.capture.location import Line, Locator, is_typed, is_user_file
-from autopar.capture.reads import READERS
 from autopar.errors import CaptureError
 
 SPECIALIZE = "\nOr specialize=True takes the value from the example batch, and checks at each step that it still holds."
@@ -19,15 +18,16 @@ _READ = (
 )  # fmt: skip
 
 
-def explain(error: Exception, calling: Any, locator: Locator) -> CaptureError:
-    """`calling` is the torch function that failed, if one did."""
+def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bool = False) -> CaptureError:
+    """`calling` is the torch function that failed, if one did; `may_specialize`: for want of a value that
+    `specialize=True` would take."""
     line = line_of(error) or _typed_line(error) or locator.backward_line
     where = f"at {quoted(line)}" if line else "at the call itself:\n"
     text = f"{type(error).__name__}: {error}"
     by_size = any(mark in text for mark in _SIZE)
     if by_size or any(mark in text for mark in _READ):
         construct = _of_size(calling) if by_size else _of_read(calling, line)
-        offer = SPECIALIZE if calling in READERS else ""
+        offer = SPECIALIZE if may_specialize else ""
         return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}{offer}")
     first = str(error).strip().split("\n")[0].partition(" Hint: ")[0][:500]
     raised = f"{type(error).__name__}: {first}" if first else f"{type(error).__name__}, without a text"

@@ -78,16 +78,13 @@ class Origins:
         self.was_read: dict[int, Tensor] = {}  # those whose data decided a value that was read
 
     def given(self, tensor: Tensor, kind: str, original: Tensor | None = None) -> None:
-        """An input of the step. A plain tensor attribute is known by its `original`, for no step may write it."""
-        if kind == "constant" and original is not None and _has_data(original):
+        """An input of the step, which stands for `original`. A plain tensor attribute is known by that, for no step
+        may write it."""
+        has_data = original is not None and _has_data(original)
+        if kind == "constant" and original is not None and has_data:
             self._outside(tensor, original)
         else:
-            self._enter(tensor, KINDS[kind])
-
-    def kinds(self, tensor: Tensor) -> int:
-        """The kinds of input behind a tensor, as bits."""
-        known = self._of(tensor)
-        return OTHER if known is None else known.kinds
+            self._enter(tensor, KINDS[kind] | (0 if has_data else OTHER))
 
     def operands(self, args: Any, kwargs: Any) -> Operands:
         """What a call is about to be given."""
@@ -183,7 +180,7 @@ class Origins:
         storage = storage_of(tensor)
         own = self._known.get(id(tensor))
         for known in [*self._stored.get(storage, ()), *((own,) if own else ())] if storage is not None else ():
-            known.kinds |= kinds
+            known.kinds |= kinds | (OTHER if known.kinds & BUFFER else 0)  # the next step's is another one
             known.outside |= outside
             known.version = _version(known.tensor)
 

@@ -1,7 +1,7 @@
 """Functions that draw random numbers, by way of the counter-based generator: `autopar::random` and `autopar::dropout`.
 
-They are raised in the plain reference run too, which then draws the same. What is not here (multinomial, poisson, ...)
-stays a random op of torch's, which the capture refuses.
+They are raised in the plain reference run too, which then draws the same. What is not here (poisson, ...) stays a
+random op of torch's, which the capture refuses.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Mode(Protocol):
 
     @property
     def captures(self) -> bool: ...
+    def drew(self, tensor: Tensor) -> None: ...
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
@@ -64,14 +65,9 @@ def _draw_floats(mode: Mode, kind: str, shape: Sequence[int], dtype: torch.dtype
     if options.get("out") is not None or dtype not in _FLOATS:
         return NotImplemented
     value = mode.draw(kind, shape, dtype)
-    value.is_autopar_coin = kind == "uniform" and not shape  # type: ignore[attr-defined]
+    if kind == "uniform":
+        mode.drew(value)
     return value.requires_grad_() if options.get("requires_grad") else value
-
-
-def _below(mode: Mode, input: Any, other: Any) -> Any:
-    """`torch.rand([]) < layerdrop`: with a layerdrop of 0 this is no branch on data, and models ask all the same."""
-    coin = mode.captures and getattr(input, "is_autopar_coin", False)
-    return torch.tensor(False) if coin and isinstance(other, (int, float)) and other <= 0 else NotImplemented
 
 
 def _factory(kind: str, name: str) -> Raised:
@@ -118,7 +114,10 @@ def _filled(kind: str, name: str, names: tuple[str, ...], defaults: tuple[float,
             return NotImplemented
         given = [named.get(n, d) for n, d in zip(names, defaults, strict=True)]
         given[: len(numbers)] = numbers
-        return input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
+        result = input.copy_(scale(mode.draw(kind, input.shape, input.dtype), *given))
+        if kind == "uniform" and given == [0.0, 1.0]:
+            mode.drew(result)
+        return result
 
     return raised
 
@@ -171,6 +170,23 @@ def _randperm(mode: Mode, n: int, *, generator: Any = None, dtype: Any = None, *
     if options.get("out") is not None:
         return NotImplemented
     return mode.draw("uniform", (n,), torch.float64).sort(stable=True)[1].to(dtype or torch.int64)
+
+
+def _multinomial(
+    mode: Mode, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Any = None
+) -> Any:
+    """A race of exponential clocks, as torch draws where there is no replacement: index i is first with probability
+    p_i / sum(p), and so on among the others. With replacement each sample is a race of its own."""
+    _refuse_generator("multinomial", generator)
+    if out is not None or input.dtype not in _FLOATS:
+        return NotImplemented
+    p = input.detach()
+    if replacement and num_samples > 1:
+        shape = (*p.shape[:-1], num_samples, p.shape[-1])
+        found: Tensor = (p.unsqueeze(-2) / mode.draw("exponential", shape, p.dtype)).max(-1)[1]
+        return found
+    speed = p / mode.draw("exponential", p.shape, p.dtype)
+    return speed.max(-1, keepdim=True)[1] if num_samples == 1 else speed.topk(num_samples)[1]
 
 
 def _gumbel_softmax(
@@ -251,5 +267,5 @@ RANDOM: dict[Any, Raised] = {
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
-    **dict.fromkeys((Tensor.__lt__, Tensor.lt, torch.lt), _below),
+    **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
 }

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
+from autopar.capture.coins import COMPARISONS, Coins
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import refusal, wants_data
 from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
-from autopar.capture.origins import Operands, Origins
+from autopar.capture.origins import STEADY, Operands, Origins
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
@@ -54,6 +55,7 @@ from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
 from autopar.capture.stand_in import with_tensors
+from autopar.capture.validation import is_validation, note_of
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.torch_compat import GROUPED_MM, in_transform
@@ -94,10 +96,12 @@ class Raise(TorchFunctionMode):
         self.partners = partners
         self.device_type = seed.device.type if seed is not None else "cpu"
         self.calling: Any = None
+        self.may_specialize = False  # where the function that failed reads what a step leaves as it is
         self.notes: dict[str, None] = {}
+        self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
-        self.origins = Origins(earlier)
+        self.origins, self.coins = Origins(earlier), Coins()
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -125,11 +129,19 @@ class Raise(TorchFunctionMode):
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
         self.calling = func
+        if self.locator and func in COMPARISONS:
+            func, args, kwargs = self._decided(func, args, kwargs)
         before = self.origins.operands(args, kwargs) if self.locator else Operands()
         if self.locator and func in FOLDED:
             value = self.origins.answer(func, args, kwargs, before)
             if value is not NotImplemented:
                 return self._took(func, args, kwargs, value)
+            number = self.coins.number(func, args)
+            if number is not None:
+                return number
+            if is_validation(func, sys._getframe(1)):
+                self.validated[place[1] if place else ""] = None
+                return True
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
             return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
         if self.locator:
@@ -147,11 +159,24 @@ class Raise(TorchFunctionMode):
             result = self._called(func, args, kwargs, before)
         if self.locator and place:
             written = self.origins.saw(func, args, kwargs, before, result)
+            self.coins.saw(func, args, result, written)
             self.locator.adopt(result, place)
             if self.calls is not None and self.locator.phase == "forward":
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
+
+    def _decided(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """A comparison with a draw that comes out one way whatever is drawn, as a call that makes its result."""
+        found = self.coins.decided(func, args, self.number_of)
+        if found is None:
+            return func, args, kwargs
+        return torch.full, found, {"dtype": torch.bool, "device": next(t.device for t in args if isinstance(t, Tensor))}
+
+    def number_of(self, tensor: Tensor) -> Any:
+        """The value of a tensor that hangs on no input; NotImplemented of another one."""
+        value = self.origins.answer(Tensor.item, (tensor,), {}, self.origins.operands(tensor, None))
+        return value if value is NotImplemented else self._took(Tensor.item, (tensor,), {}, value)
 
     def _called(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
@@ -162,6 +187,8 @@ class Raise(TorchFunctionMode):
                 raise
             result = folded(self.origins, func, args, kwargs, before)
             if result is NotImplemented:
+                is_steady = not before.kinds & ~STEADY and self.locator.phase == "forward"
+                self.may_specialize = is_steady and func in READERS
                 raise
             return self._took(func, args, kwargs, result)
 
@@ -184,6 +211,10 @@ class Raise(TorchFunctionMode):
             if arg.requires_grad and arg.is_leaf and id(arg) not in self.outside:
                 self.outside[id(arg)] = Outside.of(arg, sys._getframe(2))
 
+    def told(self) -> list[str]:
+        """The notes of this run."""
+        return [*self.notes, *([note_of(self.validated)] if self.validated else [])]
+
     @property
     def captures(self) -> bool:
         """True while a model is traced, False while the plain module runs for comparison."""
@@ -195,6 +226,10 @@ class Raise(TorchFunctionMode):
             return x
         result = Dropout.apply(x, self.seed, self._number(), float(p))
         return x.copy_(result) if inplace else result
+
+    def drew(self, tensor: Tensor) -> None:
+        """A tensor of uniform draws."""
+        self.coins.add(tensor)
 
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Numbers of the counter-based generator: uniform in [0, 1), standard normal, or exponential of rate 1."""

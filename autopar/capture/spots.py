@@ -239,8 +239,8 @@ def _content_of(tensor: torch.Tensor) -> str:
     """What a tensor holds, as a text; of a long one the digest of its memory."""
     if tensor.numel() <= LONG:
         return repr(tensor.tolist())
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{tensor.numel()} values ({hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()})"
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.numel()} values ({hashlib.blake2b(data, digest_size=8).hexdigest()})"
 
 
 def torch_state() -> tuple[Any, ...]:

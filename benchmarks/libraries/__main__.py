@@ -4,8 +4,8 @@ micro-batches, as `zero=3, recompute="full"` or over the stages of `pp=2,dp=2`.
     pip install -e .[libraries]
     timeout 10800 .venv/bin/python -m benchmarks.libraries [PACKAGE[/MODEL] ...] [--jobs 2] [--out FILE]
 
-A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True` it is taken. "broken":
-a traceback that is no message of ours, of which there should be none, or a model that does not run without us either.
+A row is a model, in a process of its own. Where the message of a refusal offers `specialize=True`, it is taken.
+"broken": a traceback that is no message of ours (there should be none), or a model that does not run without us either.
 """
 
 from __future__ import annotations

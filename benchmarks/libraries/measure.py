@@ -27,8 +27,8 @@ VERIFIED, REFUSED, WRONG, BROKEN = "verified", "refused", "wrong", "broken"
 
 @dataclass
 class Row:
-    """results: by configuration, one of the four words. reasons: where it is not verified. specialize: the configuration
-    needed `specialize=True`, as the message of the refusal said."""
+    """results: by configuration, one of the four words. reasons: where it is not verified. specialize: it needed
+    `specialize=True`, as the message of the refusal said."""
 
     package: str
     model: str
@@ -53,7 +53,7 @@ class Row:
 
 def declare_torchvision_ops() -> torch.library.Library:
     """Declare the ops without which torchvision cannot be imported where its C++ part, built for another torch, is not
-    loaded (a machine with torch's CPU build). No model of the table calls them. They live as long as what is returned."""
+    loaded (a machine with torch's CPU build). No model of the table calls them. They live as long as the result."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):

@@ -17,6 +17,7 @@ from verified import verified
 
 from autopar.api import compile
 from autopar.capture import capture
+from autopar.capture.raising import Raise
 from autopar.errors import CaptureError
 from autopar.passes.rules import TABLE
 from autopar.passes.search.items import build_classes
@@ -76,6 +77,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint": lambda x: x * torch.randint(5, (32,)) + torch.randint(-3, high=4, size=(12, 1)),
     "randint_like": lambda x: x * torch.randint_like(x, 5) + torch.randint_like(x, -2, 2),
     "randperm": shuffled,
+    "multinomial": lambda x: x * torch.multinomial(x.detach().exp(), 1),
+    "multinomial of some": lambda x: x + x.gather(1, x.detach().exp().multinomial(3)).sum(1, keepdim=True),
+    "multinomial with replacement": lambda x: x.gather(1, x.detach().exp().multinomial(32, replacement=True)),
     "gumbel_softmax": lambda x: x + F.gumbel_softmax(x, tau=0.5),
     "hard gumbel_softmax": hard_gumbel,
     "rrelu": lambda x: F.rrelu(x, 0.1, 0.4, training=True) + F.rrelu(x, 0.1, 0.4),
@@ -136,6 +140,17 @@ def test_draws_take_no_collective(name: str, plain: Callable[[Tensor], Tensor]) 
         )
     ]
     assert moved[0] == moved[1]
+
+
+def test_multinomial_draws_by_its_weights() -> None:
+    """10,000 rows of three weights, one of them zero: frequencies within four deviations, never twice the same."""
+    p = torch.tensor([0.1, 0.0, 0.6, 0.3]).expand(10_000, 4)
+    with Raise(None, torch.tensor([3, 0])):
+        one, two, many = p.multinomial(1), p.multinomial(2), p.multinomial(3, replacement=True)
+    for drawn in (one[:, 0], two[:, 0], many[:, 1]):
+        share = torch.bincount(drawn, minlength=4) / len(drawn)
+        assert (share - p[0]).abs().max() < 4 * 0.5 / 100 and share[1] == 0
+    assert (two[:, 0] != two[:, 1]).all() and (many[:, 0] == many[:, 1]).any() and many.shape == (10_000, 3)
 
 
 def test_draws_differ_between_ops_steps_and_seeds() -> None:
@@ -209,7 +224,9 @@ def test_layerdrop_of_zero_is_no_branch() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "multinomial": (lambda x: x * torch.multinomial(x.detach().abs(), 1), "random op 'aten.multinomial"),
+    "multinomial of a generator": (
+        lambda x: x * torch.multinomial(x.abs(), 1, generator=torch.Generator()), "multinomial at test_random.py"
+    ),
     "poisson": (lambda x: x * torch.poisson(x.detach().abs()), "random op 'aten.poisson"),
     "generator": (lambda x: x * torch.rand(32, generator=torch.Generator()), "rand at test_random.py:.*of its own"),
     "filled by a generator": (
