@@ -13,7 +13,7 @@ from autopar.passes.rules import TABLE
 
 
 def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.Node], notes: Sequence[str]) -> str:
-    """The error for a call of a micro-batch that reads `after`, values that the `reductions` of all micro-batches lead to.
+    """The error for a call of a micro-batch that reads `after`, values made of `reductions` over all micro-batches.
 
     An op without a rule is named first, wherever it stands between: it alone may be the reason. notes: of the program,
     which tell the ops that have none.
@@ -40,7 +40,7 @@ _HINT = (
 
 
 def _way(after: Sequence[fx.Node], reductions: AbstractSet[fx.Node]) -> tuple[list[fx.Node], fx.Node]:
-    """The nodes between some values and the reductions that they come from, from the reductions on; and the nearest join."""
+    """The nodes from the reductions that some values come from to these values; and the nearest reduction."""
     known: dict[fx.Node, None] = {}
     nearest: list[fx.Node] = []
     pending = list(after)

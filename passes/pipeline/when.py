@@ -33,8 +33,8 @@ class When(enum.Enum):
 class Times:
     """The time of every node.
 
-    reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone, gathered
-    anew for each micro-batch; late: those of them that are read when all micro-batches are done.
+    reductions: the nodes that take the parts of all micro-batches together. renewed: values of parameters alone,
+    gathered anew for each micro-batch; late: those of them that are read when all micro-batches are done.
     """
 
     of: dict[fx.Node, When]
@@ -46,9 +46,9 @@ class Times:
 def times_of(program: Program, microbatches: int, regathered: str | None = None, *, both: bool = False) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
-    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them. both: what
-    is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the end
-    (see `late.py`).
+    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them. both:
+    what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
+    end (see `late.py`).
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
