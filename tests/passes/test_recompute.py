@@ -17,6 +17,7 @@ from autopar.ir.ops import is_collective, op
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Builder, Program, is_getitem, record
 from autopar.ir.text import print_program
+from autopar.parallel.padding import padded_part
 from autopar.passes.pipeline.node_costs import node_times
 from autopar.passes.pipeline.rematerialized import originals
 from autopar.passes.recompute import recompute
@@ -27,7 +28,6 @@ from autopar.runtime import executor
 from autopar.runtime.executor import Executable
 from autopar.runtime.lifetime import Lifetimes, lifetimes
 from autopar.runtime.virtual import VirtualMesh
-from autopar.verification.virtual import _scatter
 
 MIXED = {"blocks.0": "full", "*": 0.9}
 PARITY: list[tuple[str, str, Any, dict[str, Any]]] = [
@@ -79,16 +79,18 @@ def test_every_duplicate_has_the_value_of_its_original(name: str, policy: str) -
     (_, _, _), found = captured(name, False)
     model, _, batch = MODELS[name]()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **found.constants}
-    whole = []
-    for entry in program.inputs:
-        value = batch[int(entry.name)] if entry.kind == "batch" else named.get(entry.name, torch.tensor([0, 1]))
-        whole.append(value.detach())
+    parts = []
+    for coord in program.mesh.coords():
+        parts.append([])
+        for node, entry in program.entries:
+            value = batch[int(entry.name)] if entry.kind == "batch" else named.get(entry.name, torch.tensor([0, 1]))
+            parts[-1].append(padded_part(value.detach(), record(node).layout, program.mesh, coord))
     seen: dict[tuple[int, fx.Node], Any] = {}
 
     def observe(rank: int, node: fx.Node, value: Any) -> None:
         seen[rank, node] = value
 
-    VirtualMesh(program.mesh).run(Executable(program.graph), _scatter(program, whole, program.mesh), observe)
+    VirtualMesh(program.mesh).run(Executable(program.graph), parts, observe)
     pairs = originals(program)
     assert set(duplicates(program)) == set(pairs)
     assert any("dropout" in node.name for node in pairs)
