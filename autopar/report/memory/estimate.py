@@ -13,6 +13,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops import is_collective
 from autopar.ir.plan import CPU
 from autopar.ir.program import Program, is_getitem, is_view, record
+from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place
 from autopar.report.memory.report import (
     ACTIVATIONS,
     CATEGORIES,
@@ -26,16 +27,7 @@ from autopar.report.memory.report import (
     Moment,
     Value,
 )
-from autopar.report.memory.simulate import (
-    BETWEEN,
-    CPU_DEVICE,
-    GPU_DEVICE,
-    OPTIMIZER,
-    OptimizerMaker,
-    Place,
-    Trace,
-    simulate,
-)
+from autopar.report.memory.simulate import CPU_DEVICE, GPU_DEVICE, OptimizerMaker, Trace, simulate
 from autopar.report.memory.track import Block
 
 LARGEST = 12  # values of a report

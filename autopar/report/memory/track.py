@@ -62,6 +62,11 @@ class Tracker(TorchDispatchMode):
         found = (self._blocks.get(id(x.untyped_storage())) for x in _plain(tensors))
         return [entry[0] for entry in found if entry is not None]
 
+    def tell(self, tensors: Iterable[Any], kind: str, name: str) -> None:
+        """Say what some tensors are that it saw."""
+        for block in self.blocks_of(tensors):
+            block.kind, block.name = kind, name
+
     def peak(self, start: int = 0, stop: int | None = None) -> int:
         """The number of the first event with the most bytes, among those from `start` on; -1 if there is none."""
         chosen = range(start, len(self.events) if stop is None else stop)

@@ -1,0 +1,69 @@
+"""Where a simulated rank is in its step, and what its forward pass has left to the backward pass by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.compiler.lowered import STEP, Lowered
+from autopar.ir.mesh import PIPELINE
+from autopar.ir.pipeline import graph_name
+from autopar.ir.program import record
+from autopar.ir.schedule import Span
+from autopar.report.memory.track import Block, Tracker
+
+OPTIMIZER, BETWEEN = "optimizer", "between graphs"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is. graph: of its graphs; action: of a pipeline's; node: that it computes, None between them."""
+
+    graph: str
+    action: str = ""
+    node: fx.Node | None = None
+
+
+class Position:
+    """Follows a rank and tells its tracker. saved: what a forward graph made and left alive."""
+
+    def __init__(self, compiled: Lowered, coord: Mapping[str, int], tracker: Tracker) -> None:
+        pipeline, self.tracker = compiled.pipeline, tracker
+        self.saved: set[Block] = set()
+        self.names: dict[fx.Graph, str] = {compiled.program.graph: STEP}
+        self.actions: tuple[str, ...] = ()  # of a pipeline, in order
+        if pipeline is not None:
+            self.names = {graph.graph: graph_name(*key) for key, graph in pipeline.graphs.items()}
+            self.actions = tuple(map(str, pipeline.lists[coord.get(PIPELINE, 0)]))
+        self.action, self.line, self.begun, self.crossed = "", 0, 0, False
+
+    def start(self) -> None:
+        """A step begins."""
+        self.crossed, self.line = bool(self.actions), 0
+        self._begin()
+
+    def enter(self, node: fx.Node) -> None:
+        """A node is computed next."""
+        if not self.crossed and record(node).is_backward:
+            self.crossed = True
+            self._save()
+        self.tracker.place = Place(self.names[node.graph], self.action, node)
+
+    def ended(self, span: Span) -> None:
+        """An instruction of a pipeline has ended: what a forward graph leaves is there for a backward one."""
+        done = span.instruction
+        if done.op != "SEND" and done.action.kind == "F":
+            self._save()
+        self.line += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.begun = len(self.tracker.events)
+        self.action = self.actions[self.line] if self.line < len(self.actions) else ""
+        self.tracker.place = Place(BETWEEN, self.action)
+
+    def _save(self) -> None:
+        born = (event.block for event in self.tracker.events[self.begun :])
+        self.saved.update(block for block in born if block.end is None and block.born >= self.begun)
