@@ -99,6 +99,10 @@ _CONTIGUOUS: frozenset[Any] = frozenset(
         _aten.as_strided.default,
         _aten.as_strided_copy.default,
         _aten.as_strided_scatter.default,
+        _aten.adaptive_max_pool3d_backward.default,
+        _aten.fractional_max_pool2d_backward.default,
+        _aten.fractional_max_pool3d_backward.default,
+        _aten.linalg_matrix_exp.default,
     }
 )
 

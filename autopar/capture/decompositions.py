@@ -32,6 +32,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         aten.addbmm.default: _addbmm,
         aten.linalg_vector_norm.default: _vector_norm,
         aten._linalg_solve_ex.default: _solve_ex,
+        aten._linalg_det.default: _det,
+        aten._linalg_slogdet.default: _slogdet,
     }
 
 
@@ -65,11 +67,35 @@ def _vector_norm(
 
 
 def _solve_ex(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """As torch does it: columns are solved apart, but a matrix is factored once. The factors are those of the
-    transposed matrix where that is how it lies in memory, and torch's gradient takes them for that."""
+    """As torch does it: columns are solved apart, but a matrix is factored once."""
     is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
-    turned = a.is_contiguous() and not a.is_complex()
-    lu, pivots, info = aten.linalg_lu_factor_ex(a.mT if turned else a, check_errors=check_errors)
+    lu, pivots, info, turned = _factored(a, check_errors)
     sides = b.unsqueeze(-1) if is_vector else b
     x = aten.linalg_lu_solve(lu, pivots, sides, left=left, adjoint=turned)
     return (x.squeeze(-1) if is_vector else x), lu, pivots, info
+
+
+def _factored(a: torch.Tensor, check_errors: bool = False) -> tuple[Any, Any, Any, bool]:
+    """The factors of a matrix, of the transposed one where that is how it lies in memory: torch's gradients of `solve`
+    and of determinants take them for that, by the strides of the traced value. A kernel that decided by the strides at
+    run time would give them other factors."""
+    turned = a.is_contiguous() and not a.is_complex()
+    return *aten.linalg_lu_factor_ex(a.mT if turned else a, check_errors=check_errors), turned
+
+
+def _det(a: torch.Tensor) -> Any:
+    lu, pivots, _, _ = _factored(a)
+    return lu.diagonal(0, -2, -1).prod(-1) * _parity(pivots, a), lu, pivots
+
+
+def _slogdet(a: torch.Tensor) -> Any:
+    lu, pivots, _, _ = _factored(a)
+    diagonal = lu.diagonal(0, -2, -1)
+    sign = diagonal.sgn().prod(-1) * _parity(pivots, a)
+    return sign, diagonal.abs().log().sum(-1), lu, pivots
+
+
+def _parity(pivots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """1 for an even number of exchanged rows, -1 for an odd one."""
+    places = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return (1 - 2 * ((pivots != places).sum(-1) % 2)).to(like.dtype)

@@ -75,8 +75,6 @@ def _least_squares(call: Call) -> Rule:
 
 
 ROWS: Mapping[str, Row] = {
-    "aten._linalg_det.default": _row("_ _ -> , _ _, _"),
-    "aten._linalg_slogdet.default": _row("_ _ -> , , _ _, _"),
     "aten._linalg_eigh.default": _row("_ _ -> _, _ _"),
     "aten._linalg_svd.default": _row("_ _ -> _ _, _, _ _"),
     "aten._linalg_solve_ex.default": Row(_solve_ex),

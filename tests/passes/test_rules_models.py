@@ -40,6 +40,12 @@ def outer(x: Tensor) -> Tensor:
     return v @ v.mT + torch.diag(torch.arange(1.0, 5.0, dtype=x.dtype))
 
 
+def uneven(x: Tensor) -> Tensor:
+    """A matrix for each row that is not symmetric."""
+    v = x.view(-1, 3, 4, 1)
+    return v @ v.mT.roll(1, -1) + torch.diag(torch.arange(2.0, 6.0, dtype=x.dtype))
+
+
 def sides(x: Tensor) -> Tensor:
     return x.view(-1, 3, 4, 1)
 
@@ -83,6 +89,13 @@ LAYERS: dict[str, Layer] = {
     "inv": lambda x, w: torch.linalg.inv(outer(x @ w)),
     "cholesky": lambda x, w: torch.linalg.cholesky(outer(x @ w)),
     "cholesky_solve": lambda x, w: torch.cholesky_solve(sides(x @ w), torch.linalg.cholesky(outer(x))),
+    "det of matrices that are not symmetric": lambda x, w: (
+        torch.linalg.det(uneven(x @ w)) + torch.linalg.det(uneven(x @ w).mT * 2)
+    ),
+    "slogdet of matrices that are not symmetric": lambda x, w: (
+        torch.linalg.slogdet(uneven(x @ w))[1] + torch.linalg.slogdet(uneven(x).mT @ uneven(x @ w))[1]
+    ),
+    "solve of a matrix that is not symmetric": lambda x, w: torch.linalg.solve(uneven(x @ w).mT, sides(x)),
     "det": lambda x, w: torch.linalg.det(outer(x @ w)),
     "slogdet": lambda x, w: torch.linalg.slogdet(outer(x @ w))[1],
     "slogdet of a weight": lambda x, w: x @ w + torch.linalg.slogdet(positive(w))[1],
