@@ -1,15 +1,14 @@
-"""Language models, attention of every kind, adapters and sentence embeddings."""
+"""Language models and their parts."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.libraries.case import ROWS, Case, Table, image, sequence, tokens
+from benchmarks.libraries.case import Case, Table, image, sequence, tokens
 from benchmarks.libraries.models.vision_more import _own
 
 WORDS = 64
@@ -100,128 +99,6 @@ def _continuous() -> Case:
     return Case(model, (sequence(16, 8),))
 
 
-def _hugging(kind: str) -> nn.Module:
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    torch.manual_seed(0)
-    if kind == "bert":
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-        return BertForSequenceClassification(BertConfig(vocab_size=WORDS, num_labels=3, **sizes))
-    if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=64))
-    if kind == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=WORDS,
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-        )
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0)
-    )
-
-
-PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "lora": ("llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}),
-    "dora": ("llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_dora": True}),
-    "rslora": ("llama", "LoraConfig", {"r": 4, "target_modules": "all-linear", "use_rslora": True}),
-    "adalora": (
-        "llama",
-        "AdaLoraConfig",
-        {"target_modules": ["q_proj", "v_proj"], "init_r": 4, "target_r": 2, "total_step": 10},
-    ),
-    "ia3": (
-        "llama",
-        "IA3Config",
-        {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    ),
-    "loha": ("llama", "LoHaConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
-    "lokr": ("llama", "LoKrConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
-    "oft": ("llama", "OFTConfig", {"oft_block_size": 4, "r": 0, "target_modules": ["q_proj", "v_proj"]}),
-    "boft": ("llama", "BOFTConfig", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
-    "vera": ("llama", "VeraConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    "fourierft": ("llama", "FourierFTConfig", {"n_frequency": 20, "target_modules": ["q_proj"]}),
-    "ln": ("llama", "LNTuningConfig", {"target_modules": ["input_layernorm"]}),
-    "hra": ("llama", "HRAConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    "poly": ("llama", "PolyConfig", {"r": 4, "target_modules": ["q_proj"], "n_tasks": 1, "n_skills": 2}),
-    "bone": ("llama", "MissConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    "prompt": ("gpt2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
-    "p_tuning": ("gpt2", "PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
-    "prefix": ("gpt2", "PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    "bert_lora": ("bert", "LoraConfig", {"r": 4, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}),
-    "t5_lora": ("t5", "LoraConfig", {"r": 4, "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
-}
-
-
-def _peft(kind: str, config: str, options: dict[str, Any]) -> Case:
-    import peft
-
-    model = peft.get_peft_model(_hugging(kind), getattr(peft, config)(**{"task_type": "CAUSAL_LM", **options}))
-    batch = {"input_ids": tokens(), "attention_mask": torch.ones(ROWS, 16, dtype=torch.long)}
-    batch["labels"] = torch.randint(0, 3, (ROWS,)) if kind == "bert" else tokens()
-    return Case(model, batch, of_loss)
-
-
-def of_loss(model: nn.Module, **batch: Tensor) -> Any:
-    return model(**batch).loss
-
-
-def _sentences() -> nn.Module:
-    from sentence_transformers import SentenceTransformer, models
-    from transformers import BertConfig, BertModel
-
-    class Tiny(nn.Module):
-        """A Transformer module of the package without its tokenizer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.auto_model = BertModel(
-                BertConfig(
-                    vocab_size=WORDS, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-                )
-            )
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            out = self.auto_model(**features).last_hidden_state
-            return {**features, "token_embeddings": out}
-
-    return SentenceTransformer(modules=[Tiny(), models.Pooling(32), models.Normalize()])
-
-
-def _sentence_loss(name: str) -> Case:
-    from sentence_transformers import losses
-
-    inner = _sentences()
-    options: dict[str, Any] = {
-        "SoftmaxLoss": {"sentence_embedding_dimension": 32, "num_labels": 3},
-        "MatryoshkaLoss": {"loss": losses.MultipleNegativesRankingLoss(inner), "matryoshka_dims": [32, 16]},  # type: ignore[arg-type]
-    }.get(name, {})
-    loss = getattr(losses, name)(inner, **options)
-    labels = (
-        torch.randint(0, 2, (ROWS,)).float()
-        if name in ("CosineSimilarityLoss", "CoSENTLoss", "ContrastiveLoss")
-        else torch.randint(0, 3, (ROWS,))
-    )
-    return Case(loss, (tokens(8), tokens(8), labels), _sentence_pairs)
-
-
-def _sentence_pairs(model: Any, a: Tensor, b: Tensor, labels: Tensor) -> Any:
-    return model([{"input_ids": t, "attention_mask": torch.ones_like(t)} for t in (a, b)], labels)
-
-
 def _lm(model: nn.Module, words: Tensor) -> Tensor:
     out = model(words)
     out = out[0] if isinstance(out, tuple) else out
@@ -260,197 +137,6 @@ def _experts(kind: str) -> Case:
 def _with_aux(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
     return (out[0] - 0.1).square().mean() + out[1]
-
-
-def _attention(package: str) -> Case:
-    """Attention for long sequences: each package's own README."""
-    if package == "performer-pytorch":
-        from performer_pytorch import PerformerLM
-
-        return Case(
-            PerformerLM(num_tokens=WORDS, max_seq_len=32, dim=32, depth=1, heads=4, causal=False), (tokens(32),), _lm
-        )
-    if package == "reformer-pytorch":
-        from reformer_pytorch import ReformerLM
-
-        return Case(
-            ReformerLM(
-                num_tokens=WORDS, dim=32, depth=1, max_seq_len=64, heads=2, bucket_size=16, n_hashes=2, causal=True
-            ),
-            (tokens(64),),
-            _lm,
-        )
-    if package == "linear-attention-transformer":
-        from linear_attention_transformer import LinearAttentionTransformerLM
-
-        return Case(
-            LinearAttentionTransformerLM(num_tokens=WORDS, dim=32, heads=2, depth=1, max_seq_len=32, causal=False),
-            (tokens(32),),
-            _lm,
-        )
-    if package == "linformer":
-        from linformer import LinformerLM
-
-        return Case(LinformerLM(num_tokens=WORDS, dim=32, seq_len=32, depth=1, heads=4, k=8), (tokens(32),), _lm)
-    if package == "nystrom-attention":
-        from nystrom_attention import Nystromformer
-
-        return Case(Nystromformer(dim=32, depth=1, heads=4, num_landmarks=8), (sequence(16),))
-    if package == "local-attention":
-        from local_attention import LocalTransformer
-
-        return Case(
-            LocalTransformer(num_tokens=WORDS, dim=32, depth=1, max_seq_len=32, causal=True, local_attn_window_size=8),
-            (tokens(32),),
-            _lm,
-        )
-    if package == "routing-transformer":
-        from routing_transformer import RoutingTransformerLM
-
-        return Case(
-            RoutingTransformerLM(
-                num_tokens=WORDS, dim=32, heads=2, depth=1, max_seq_len=64, causal=True, window_size=16
-            ),
-            (tokens(64),),
-            _lm,
-        )
-    if package == "sinkhorn-transformer":
-        from sinkhorn_transformer import SinkhornTransformerLM
-
-        return Case(
-            SinkhornTransformerLM(num_tokens=WORDS, dim=32, heads=2, depth=1, bucket_size=8, max_seq_len=32),
-            (tokens(32),),
-            _lm,
-        )
-    if package == "h-transformer-1d":
-        from h_transformer_1d import HTransformer1D
-
-        return Case(
-            HTransformer1D(num_tokens=WORDS, dim=32, depth=1, max_seq_len=32, heads=2, dim_head=16, block_size=8),
-            (tokens(32),),
-            _lm,
-        )
-    if package == "mega-pytorch":
-        from mega_pytorch import Mega
-
-        return Case(
-            Mega(
-                num_tokens=WORDS,
-                dim=32,
-                depth=1,
-                ema_heads=4,
-                attn_dim_qk=16,
-                attn_dim_value=32,
-                laplacian_attn_fn=True,
-            ),
-            (tokens(16),),
-            _lm,
-        )
-    if package == "gateloop-transformer":
-        from gateloop_transformer import Transformer
-
-        return Case(Transformer(num_tokens=WORDS, dim=32, depth=1, use_gate_looped_attn=False), (tokens(16),), _lm)
-    if package == "taylor-series-linear-attention":
-        from taylor_series_linear_attention import TaylorSeriesLinearAttn
-
-        return Case(TaylorSeriesLinearAttn(dim=32, dim_head=8, heads=2), (sequence(16),))
-    if package == "minGRU-pytorch":
-        from minGRU_pytorch import minGRULM
-
-        return Case(minGRULM(num_tokens=WORDS, dim=32, depth=1), (tokens(16),), _lm)
-    if package == "simple-hierarchical-transformer":
-        from simple_hierarchical_transformer import HierarchicalTransformer
-
-        return Case(
-            HierarchicalTransformer(
-                num_tokens=WORDS, dim=32, depth=1, seq_len=32, hierarchies=(1, 2), window_sizes=(16, None)
-            ),
-            (tokens(32),),
-            _first,
-        )
-    if package == "palm-rlhf-pytorch":
-        from palm_rlhf_pytorch import PaLM
-
-        return Case(PaLM(num_tokens=WORDS, dim=32, depth=1, dim_head=16, heads=2), (tokens(16),), _returning_loss)
-    if package == "block-recurrent-transformer-pytorch":
-        from block_recurrent_transformer_pytorch import BlockRecurrentTransformer
-
-        return Case(
-            BlockRecurrentTransformer(
-                num_tokens=WORDS,
-                dim=32,
-                depth=2,
-                dim_head=16,
-                heads=2,
-                max_seq_len=32,
-                block_width=8,
-                num_state_vectors=8,
-                recurrent_layers=(2,),
-            ),
-            (tokens(16),),
-            _lm,
-        )
-    if package == "CoLT5-attention":
-        from colt5_attention import ConditionalRoutedFeedForward
-
-        return Case(
-            ConditionalRoutedFeedForward(dim=32, light_ff_mult=0.5, heavy_ff_mult=2, num_heavy_tokens=4),
-            (sequence(16),),
-        )
-    if package == "hyper-connections":
-        from hyper_connections import HyperConnections
-
-        init, expand, reduce = HyperConnections.get_init_and_expand_reduce_stream_functions(2)
-        return Case(_Streams(init(dim=32, branch=nn.Linear(32, 32)), expand, reduce), (sequence(16),))
-    if package == "native-sparse-attention-pytorch":
-        from native_sparse_attention_pytorch import SparseAttention
-
-        return Case(
-            SparseAttention(
-                dim=32,
-                dim_head=8,
-                heads=2,
-                sliding_window_size=4,
-                compress_block_size=4,
-                compress_block_sliding_stride=2,
-                selection_block_size=4,
-                num_selected_blocks=2,
-            ),
-            (sequence(16),),
-        )
-    from perceiver_pytorch import Perceiver
-
-    model = Perceiver(
-        input_channels=3,
-        input_axis=2,
-        num_freq_bands=4,
-        max_freq=10.0,
-        depth=1,
-        num_latents=8,
-        latent_dim=32,
-        latent_heads=2,
-        latent_dim_head=8,
-        cross_dim_head=8,
-        num_classes=8,
-    )
-    return Case(model, (torch.randn(ROWS, 8, 8, 3),))
-
-
-class _Streams(nn.Module):
-    def __init__(self, inner: nn.Module, expand: nn.Module, reduce: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.expand, self.reduce = inner, expand, reduce
-
-    def forward(self, x: Tensor) -> Any:
-        return self.reduce(self.inner(self.expand(x)))
-
-
-def _first(model: nn.Module, words: Tensor) -> Any:
-    return model(words, return_loss=True)[0]
-
-
-def _returning_loss(model: nn.Module, words: Tensor) -> Any:
-    return model(words, return_loss=True)
 
 
 def _rotary() -> Case:
@@ -497,37 +183,6 @@ def _entmax(kind: str) -> Case:
     return Case(Sparse(), (sequence(8),))
 
 
-SENTENCES = (
-    "MultipleNegativesRankingLoss",
-    "CosineSimilarityLoss",
-    "CoSENTLoss",
-    "ContrastiveLoss",
-    "SoftmaxLoss",
-    "MatryoshkaLoss",
-)
-ATTENTION = (
-    "performer-pytorch",
-    "reformer-pytorch",
-    "linear-attention-transformer",
-    "linformer",
-    "nystrom-attention",
-    "local-attention",
-    "routing-transformer",
-    "sinkhorn-transformer",
-    "h-transformer-1d",
-    "mega-pytorch",
-    "gateloop-transformer",
-    "taylor-series-linear-attention",
-    "minGRU-pytorch",
-    "simple-hierarchical-transformer",
-    "palm-rlhf-pytorch",
-    "block-recurrent-transformer-pytorch",
-    "CoLT5-attention",
-    "hyper-connections",
-    "native-sparse-attention-pytorch",
-    "perceiver-pytorch",
-)
-
 TABLE: Table = {
     "x-transformers": {
         **{name: partial(_decoder, options) for name, options in DECODERS.items()},
@@ -536,8 +191,6 @@ TABLE: Table = {
         "vit": _vit_wrapper,
         "continuous": _continuous,
     },
-    "peft": {name: partial(_peft, *row) for name, row in PEFT.items()},
-    "sentence-transformers": {name: partial(_sentence_loss, name) for name in SENTENCES},
     "mambapy": {"lm": partial(_mamba, "lm"), "sequential": _mamba_block},
     "mixture-of-experts": {"flat": partial(_experts, "flat"), "hierarchical": partial(_experts, "two")},
     "soft-moe-pytorch": {"soft": partial(_experts, "soft")},
@@ -545,5 +198,4 @@ TABLE: Table = {
     "rotary-embedding-torch": {"attention": _rotary},
     "pytorch-crf": {"tagger": _crf},
     "entmax": {kind: partial(_entmax, kind) for kind in ("sparsemax", "entmax15", "entmax_bisect")},
-    **{package: {"model": partial(_attention, package)} for package in ATTENTION},
 }

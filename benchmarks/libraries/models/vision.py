@@ -74,12 +74,12 @@ TRANSFORMERS_TIMM: dict[str, dict[str, Any]] = {
     "crossvit_9_240": {"img_size": 240},
     "pit_ti_224": {},
     "levit_128s": {},
-    "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
-    "resmlp_12_224": {"img_size": 32, "num_blocks": 2},
-    "gmlp_s16_224": {"img_size": 32, "num_blocks": 2},
+    "mixer_s32_224": {},
+    "resmlp_12_224": {},
+    "gmlp_s16_224": {},
     "poolformer_s12": {},
     "poolformerv2_s12": {},
-    "convmixer_768_32": {"depth": 2, "dim": 48},
+    "convmixer_768_32": {},
     "twins_pcpvt_small": {"img_size": 64},
     "twins_svt_small": {"img_size": 64},
     "pvt_v2_b0": {},
@@ -120,6 +120,9 @@ SIZES = {
     "pit_ti_224": 224,
     "efficientvit_m0": 224,
     "csatv2": 512,
+    "mixer_s32_224": 224,
+    "resmlp_12_224": 224,
+    "gmlp_s16_224": 224,
 }
 
 
@@ -210,7 +213,6 @@ SMP = (
     "PSPNet",
     "DeepLabV3",
     "DeepLabV3Plus",
-    "PAN",
     "UPerNet",
     "Segformer",
     "DPT",
@@ -252,7 +254,7 @@ def _clip(kind: str) -> Case:
     loss: Any = open_clip.ClipLoss()
     model: nn.Module
     if kind == "siglip":
-        model, loss = open_clip.CustomTextCLIP(32, vision, words, init_logit_bias=-10.0), open_clip.SigLipLoss()
+        model, loss = open_clip.CustomTextCLIP(32, vision, words, init_logit_bias=-10.0), open_clip.loss.SigLipLoss()
     elif kind == "coca":
         words = {**words, "embed_cls": True, "output_tokens": True}
         decoder = {"context_length": 16, "vocab_size": 64, "width": 64, "heads": 4, "layers": 2}
