@@ -51,6 +51,7 @@ from autopar.capture.raised_products import (
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
+from autopar.capture.selected import Selected
 from autopar.capture.stand_in import with_tensors
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
@@ -68,7 +69,7 @@ class Raise(TorchFunctionMode):
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call.
+    other models that the loss may call. is_first: of the runs that are compared.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Raise(TorchFunctionMode):
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
+        is_first: bool = True,
     ) -> None:
         super().__init__()
+        self.selected = Selected(is_first)
         self.locator = locator
         self.seed = seed
         self.lift = lift
@@ -129,19 +132,40 @@ class Raise(TorchFunctionMode):
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:
             self.notes[NOTED[func].format(place[1])] = None
-        result: Any = NotImplemented
-        if func in _ALWAYS:
-            result = _ALWAYS[func](self, *args, **kwargs)
-        elif func in RAISED and self.captures and not in_transform():
-            result = RAISED[func](*args, **kwargs)
-        if result is NotImplemented:
-            result = func(*args, **kwargs)
+        if self.captures and self._selects(func, args, kwargs):
+            result = self.selected.select(func, args[0], user_frame(sys._getframe(1)))
+        elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
+            result = self.selected.call(self._run, func, args, kwargs)
+        else:
+            result = self._run(func, *args, **kwargs)
         if self.locator and place:
             self.locator.adopt(result, place)
             if self.calls is not None and self.locator.phase == "forward":
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]))
         self.calling = None
         return result
+
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call, raised if that is known of it."""
+        result: Any = NotImplemented
+        if func in _ALWAYS:
+            result = _ALWAYS[func](self, *args, **kwargs)
+        elif func in RAISED and self.captures and not in_transform():
+            result = RAISED[func](*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+    @staticmethod
+    def _selects(func: Any, args: Any, kwargs: Any) -> bool:
+        """True where the places of a mask are asked for: a tensor a dim."""
+        if (
+            not args
+            or len(args) > 1
+            or not isinstance(args[0], Tensor)
+            or args[0].ndim not in (1, 2)
+            or args[0].numel() < 2
+        ):
+            return False
+        return (func is torch.where and not kwargs) or (func in _NONZERO and kwargs == {"as_tuple": True})
 
     def _see_outside(self, func: Any, args: Any) -> None:
         for arg in args:
@@ -221,6 +245,7 @@ _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
 
+_NONZERO = (torch.nonzero, Tensor.nonzero)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
