@@ -15,13 +15,13 @@ from autopar.runtime.kernel import Kernel
 def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """x [s,k], w [g,k,n], index [s] -> [s,n]"""
     order, ends = _by_expert(index, w.shape[0], offset)
-    rows, sums = x[order], x.new_empty((x.shape[0], w.shape[2]))
+    rows, sums = x[order], x.new_empty((len(order), w.shape[2]))
     start = 0
     for matrix, end in zip(w, ends, strict=True):
         torch.mm(rows[start:end], matrix, out=sums[start:end])
         start = end
-    sums[start:] = 0
-    return torch.empty_like(sums).index_copy_(0, order, sums)
+    out = x.new_zeros((x.shape[0], w.shape[2])) if len(order) < x.shape[0] else torch.empty_like(sums)
+    return out.index_copy_(0, order, sums)
 
 
 def expert_mm_backward(
@@ -39,12 +39,13 @@ def expert_mm_backward(
 
 
 def _by_expert(index: torch.Tensor, groups: int, offset: int) -> tuple[torch.Tensor, list[int]]:
-    """The rows in the order of their experts, those of no expert here last; where the rows of each expert end."""
+    """The rows of the experts that are here, in the order of these; where the rows of each expert end."""
     own = index - offset if offset else index
     own = torch.where((own < 0) | (own >= groups), groups, own)
     own, order = torch.sort(own, stable=True)
     experts = torch.arange(groups, device=own.device, dtype=own.dtype)
-    return order, torch.searchsorted(own, experts, right=True).tolist()
+    ends = torch.searchsorted(own, experts, right=True).tolist()
+    return order[: ends[-1]] if ends else order[:0], ends
 
 
 # Opaque to a compiler: their sizes are data.

@@ -83,6 +83,7 @@ class _Capture:
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
+        self.selects = False  # rows, by a mask
         self.unknown: Unknown | UnknownPartner | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
@@ -117,7 +118,8 @@ class _Capture:
                 self._check_buffers(fakes)
                 run = lambda calls: self._again(fakes, calls)  # noqa: E731
                 standing = frozenset(name for entry, _ in entries for name in entry.names)
-                notes += Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing).check()
+                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing)
+                notes += steady.check(self.selects)
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
@@ -224,6 +226,8 @@ class _Capture:
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
+        mode.selected.check_leaving(result)
+        self.selects = bool(mode.selected.known)
         return tuple(result)
 
     def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:

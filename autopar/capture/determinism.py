@@ -54,8 +54,11 @@ class Steady:
     drawn: Mapping[str, Any]
     standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
 
-    def check(self) -> list[str]:
-        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
+    def check(self, selects: bool = False) -> list[str]:
+        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ.
+
+        selects: the model selects rows by a mask, another number of them in the second run (see `selected.py`).
+        """
         changes = self.attributes.changes()
         for name, now in self.replaced.items():
             kind = "parameter" if isinstance(now, nn.Parameter) else "value"
@@ -81,7 +84,7 @@ class Steady:
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
-            raise self._unsteady(difference)
+            raise self._unsteady(difference, selects)
         return self._notes(changes)
 
     def _second(self) -> tuple[Calls, Exception | None]:
@@ -121,7 +124,7 @@ class Steady:
             f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
         )
 
-    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
+    def _unsteady(self, difference: tuple[Call | None, Call | None], selects: bool) -> CaptureError:
         one, other = difference
         call = one or other
         line = call.line if call else None
@@ -132,6 +135,11 @@ class Steady:
             pairs = [(a, b) for a, b in zip(one.numbers, other.numbers, strict=True) if repr(a) != repr(b)]
             numbers = f" ({pairs[0][0]:.6g} first, then {pairs[0][1]:.6g})" if pairs else ""
         where = f"at {quoted(line)}" if line else "at an unknown line:\n"
+        if selects and not source:
+            return CaptureError(
+                f"the model computes with how many rows a mask selects{numbers}, {where}That number is data: count in "
+                f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b)."
+            )
         return CaptureError(
             f"the model computes with a number that is another one each time it runs{numbers}, {where}"
             f"It comes from {source or 'a clock, a generator, a file or a global variable'}. A compiled step would "

@@ -50,6 +50,12 @@ def refusal(construct: Construct, line: Line | None) -> CaptureError:
     return CaptureError(f"the model cannot be captured, {where}{_said(construct)}")
 
 
+def size_refusal(construct: Construct, line: Line | None) -> CaptureError:
+    """Of a result whose size is data."""
+    where = f"at {quoted(line)}" if line else "at an unknown line:\n"
+    return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}")
+
+
 def line_of(error: Exception) -> Line | None:
     """The innermost line of the user's that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ from autopar.capture.raised_products import (
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
+from autopar.capture.selected import Selected
 from autopar.capture.stand_in import with_tensors
 from autopar.capture.validation import is_validation, note_of
 from autopar.errors import CaptureError
@@ -87,6 +89,7 @@ class Raise(TorchFunctionMode):
         earlier: Origins | None = None,
     ) -> None:
         super().__init__()
+        self.selected = Selected(is_first=earlier is None)
         self.locator = locator
         self.seed = seed
         self.lift = lift
@@ -150,13 +153,12 @@ class Raise(TorchFunctionMode):
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:
             self.notes[NOTED[func].format(place[1])] = None
-        result: Any = NotImplemented
-        if func in _ALWAYS:
-            result = _ALWAYS[func](self, *args, **kwargs)
-        elif func in RAISED and self.captures and not in_transform():
-            result = RAISED[func](*args, **kwargs)
-        if result is NotImplemented:
-            result = self._called(func, args, kwargs, before)
+        if self.captures and self._selects(func, args, kwargs):
+            result = self.selected.select(func, args[0], user_frame(sys._getframe(1)))
+        elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
+            result = self.selected.call(partial(self._run, before), func, args, kwargs)
+        else:
+            result = self._run(before, func, *args, **kwargs)
         if self.locator and place:
             written = self.origins.saw(func, args, kwargs, before, result)
             self.coins.saw(func, args, result, written)
@@ -165,6 +167,28 @@ class Raise(TorchFunctionMode):
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
+
+    def _run(self, before: Operands, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call, raised if that is known of it."""
+        result: Any = NotImplemented
+        if func in _ALWAYS:
+            result = _ALWAYS[func](self, *args, **kwargs)
+        elif func in RAISED and self.captures and not in_transform():
+            result = RAISED[func](*args, **kwargs)
+        return self._called(func, args, kwargs, before) if result is NotImplemented else result
+
+    @staticmethod
+    def _selects(func: Any, args: Any, kwargs: Any) -> bool:
+        """True where the places of a mask are asked for: a tensor a dim."""
+        if (
+            not args
+            or len(args) > 1
+            or not isinstance(args[0], Tensor)
+            or args[0].ndim not in (1, 2)
+            or args[0].numel() < 2
+        ):
+            return False
+        return (func is torch.where and not kwargs) or (func in _NONZERO and kwargs == {"as_tuple": True})
 
     def _decided(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """A comparison with a draw that comes out one way whatever is drawn, as a call that makes its result."""
@@ -286,6 +310,7 @@ _TO_VALUES: frozenset[Any] = frozenset(
     (*READERS, Tensor.tolist, Tensor.__complex__, Tensor.__contains__, torch.equal, Tensor.equal)
 )
 
+_NONZERO = (torch.nonzero, Tensor.nonzero)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -337,7 +337,6 @@ TABLE: Table = {
             "bninception",
             "airnet50_1x64d_r2",
             "peleenet",
-            
         )
     },
     "resnest": {"resnest50": _resnest},
