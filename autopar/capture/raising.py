@@ -23,7 +23,7 @@ from autopar.capture.explain import refusal, wants_data
 from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
-from autopar.capture.origins import STEADY, Operands, Origins
+from autopar.capture.origins import STEADY, Operands
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
@@ -61,7 +61,7 @@ class Raise(TorchFunctionMode):
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call. `earlier` are the origins of the tensors of the run before.
+    other models that the loss may call.
     """
 
     def __init__(
@@ -73,13 +73,12 @@ class Raise(TorchFunctionMode):
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
-        earlier: Origins | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
         self.seed = seed
         self.lift = lift
-        self.calls = calls
+        self.calls = calls or Calls()
         self.reads = reads
         self.keeps_casts = keeps_casts
         self.partners = partners
@@ -90,7 +89,7 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
-        self.origins, self.coins = Origins(earlier), Coins()
+        self.origins, self.coins = self.calls.origins, Coins()
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -150,7 +149,7 @@ class Raise(TorchFunctionMode):
             written = self.origins.saw(func, args, kwargs, before, result)
             self.coins.saw(func, args, result, written)
             self.locator.adopt(result, place)
-            if self.calls is not None and self.locator.phase == "forward":
+            if self.locator.phase == "forward":
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
@@ -184,7 +183,7 @@ class Raise(TorchFunctionMode):
     def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
         """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
         self.values[:] = {id(t): t for t in (*self.values, *self.origins.was_read.values())}.values()
-        if self.calls is not None and self.locator and self.locator.phase == "forward":
+        if self.locator and self.locator.phase == "forward":
             self.calls.read(func, args, kwargs, user_frame(sys._getframe(2)))
         self.calling = None
         return value

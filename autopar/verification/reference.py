@@ -45,6 +45,7 @@ class Plain:
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.borrowed = Borrowed(partners, next(model.parameters()).dtype)
+        self.buffers = {name for name, _ in model.named_buffers()}  # a table that a step keeps is none of the state
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         of_partners: Values = {}
@@ -72,7 +73,8 @@ class Plain:
         for name, parameter in self.model.named_parameters():
             found["weight", name] = parameter.detach().clone()
         for name, tensor in self.model.named_buffers():
-            found["buffer", name] = tensor.clone()
+            if name in self.buffers:
+                found["buffer", name] = tensor.clone()
         return found
 
 
