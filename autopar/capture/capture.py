@@ -18,13 +18,13 @@ from autopar.capture.calls import CHANGING, Calls, behind_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
 from autopar.capture.explain import explain, refusal
+from autopar.capture.foreign import foreign_state
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import decompositions, functional, normalise
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
-from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
