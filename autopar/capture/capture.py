@@ -28,7 +28,7 @@ from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
-from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of
+from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of, unmoved
 from autopar.capture.steady import Steady
 from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
@@ -292,7 +292,8 @@ class _Capture:
         constants.update(carried)
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
+        state = attributes(step, constants, replaced), unmoved(step.modules())
+        with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
             return functional_call(step, once_each(step, swapped), args, kwargs, tie_weights=False)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:

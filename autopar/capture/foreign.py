@@ -40,7 +40,7 @@ def settings() -> Iterator[None]:
     for word in _WORDS:
         words = [_untempered(word)] * _SIZE
         random.setstate((3, (*words, 0), None))
-        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0))
+        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0, 0, 0.0))
         yield
     for seed in range(_SEEDS):
         random.seed(seed)
