@@ -30,6 +30,8 @@ _IDLE = frozenset(
 _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 # They speak of memory: a piece of a value, or one that was moved, lies otherwise.
 _STRIDED = frozenset((aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default))
+# They mark a tensor for the next op, or for a copy, which is idle here: the values themselves.
+_MARKS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
@@ -134,6 +136,7 @@ class _Normaliser:
         dims = squeezed_dims(node)
         if dims is not None:
             target, args = aten.squeeze.dims, (node.args[0], dims)
+        target = _MARKS.get(target, target)
         if target in _RESHAPE:
             target = aten.reshape.default
         args, kwargs = fx.node.map_arg((args, kwargs), self.value.__getitem__)

@@ -19,7 +19,8 @@ from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import StepKeywords, choices_of
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
-from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, short_of
+from autopar.verification.dtypes import cast, module_in
+from autopar.verification.reference import OptimizerFactory, Plain, Reference, short_of
 from autopar.verification.virtual import Virtual
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -52,7 +53,7 @@ def verify(
     is_exact = short_of(choices.memory) is None
     model = copy.deepcopy(model)
     if is_exact:
-        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():

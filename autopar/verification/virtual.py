@@ -26,6 +26,7 @@ from autopar.runtime.staged import given_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import ZERO, Mismatch, Values, error_of, norm_of
+from autopar.verification.dtypes import dtype_of
 from autopar.verification.reference import SCALE, OptimizerFactory
 
 
@@ -37,7 +38,7 @@ class Virtual:
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
+        self.dtype, self.device = dtype_of(model), parameter.device
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
@@ -144,7 +145,9 @@ class Virtual:
                 found = record(node)
                 value = expected[found.origin]
                 origins = [record(operand).origin for operand in operand_nodes(node)]
-                norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
+                norms = [
+                    norm_of({("node", origin): expected[origin]}, "node") for origin in origins if origin in expected
+                ]
                 floor = ZERO["node"] * max(norms, default=0.0)
                 if found.is_backward:
                     floor = max(floor, ZERO["gradient"] * gradients)
