@@ -28,6 +28,7 @@ from autopar.runtime.mesh_ops import WAIT, axis_coord, axis_group, is_local, loc
 from autopar.runtime.p2p import Peers
 from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
+from autopar.runtime.wire import on_wire
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -224,31 +225,35 @@ class DistributedDriver:
 Started = tuple[Any, Callable[[], torch.Tensor]]
 
 
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return on_wire(x).view(-1)
+
+
 def _reduce(move: Move, group: Group) -> Started:
     """In place only in memory that is the graph's own and dead afterwards; see `Request`."""
     alone = move.owned and move.x.is_contiguous()
     x = move.x if alone else move.x.clone(memory_format=torch.contiguous_format)
-    return dist.all_reduce(x, op=_REDUCE[move.kind], group=group.handle, async_op=True), lambda: x
+    return dist.all_reduce(on_wire(x), op=_REDUCE[move.kind], group=group.handle, async_op=True), lambda: x
 
 
 def _gather(move: Move, group: Group) -> Started:
     x = move.x.contiguous()
     out = x.new_empty((group.size, *x.shape))
-    work = _all_gather(out.view(-1), x.view(-1), group=group.handle, async_op=True)  # Gloo wants them flat
+    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=True)  # Gloo wants them flat
     return work, lambda sent=x: group.from_stored(out)  # type: ignore[misc]  # what is sent lives as long
 
 
 def _reduce_scatter(move: Move, group: Group) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    work = _scatter_reduced(out.view(-1), parts.view(-1), op=_REDUCE[move.kind], group=group.handle, async_op=True)
+    work = _scatter_reduced(_flat(out), _flat(parts), op=_REDUCE[move.kind], group=group.handle, async_op=True)
     return work, lambda sent=parts: out  # type: ignore[misc]
 
 
 def _exchange(move: Move, group: Group) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = torch.empty_like(parts)
-    work = dist.all_to_all_single(out.view(-1), parts.view(-1), group=group.handle, async_op=True)
+    work = dist.all_to_all_single(_flat(out), _flat(parts), group=group.handle, async_op=True)
     return work, lambda sent=parts: group.from_stored(out)  # type: ignore[misc]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from autopar.ir.schedule import Instruction
 from autopar.runtime.pipeline import Send
+from autopar.runtime.wire import on_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,12 @@ class Peers:
         target = self.rank_at(message.instruction.peer)
         for tensor in message.tensors:
             dense = tensor.contiguous()
-            self.leaving.append((dist.isend(dense, group=self.group, group_dst=target), dense))
+            self.leaving.append((dist.isend(on_wire(dense), group=self.group, group_dst=target), dense))
 
     def receive(self, instruction: Instruction) -> Receive:
         source = self.rank_at(instruction.peer)
         tensors = tuple(torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in instruction.types)
-        works = tuple(dist.irecv(tensor, group=self.group, group_src=source) for tensor in tensors)
+        works = tuple(dist.irecv(on_wire(tensor), group=self.group, group_src=source) for tensor in tensors)
         return Receive(works, tensors)
 
     def finish(self) -> None:

@@ -14,27 +14,26 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.attributes import Attributes
-from autopar.capture.calls import Calls
+from autopar.capture.calls import CHANGING, Calls, behind_of
 from autopar.capture.captured import Captured
-from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
+from autopar.capture.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
+from autopar.capture.foreign import foreign_state
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import functional, normalise
-from autopar.capture.origins import Origins
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
-from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
-from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of
+from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of, unmoved
 from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import (
     FakeTensor,
@@ -97,8 +96,9 @@ class _Capture:
         self.outputs: list[Output] = []
         self.has_random_ops = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
-        self.calls, self.calling, self.ran, self.origins = Calls(), None, Ran(), Origins()
+        self.calls, self.calling, self.ran = Calls(), None, Ran()
         self.may_specialize = False
+        self.given: list[tuple[torch.Tensor, int]] = []  # the inputs as the model got them, with their versions
         self.replaced: dict[str, Any] = {}
         self.notes: list[str] = []
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
@@ -213,7 +213,7 @@ class _Capture:
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
-        self.outside, self.origins = mode.outside, mode.origins
+        self.outside = mode.outside
         if self.reads is not None:
             self.reads.start()
         try:
@@ -235,11 +235,9 @@ class _Capture:
         if self.reads is not None:
             self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
-            mode = Raise(
-                Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, self.origins
-            )
+            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             with self.ran.watch():
-                self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
+                self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
             self.ran.is_whole = True
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
@@ -263,6 +261,8 @@ class _Capture:
         swapped: dict[str, torch.Tensor] = {}
         constants: dict[str, torch.Tensor] = {}
         trainable: Trainable = []
+        values, behind = list(inputs), list[int]()  # as the model is given them
+        calls = mode.calls
         position = 0
         for (entry, tensor), given in zip(self.state.entries, inputs, strict=False):
             value = given
@@ -272,27 +272,33 @@ class _Capture:
             elif entry.kind == "constant" and tensor.requires_grad and self.train:
                 value = given.detach().requires_grad_()
                 self.untrained[id(value)] = entry.name
-            mode.origins.given(value, entry.kind, tensor)
+            bit = behind_of(position, entry, tensor)
+            behind.append(bit)
+            if calls.is_kept(bit):
+                calls.origins.kept(value, tensor, position)
+            else:
+                calls.origins.given(value, entry.kind, tensor)
             for name in entry.names:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
                 (constants if entry.kind == "constant" else swapped)[path] = value
+            values[position] = value
             position += 1
         leaves = list(self.leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = inputs[position]
-                mode.origins.given(inputs[position], "batch", leaf)
+                calls.origins.given(inputs[position], "batch", leaf)
                 position += 1
         for extra in inputs[position:]:
-            mode.origins.given(extra, "seed")
+            calls.origins.given(extra, "seed")
         self.scale = inputs[position] if self.is_scaled else None
-        if mode.calls is not None:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            mode.calls.given([*swapped.values(), *constants.values(), *tensors, *inputs[position:]])
+        calls.given(values, [*behind, *[CHANGING] * (len(values) - len(behind))])
+        self.given = [(value, value._version) for value in values]
         constants.update(carried)
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
+        state = attributes(step, constants, replaced), unmoved(step.modules())
+        with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
             return functional_call(step, once_each(step, swapped), args, kwargs, tie_weights=False)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
@@ -358,17 +364,12 @@ class _Capture:
         for partner in self.partners.known.values():
             found.update(partner.traced.named_buffers(prefix=partner.name))
         self.new_buffers = [(name, tensor) for name, tensor in found.items() if name in known]
+        for position, ((entry, tensor), (given, version)) in enumerate(
+            zip(self.state.entries, self.given, strict=False)
+        ):
+            if entry.kind == "buffer" and (found.get(entry.name) is not given or given._version != version):
+                self.calls.wrote(behind_of(position, entry, tensor))
         return self.new_buffers
-
-
-def check_detached(parts: Parts) -> None:
-    """Raise BatchError for a tensor of a batch whose gradient a step would not give."""
-    for i, tensor in parts.tensors():
-        if tensor.requires_grad:
-            raise BatchError(
-                f"{parts.paths[i]} requires a gradient, and a step gives those of the model's parameters alone. Pass "
-                f"x.detach(); where the loss itself needs a gradient by x, write x = x.detach().requires_grad_() in it."
-            )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -19,8 +19,8 @@ from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
 from autopar.capture.constructs import UNSTEADY, Construct
 from autopar.capture.explain import line_of, refusal
+from autopar.capture.foreign import foreign_state, kept, settings
 from autopar.capture.lines import Line, line_that_changes, quoted
-from autopar.capture.raised_random import foreign_state
 from autopar.errors import AutoparError, CaptureError
 
 _NAMED = 3  # changes that a message names
@@ -68,11 +68,11 @@ class Steady:
                 made = _MADE[change.kind]
                 line = self._line_of(change)
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
-        for name, state in foreign_state().items():
-            if state != self.drawn[name]:
-                line = self._again(partial(_state_of, name))
-                where = f", at {quoted(line)}" if line else ". "
-                raise CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+        drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
+        with kept():
+            return self._compare(changes, drawn, selects) + [self._drawn_idly(name) for name in drawn]
+
+    def _compare(self, changes: list[Change], drawn: list[str], selects: bool) -> list[str]:
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -80,12 +80,27 @@ class Steady:
                 raise self._carried(changes, line_of(error), f": {type(error).__name__}: {text}")
             return self._notes(changes)
         difference = first_difference(self.first, second)
-        if difference is not None:
+        if difference is not None and drawn:
+            raise self._draws(drawn[0])
+        if difference is not None and not (changes and self._settles(second)):
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
             raise self._unsteady(difference, selects)
         return self._notes(changes)
+
+    def _draws(self, name: str) -> CaptureError:
+        line = self._again(partial(_state_of, name))
+        where = f", at {quoted(line)}" if line else ". "
+        return CaptureError(f"the model draws numbers from {name} while it runs{where}{_DRAWN}")
+
+    def _drawn_idly(self, name: str) -> str:
+        """A note on numbers that decide nothing. Raises CaptureError if they do."""
+        for _ in settings():
+            calls, error = self._fresh()
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise self._draws(name)
+        return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
     def _second(self) -> tuple[Calls, Exception | None]:
         calls = Calls(self.first)
@@ -96,6 +111,25 @@ class Steady:
         except Exception as error:
             return calls, error
         return calls, None
+
+    def _settles(self, second: Calls) -> bool:
+        """True where the third run is the second, and the second computes with the same values as the first: a table
+        was made and is found from then on. Compared by what constants hold, not by how they were made."""
+        if not self._is_like(second, Calls(second)):
+            return False
+        self.attributes.restore()
+        self.replaced.clear()
+        first = Calls(by_value=True)
+        first.changing = self.first.changing
+        return self._is_like(None, first) and self._is_like(first, Calls(first, by_value=True))
+
+    def _is_like(self, earlier: Calls | None, calls: Calls) -> bool:
+        """Make another run, and compare it with an earlier one."""
+        try:
+            self.run(calls)
+        except Exception:
+            return False
+        return earlier is None or first_difference(earlier, calls) is None
 
     def _fresh(self) -> tuple[Calls, Exception | None]:
         """Another run, from what the model was at first."""

@@ -38,6 +38,8 @@ _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape
 # They speak of memory: a piece of a value, or one that was moved, lies otherwise.
 _STRIDED = frozenset((aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default))
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # of what the model writes as a list
+# They mark a tensor for the next op, or for a copy, which is idle here: the values themselves.
+_MARKS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
@@ -144,6 +146,7 @@ class _Normaliser:
         dims = squeezed_dims(node)
         if dims is not None:
             target, args = aten.squeeze.dims, (node.args[0], dims)
+        target = _MARKS.get(target, target)
         if target in _RESHAPE:
             target = aten.reshape.default
         args, kwargs = fx.node.map_arg((args, kwargs), self.value.__getitem__)

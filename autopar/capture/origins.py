@@ -6,6 +6,7 @@ such a tensor runs them on data, in their order, so that writes in place and vie
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,6 +46,8 @@ class _Known:
     kinds: int
     version: int
     value: Tensor | None = None
+    original: Tensor | None = None  # of the user's, whose copy the value will be
+    seed: int | None = None  # of numbers that do for a value
     outside: frozenset[int] = frozenset()  # ids of the user's tensors that its value was computed from
 
 
@@ -85,6 +88,12 @@ class Origins:
             self._outside(tensor, original)
         else:
             self._enter(tensor, KINDS[kind] | (0 if has_data else OTHER))
+
+    def kept(self, tensor: Tensor, original: Tensor, seed: int) -> None:
+        """An input that no step changes, where two runs are compared by values. Where it has no data here (a parameter
+        that is split over ranks), any will do that are the same in both."""
+        known = self._enter(tensor, 0)
+        known.original, known.seed = original if _has_data(original) else None, seed
 
     def operands(self, args: Any, kwargs: Any) -> Operands:
         """What a call is about to be given."""
@@ -141,6 +150,17 @@ class Origins:
             return made
         return _mapped(lambda item: self._taken(item, outside), _frozen(result))
 
+    def content(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """What a tensor holds that hangs on no input, to be compared; None for another one."""
+        known = self._of(tensor)
+        if known is None or known.kinds or not self._run([tensor]):
+            return None
+        with on_data():
+            value = self._value(tensor)
+            assert value is not None
+            data = value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return tuple(value.shape), str(value.dtype), hashlib.blake2b(data).digest()
+
     # -- which ones are known -----------------------------------------------------------------------------------
 
     def _entered(self, tensor: Tensor) -> _Known:
@@ -158,7 +178,7 @@ class Origins:
     def _enter(
         self, tensor: Tensor, kinds: int, value: Tensor | None = None, outside: frozenset[int] = frozenset()
     ) -> _Known:
-        known = self._known[id(tensor)] = _Known(tensor, kinds, _version(tensor), value, outside)
+        known = self._known[id(tensor)] = _Known(tensor, kinds, _version(tensor), value, outside=outside)
         storage = storage_of(tensor)
         if storage is None:
             known.kinds |= OTHER
@@ -171,9 +191,9 @@ class Origins:
         if stands_for_number(original) or original.requires_grad:
             return self._enter(tensor, OTHER)
         self.outside[id(original)] = original
-        with on_data():
-            value = original.detach().clone()
-        return self._enter(tensor, 0, value, frozenset((id(original),)))
+        known = self._enter(tensor, 0, None, frozenset((id(original),)))
+        known.original = original
+        return known
 
     def _wrote(self, tensor: Tensor, kinds: int, outside: frozenset[int]) -> None:
         """A write into a tensor: into all that share its memory."""
@@ -194,7 +214,7 @@ class Origins:
         with on_data():
             for call in calls:
                 self._run_one(call)
-        return all(self._known[id(tensor)].value is not None for tensor in wanted)
+            return all(self._value(tensor) is not None for tensor in wanted)
 
     def _run_one(self, call: _Call) -> None:
         state = torch.default_generator.get_state()
@@ -217,10 +237,19 @@ class Origins:
                 if isinstance(leaf, Tensor):
                     self._wrote(leaf, OTHER, frozenset())
 
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        known = self._known[id(tensor)]
+        if known.value is None and known.original is not None:
+            known.value = known.original.detach().clone()
+        elif known.value is None and known.seed is not None:
+            numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(known.seed)) + 0.5
+            known.value = numbers.to(tensor.device, tensor.dtype)
+        return known.value
+
     def _on_data(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return _mapped(self._on_data, value)
-        found = self._known[id(value)].value
+        found = self._value(value)
         if found is None:  # not to be taken for an argument that was left out
             raise LookupError
         return found

@@ -7,12 +7,10 @@ random op of torch's, which the capture refuses.
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -32,12 +30,6 @@ class Mode(Protocol):
     def drew(self, tensor: Tensor) -> None: ...
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any: ...
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-
-
-def foreign_state() -> dict[str, Any]:
-    """The state of the global generators that are not torch's: who draws from them sees the same numbers each step."""
-    state: Any = np.random.get_state()
-    return {"Python's random module": random.getstate(), "numpy.random": (bytes(state[1]), state[2])}
 
 
 Raised = Callable[..., Any]

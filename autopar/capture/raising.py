@@ -18,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
+from autopar.capture.casts import TO_WIDE, lifted, traced
 from autopar.capture.coins import COMPARISONS, Coins
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import refusal, wants_data
-from autopar.capture.folding import FOLDED, folded
+from autopar.capture.folding import FOLDED, folded, with_numbers
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
-from autopar.capture.origins import STEADY, Operands, Origins
+from autopar.capture.origins import STEADY, Operands
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
@@ -74,7 +75,7 @@ class Raise(TorchFunctionMode):
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call. `earlier` are the origins of the tensors of the run before.
+    other models that the loss may call. is_first: of the runs that are compared.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class Raise(TorchFunctionMode):
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
-        earlier: Origins | None = None,
+        is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.selected = Selected(is_first=earlier is None)
+        self.selected = Selected(is_first)
         self.locator = locator
         self.seed = seed
         self.lift = lift
-        self.calls = calls
+        self.calls = calls or Calls()
         self.reads = reads
         self.keeps_casts = keeps_casts
         self.partners = partners
@@ -104,7 +105,7 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
-        self.origins, self.coins = Origins(earlier), Coins()
+        self.origins, self.coins = self.calls.origins, Coins()
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -124,10 +125,10 @@ class Raise(TorchFunctionMode):
             return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
         if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
             func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
-        if self.keeps_casts and func in _TO_WIDE:
-            func, args, kwargs = _traced(func, args, kwargs)
+        if self.keeps_casts and func in TO_WIDE:
+            func, args, kwargs = traced(func, args, kwargs)
         if self.lift is not None:
-            func, args, kwargs = _lifted(func, args, kwargs, self.lift)
+            func, args, kwargs = lifted(func, args, kwargs, self.lift)
         if self.locator and self.keeps_casts:
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
@@ -163,7 +164,7 @@ class Raise(TorchFunctionMode):
             written = self.origins.saw(func, args, kwargs, before, result)
             self.coins.saw(func, args, result, written)
             self.locator.adopt(result, place)
-            if self.calls is not None and self.locator.phase == "forward":
+            if self.locator.phase == "forward":
                 self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
@@ -210,16 +211,36 @@ class Raise(TorchFunctionMode):
             if not (self.locator and wants_data(error)):
                 raise
             result = folded(self.origins, func, args, kwargs, before)
-            if result is NotImplemented:
-                is_steady = not before.kinds & ~STEADY and self.locator.phase == "forward"
-                self.may_specialize = is_steady and func in READERS
+            if result is not NotImplemented:
+                return self._took(func, args, kwargs, result)
+            changed = self._specialized(func, args, kwargs, before)
+            if changed is None:
                 raise
-            return self._took(func, args, kwargs, result)
+        return func(*changed[0], **changed[1])
+
+    def _specialized(self, func: Any, args: Any, kwargs: Any, before: Operands) -> tuple[Any, Any] | None:
+        """The arguments with the numbers of the example batch for tensors of one integer; without the permission just
+        whether it would do."""
+        if not self.locator or self.locator.phase != "forward":
+            return None
+        if func in READERS:
+            self.may_specialize = not before.kinds & ~STEADY
+            return None
+        line, reads = user_frame(sys._getframe(1)), self.reads
+        numbers: list[Tensor] = []
+
+        def number_of(tensor: Tensor) -> Any:
+            numbers.append(tensor)
+            return NotImplemented if reads is None else reads.take(Tensor.__int__, tensor, line)
+
+        changed = with_numbers(func, args, kwargs, number_of, lambda mask: NotImplemented)
+        self.may_specialize = bool(numbers) and not self.origins.operands(numbers, None).kinds & ~STEADY
+        return changed
 
     def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
         """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
         self.values[:] = {id(t): t for t in (*self.values, *self.origins.was_read.values())}.values()
-        if self.calls is not None and self.locator and self.locator.phase == "forward":
+        if self.locator and self.locator.phase == "forward":
             self.calls.read(func, args, kwargs, user_frame(sys._getframe(2)))
         self.calling = None
         return value
@@ -311,32 +332,6 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-_CASTS = (Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double)
-
-
-_TO_WIDE = (Tensor.float, Tensor.to, Tensor.type)
-
-
-def _traced(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A cast from float32 to float32 as a copy, which a trace shows."""
-    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
-    wanted = torch.float32 if func is Tensor.float else next(iter(dtypes), None)
-    if args[0].dtype is wanted is torch.float32:
-        return Tensor.to, (args[0], wanted), {"copy": True}
-    return func, args, kwargs
-
-
-def _lifted(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """The same call with every floating-point dtype in it replaced."""
-    if func in _CASTS:
-        return Tensor.to, (args[0], dtype), {}
-    args = tuple(dtype if isinstance(a, torch.dtype) and a in _FLOATS else a for a in args)
-    return func, args, {k: dtype if isinstance(v, torch.dtype) and v in _FLOATS else v for k, v in kwargs.items()}
-
-
 # Raised also where the plain module is run for comparison: what draws random numbers, or may, and what torch cannot
 # compute in float64.
 _ALWAYS: dict[Any, Callable[..., Any]] = {

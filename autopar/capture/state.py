@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 from autopar.capture.constructs import Construct
+from autopar.capture.explain import refusal
+from autopar.capture.location import user_frame
 from autopar.ir.program import Input
 
 
@@ -70,6 +74,35 @@ def attributes(step: nn.Module, values: Mapping[str, torch.Tensor], replaced: di
             if now is not values[name]:
                 replaced[name] = now
             setattr(owner, attribute, value)
+
+
+@contextmanager
+def unmoved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave modules where they are that are moved while they run (`self.expert.to(x.device)`), as long as the context
+    lasts: a program names no device, and their tensors are stand-ins. Another dtype is refused."""
+    found = [module for module in modules if "_apply" not in vars(module)]
+    for module in found:
+        vars(module)["_apply"] = functools.partial(_moved, module)
+    try:
+        yield
+    finally:
+        for module in found:
+            del vars(module)["_apply"]
+
+
+def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """In place of `Module._apply`, which `to`, `cuda`, `float` and the like call."""
+    for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+        dtype = move(tensor.detach()).dtype
+        if dtype != tensor.dtype:
+            was, now = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, dtype))
+            construct = Construct(
+                f"a move of '{name}' of a {type(module).__name__} from {was} to {now} while the model runs",
+                "A compiled step changes no weights: convert the module before autopar takes it, or the input to the "
+                "dtype of the weights (x.to(weight.dtype)).",
+            )
+            raise refusal(construct, user_frame(sys._getframe(1)))
+    return module
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -227,7 +227,7 @@ def check_split(trial: Trial, splits: Sequence[Split]) -> None:
             into.append(tensor)
     for i, (expected, lay) in enumerate(zip(trial.results, whole.layouts, strict=True)):
         if trial.compare:
-            error = replica_error(parts[i], lay, whole.mesh) if not expected.is_complex() else 0.0
+            error = replica_error(parts[i], lay, whole.mesh)
             if error > 1e-10:
                 raise WrongRule(f"{whole}: result {i} {lay} differs between pieces by {error}")
             compare(combine(parts[i], lay, whole.mesh), expected, f"{whole}: result {i}")

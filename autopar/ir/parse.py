@@ -158,6 +158,9 @@ class _Reader:
         if self.line.startswith("(", self.at):
             self.at += 1
             return tuple(self._argument() for _ in self._items(")"))
+        if self.line.startswith("complex(", self.at):
+            self.at += len("complex(")
+            return complex(*(self._argument() for _ in self._items(")")))
         match = self._expect(_ITEM, "an argument")
         if match["string"]:
             return json.loads(match["string"])

@@ -92,6 +92,8 @@ def print_argument(value: Any, wanted: Iterator[str] | None = None) -> str:
             return str(value)
         case float():
             return repr(value) if math.isfinite(value) else str(value)
+        case complex():
+            return f"complex({value.real!r}, {value.imag!r})"
         case str():
             return quote(value)
         case list() | tuple():

@@ -15,6 +15,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, with_padding, without_padding
 from autopar.parallel.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.place import World
+from autopar.runtime.wire import on_wire
 from autopar.torch_compat import local_of, swap_in_place
 
 
@@ -65,7 +66,7 @@ class Distributor:
             return part.cpu().clone() if first else None
         part = with_padding(part, tuple(shape), layout, self.mesh).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.mesh.size)] if first else None
-        dist.gather(part, parts, dst=0)
+        dist.gather(on_wire(part), [on_wire(each) for each in parts] if parts else None, dst=0)
         return beginning(combine([p.cpu() for p in parts], layout, self.mesh), shape) if parts is not None else None
 
     def gather_everywhere(

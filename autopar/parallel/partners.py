@@ -23,6 +23,7 @@ from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import PARTNER
 from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.store import ParameterStore
+from autopar.runtime.wire import on_wire
 
 Lines = list[str]
 
@@ -215,7 +216,7 @@ class Joined:
             for entry, tensor in entries if dist.get_world_size() > 1 else ():
                 value = tensor.contiguous()
                 with lost_peers(f"sending {entry.kind} '{partner.name}.{entry.name}' from rank 0"):
-                    dist.broadcast(value, src=0)
+                    dist.broadcast(on_wire(value), src=0)
                 if value.data_ptr() != tensor.data_ptr():
                     tensor.copy_(value)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.capture import check_detached
-from autopar.capture.containers import Parts, take_call_apart
+from autopar.capture.containers import Parts, check_detached, take_call_apart
 from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers

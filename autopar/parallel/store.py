@@ -19,6 +19,7 @@ from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
 from autopar.parallel.materialize import assign, materialize
 from autopar.parallel.structure import Structure
+from autopar.runtime.wire import on_wire
 from autopar.torch_compat import local_of
 
 
@@ -45,7 +46,7 @@ class ParameterStore:
             if dist.get_world_size() > 1:
                 value = value.contiguous()
                 with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
-                    dist.broadcast(value, src=0)
+                    dist.broadcast(on_wire(value), src=0)
             made: torch.Tensor = value
             if entry.kind == "parameter":
                 made = self.distributor.parameter(value, replicated(value.ndim))

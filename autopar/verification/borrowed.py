@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.capture import state_of
 from autopar.capture.partners import Inlined, Partner, check_plain, variables
 from autopar.verification.comparison import Values
+from autopar.verification.dtypes import cast
 
 
 @contextmanager
@@ -24,9 +25,9 @@ def in_dtype(model: nn.Module, loss_fn: Callable[..., Any] | None, dtype: torch.
         if isinstance(module, Inlined):
             check_plain(module)
         for _, tensor in state_of(module).entries:
-            if tensor.is_floating_point() and id(tensor) not in own:
+            if id(tensor) not in own and (tensor.is_floating_point() or tensor.is_complex()):
                 saved.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = cast(tensor.data, dtype)
     try:
         yield
     finally:
@@ -40,7 +41,7 @@ class Borrowed:
     def __init__(self, partners: tuple[Partner, ...], dtype: torch.dtype) -> None:
         modules = {partner.name: partner.traced for partner in partners}
         self.tensors = {e.name: tensor for e, tensor in state_of(nn.Module(), modules).entries if e.kind != "constant"}
-        self.values = {name: _cast(tensor.detach().clone(), dtype) for name, tensor in self.tensors.items()}
+        self.values = {name: cast(tensor.detach().clone(), dtype) for name, tensor in self.tensors.items()}
 
     @contextmanager
     def used(self, found: Values) -> Iterator[None]:
@@ -60,7 +61,3 @@ class Borrowed:
             for name, (data, grad) in saved.items():
                 self.tensors[name].data = data
                 self.tensors[name].grad = grad
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

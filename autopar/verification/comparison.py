@@ -91,6 +91,8 @@ class Report:
 
 def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
     """Norm of the difference over the norm of the expected value, or over `floor` if that is larger."""
+    if expected.is_complex() and given.is_complex():
+        return error_of(torch.view_as_real(given), torch.view_as_real(expected), floor)
     if not expected.is_floating_point():
         return 0.0 if torch.equal(given, expected) else float("inf")
     a, b = given.double(), expected.double()
@@ -152,9 +154,17 @@ class Table:
 
 def norm_of(values: Values, kind: str) -> float:
     """The norm of all floating-point tensors of a kind, as of one."""
-    found = [value for (other, _), value in values.items() if other == kind and value.is_floating_point()]
-    squares = [value.double().norm().item() ** 2 for value in found]
+    found = [
+        value
+        for (other, _), value in values.items()
+        if other == kind and (value.is_floating_point() or value.is_complex())
+    ]
+    squares = [torch.linalg.vector_norm(value, dtype=_wide(value)).item() ** 2 for value in found]
     return float(sum(squares) ** 0.5)
+
+
+def _wide(value: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
 
 
 def _worse(a: float, b: float) -> float:

@@ -18,7 +18,8 @@ from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Values
-from autopar.verification.reference import SCALE, Reference, cast, short_of, values_of
+from autopar.verification.dtypes import cast, module_in
+from autopar.verification.reference import SCALE, Reference, short_of, values_of
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
@@ -26,7 +27,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     options, batch, model = options_of(**job.step), job.batch, job.model
     is_exact = short_of(options) is None
     if is_exact:
-        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     plain = Reference(model, job.loss_fn, job.make_optimizer, options)
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None

@@ -82,7 +82,7 @@ def _wrong_value(
             continue
         known = record(node)
         origins = [record(operand).origin for operand in operand_nodes(node)]
-        norms = [expected[origin].double().norm().item() for origin in origins if origin in expected]
+        norms = [norm_of({("node", origin): expected[origin]}, "node") for origin in origins if origin in expected]
         floor = ZERO["node"] * max(norms, default=0.0)
         if known.is_backward:
             floor = max(floor, ZERO["gradient"] * gradients)

@@ -19,14 +19,10 @@ from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Table, Values
+from autopar.verification.dtypes import cast, dtype_of, module_in
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
-
-
-def cast(leaf: Any, dtype: torch.dtype) -> Any:
-    """A floating-point tensor in `dtype`; anything else as it is."""
-    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -52,7 +48,8 @@ class Plain:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
-        self.borrowed = Borrowed(partners, next(model.parameters()).dtype)
+        self.borrowed = Borrowed(partners, dtype_of(model))
+        self.buffers = {name for name, _ in model.named_buffers()}  # a table that a step keeps is none of the state
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         of_partners: Values = {}
@@ -64,7 +61,7 @@ class Plain:
         self.optimizer.zero_grad()
         args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
         parameter = next(self.model.parameters())
-        dtype, low = parameter.dtype, self.autocast
+        dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         with default_dtype(dtype), Raise(None, seed, None if low else dtype):
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
@@ -80,7 +77,8 @@ class Plain:
         for name, parameter in self.model.named_parameters():
             found["weight", name] = parameter.detach().clone()
         for name, tensor in self.model.named_buffers():
-            found["buffer", name] = tensor.clone()
+            if name in self.buffers:
+                found["buffer", name] = tensor.clone()
         return found
 
 
@@ -97,17 +95,19 @@ class Reference:
     ) -> None:  # fmt: skip
         self.short = short_of(options)
         exact = copied(model)
-        self.plain = Plain(exact if self.short is None else exact.double(), loss_fn, make, None, partners)
+        self.plain = Plain(
+            exact if self.short is None else module_in(exact, torch.float64), loss_fn, make, None, partners
+        )
         low = options.low_dtype
         self.other = Plain(copied(model), loss_fn, make, low, partners) if low else None
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = dtype_of(model)
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
 
     def borrow(self, partners: tuple[Partner, ...]) -> None:
         """Give each side values of its own for the other models in the loss."""
         for side in filter(None, (self.plain, self.other)):
-            side.borrowed = Borrowed(partners, next(side.model.parameters()).dtype)
+            side.borrowed = Borrowed(partners, dtype_of(side.model))
 
     @property
     def note(self) -> str:

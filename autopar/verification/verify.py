@@ -19,8 +19,9 @@ from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
+from autopar.verification.dtypes import cast, module_in
 from autopar.verification.locate import locate
-from autopar.verification.reference import OptimizerFactory, Plain, Reference, cast, copied, short_of
+from autopar.verification.reference import OptimizerFactory, Plain, Reference, copied, short_of
 from autopar.verification.virtual import Virtual
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -53,7 +54,7 @@ def verify(
     is_exact = short_of(chosen) is None
     model = copied(model)
     if is_exact:
-        model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
+        model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():

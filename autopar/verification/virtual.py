@@ -21,6 +21,7 @@ from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
+from autopar.verification.dtypes import dtype_of
 from autopar.verification.inputs import Whole, scattered, whole_inputs
 from autopar.verification.reference import SCALE, OptimizerFactory
 
@@ -33,7 +34,7 @@ class Virtual:
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
+        self.dtype, self.device = dtype_of(model), parameter.device
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,15 @@ import autopar
 from autopar.errors import CaptureError
 
 Body = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _checked() -> Iterator[None]:
+    """torch._dynamo turns the checks off for the whole process."""
+    before = D.Distribution._validate_args
+    D.Distribution.set_default_validate_args(True)
+    yield
+    D.Distribution.set_default_validate_args(before)
 
 
 class Net(nn.Module):

@@ -93,6 +93,7 @@ def test_arguments_round_trip():
         1, -3, 0.1, 1e-05, 1e22, -2.5e-300, math.inf, -math.inf, math.nan, True, False, None, "a \"b\" # %x, (é\n\\",
         [1, [2, x], []], (), (x,), (1, 2), torch.float32, torch.bool, torch.bfloat16, torch.channels_last,
         torch.contiguous_format, torch.preserve_format, torch.strided, 2**70,
+        0j, complex(-0.5, 1e-05), complex(math.inf, -math.inf), [1 + 2j],
     ]  # fmt: skip
     graph.create_node("call_function", aten.add.Tensor, (x, *arguments), {"alpha": -1, "dtype": torch.int64}, name="a")
     set_record(graph.find_nodes(op="call_function", target=aten.add.Tensor)[0], typed.with_(origin="a"))
