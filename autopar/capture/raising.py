@@ -155,7 +155,11 @@ class Raise(TorchFunctionMode):
         if func in NOTED and place and place[1]:
             self.notes[NOTED[func].format(place[1])] = None
         if self.captures and self._selects(func, args, kwargs):
-            result = self.selected.select(func, args[0], user_frame(sys._getframe(1)))
+            result = folded(self.origins, func, args, kwargs, before)
+            if result is NotImplemented:
+                result = self.selected.select(func, args[0], user_frame(sys._getframe(1)))
+            else:
+                result = self._took(func, args, kwargs, result)
         elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
             result = self.selected.call(partial(self._run, before), func, args, kwargs)
         else:
