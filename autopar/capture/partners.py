@@ -131,10 +131,11 @@ class Partners:
         self._met.add(id(module))
         if id(module) in self._inside or isinstance(module, Inlined):
             return
-        tensors = [*module.parameters(), *module.buffers()]
+        new = [part for part in module.modules() if id(part) not in self._inside]
+        tensors = [tensor for part in new for tensor in (*part.parameters(False), *part.buffers(False))]
         line = user_frame(sys._getframe(1))
         if not tensors or (type(module), line) in self._passing:
-            return
+            return  # it holds nothing, or it is a new container of the model's own parts
         if any(module is made for made in self.model.modules()):
             return  # it was made while the model runs, which is refused after the trace
         if any(isinstance(tensor, DTensor) for tensor in tensors):

@@ -45,3 +45,15 @@ def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Any:
         return NotImplemented
     input.diagonal().fill_(fill_value)
     return input
+
+
+def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Raise torch.where with a condition of bytes, which torch takes on a device and not in a trace."""
+    if not isinstance(condition, torch.Tensor) or condition.dtype != torch.uint8 or not (args or kwargs):
+        return NotImplemented
+    return torch.where(condition.bool(), *args, **kwargs)
+
+
+def where_self(self: Tensor, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Raise Tensor.where, the choice of `self` where a condition of bytes holds."""
+    return where(condition, self, *args, **kwargs)

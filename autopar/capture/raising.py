@@ -30,7 +30,7 @@ from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
-from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, take
+from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, take, where, where_self
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
     batch_norm,
@@ -375,6 +375,8 @@ RAISED: dict[Any, Callable[..., Any]] = {
     Tensor.as_strided: as_strided,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
+    torch.where: where,
+    Tensor.where: where_self,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     **{function: with_bias_apart(function) for function in CONVOLUTIONS},

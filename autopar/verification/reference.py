@@ -15,6 +15,7 @@ from autopar.capture.containers import map_tensors, take_apart
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
+from autopar.errors import CaptureError
 from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
@@ -27,10 +28,17 @@ SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
-    `weight_norm` of old): torch copies no tensor that was computed."""
+    `weight_norm` of old): torch copies no tensor that was computed. Raises CaptureError for what cannot be copied."""
     kept = (value for module in model.modules() for value in vars(module).values())
     computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
-    return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
+    try:
+        return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
+    except Exception as error:
+        raise CaptureError(
+            f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
+            f"{type(error).__name__}: {error}. Give the class that cannot be copied a `__deepcopy__`, or keep what it "
+            f"holds (a lock, a file, a function made by a decorator) outside of the model."
+        ) from error
 
 
 def values_of(aux: Any) -> Values:
