@@ -11,7 +11,6 @@ finaliser. For a tensor of more than 2^32 elements the high half of the index en
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,18 +154,6 @@ def _places_of_numpy(width: int) -> np.ndarray[Any, Any]:
 
 def _word(key: Any, device: torch.device) -> torch.Tensor:
     return key if isinstance(key, torch.Tensor) else torch.tensor(key, dtype=torch.int32, device=device)
-
-
-def triton_kernels(device: torch.device) -> Any:
-    """The module of GPU kernels; None for a device that has none and where Triton is not installed."""
-    return _triton_kernels() if device.type == "cuda" else None
-
-
-@functools.cache
-def _triton_kernels() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("autopar.runtime.random_triton")
 
 
 def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
+from autopar.runtime.counter import Counters, Runs, keys_of, number
+from autopar.runtime.gpu_kernels import triton_kernels
 from autopar.runtime.kernel import Kernel
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.counter import Counters, Runs, keys_of, number, triton_kernels
+from autopar.runtime.counter import Counters, Runs, keys_of, number
+from autopar.runtime.gpu_kernels import triton_kernels
 from autopar.runtime.kernel import Kernel
 
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

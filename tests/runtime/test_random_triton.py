@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.runtime.counter import triton_kernels
 from autopar.runtime.dropout import dropout
+from autopar.runtime.gpu_kernels import triton_kernels
 from autopar.runtime.random import random
 
 CASE = Path(__file__).resolve().parents[1] / "support" / "triton_case.py"
