@@ -119,7 +119,7 @@ def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct |
             "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
             "it, or pass it in with the batch.",
         )
-    if new.requires_grad and not old.requires_grad:
+    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
         return Construct(
             f"a buffer '{name}' whose new value has a gradient",
             "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",

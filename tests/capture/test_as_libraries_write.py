@@ -48,6 +48,22 @@ class Bytes(nn.Module):
         return torch.where(mask, y, -y) + y.where(mask, x)
 
 
+class Marked(nn.Module):
+    """vector-quantize-pytorch: a sum of losses begins with a buffer that is marked as one with a gradient."""
+
+    zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("zero", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.zero
+        total.requires_grad_()
+        return self.inner(x) + total
+
+
 class Locked(Gathered):
     """Something that Python cannot copy."""
 
@@ -58,7 +74,7 @@ class Locked(Gathered):
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
-@pytest.mark.parametrize("make", [Gathered, Bytes])
+@pytest.mark.parametrize("make", [Gathered, Bytes, Marked])
 @pytest.mark.filterwarnings("ignore:where received a uint8:UserWarning")
 def test_taken(make: Any, mesh: str, options: Any) -> None:
     torch.manual_seed(0)
