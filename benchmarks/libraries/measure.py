@@ -14,7 +14,8 @@ import torch
 
 from autopar import AutoparError, verify
 from autopar.compiler.compile import batch_arguments
-from benchmarks.libraries.case import Case
+from benchmarks.libraries.case import Case, Table
+from benchmarks.libraries.models import TABLE
 
 MESHES = {"dp=2,tp=2": {"mesh": "dp=2,tp=2"}, "dp=3": {"mesh": "dp=3"}}
 # With micro-batches: one of these two is asked for.
@@ -61,10 +62,8 @@ def declare_torchvision_ops() -> torch.library.Library:
     return library
 
 
-def measure(package: str, model: str) -> Row:
+def measure(package: str, model: str, table: Table = TABLE) -> Row:
     """The row of one model; what goes wrong stands in `reasons`."""
-    from benchmarks.libraries.models import TABLE
-
     ops = declare_torchvision_ops()
 
     warnings.filterwarnings("ignore")
@@ -73,7 +72,7 @@ def measure(package: str, model: str) -> Row:
     row, start = Row(package, model, version(package)), time.process_time()
     torch.manual_seed(0)
     try:
-        case = TABLE[package][model]()
+        case = table[package][model]()
         case.model.train()
     except Exception as error:
         return _all(row, f"the package itself: {_said(error)}")
