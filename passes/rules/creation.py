@@ -42,11 +42,8 @@ ROWS: Mapping[str, Row] = {
     "aten.arange.default": Row(replicated),
     "aten.arange.start": Row(replicated),
     "aten.arange.start_step": Row(replicated),
-    **{
-        f"aten.{name}.{overload}": Row(replicated)
-        for name in ("linspace", "logspace")
-        for overload in ("default", "Tensor_Scalar", "Scalar_Tensor", "Tensor_Tensor")
-    },
+    "aten.linspace.default": Row(replicated),
+    "aten.logspace.default": Row(replicated),
     "aten.eye.default": Row(replicated),
     "aten.eye.m": Row(replicated),
     "aten.triu_indices.default": Row(replicated),
