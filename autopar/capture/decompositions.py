@@ -32,13 +32,15 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         aten.addbmm.default: _addbmm,
         aten.linalg_vector_norm.default: _vector_norm,
         aten._linalg_solve_ex.default: _solve_ex,
+        aten._linalg_det.default: _det,
+        aten._linalg_slogdet.default: _slogdet,
     }
 
 
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
     count = 1
-    for d in dims:
+    for d in dims if x.ndim else ():
         count = operator.mul(count, x.shape[d])
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
@@ -65,11 +67,33 @@ def _vector_norm(
 
 
 def _solve_ex(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """As torch does it: columns are solved apart, but a matrix is factored once. The factors are those of the
-    transposed matrix where that is how it lies in memory, and torch's gradient takes them for that."""
+    """As torch does it: a matrix is factored once, and the columns are solved apart."""
     is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
-    turned = a.is_contiguous() and not a.is_complex()
-    lu, pivots, info = aten.linalg_lu_factor_ex(a.mT if turned else a, check_errors=check_errors)
-    sides = b.unsqueeze(-1) if is_vector else b
-    x = aten.linalg_lu_solve(lu, pivots, sides, left=left, adjoint=turned)
+    lu, pivots, info = aten.linalg_lu_factor_ex(a, check_errors=check_errors)
+    x = aten.linalg_lu_solve(lu, pivots, b.unsqueeze(-1) if is_vector else b, left=left)
     return (x.squeeze(-1) if is_vector else x), lu, pivots, info
+
+
+def _factors(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors that torch keeps for the gradient of a determinant: of the transposed matrix where it lies in memory
+    row by row. A rank's part may lie otherwise than the whole did when it was traced, so the program says which."""
+    turned = a.is_contiguous() and not a.is_complex()
+    lu, pivots, _ = aten.linalg_lu_factor_ex(a.mT if turned else a)
+    return lu, pivots
+
+
+def _turns(pivots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The sign of a permutation: -1 if an odd number of rows was exchanged."""
+    places = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return (1 - 2 * ((pivots != places).sum(-1) % 2)).to(like.dtype)
+
+
+def _det(a: torch.Tensor) -> Any:
+    lu, pivots = _factors(a)
+    return lu.diagonal(0, -2, -1).prod(-1) * _turns(pivots, lu), lu, pivots
+
+
+def _slogdet(a: torch.Tensor) -> Any:
+    lu, pivots = _factors(a)
+    diagonal = lu.diagonal(0, -2, -1)
+    return diagonal.sgn().prod(-1) * _turns(pivots, lu), diagonal.abs().log().sum(-1), lu, pivots

@@ -40,6 +40,11 @@ def outer(x: Tensor) -> Tensor:
     return v @ v.mT + torch.diag(torch.arange(1.0, 5.0, dtype=x.dtype))
 
 
+def uneven(x: Tensor) -> Tensor:
+    """Matrices that are not symmetric."""
+    return outer(x) + 0.3 * outer(x).triu()
+
+
 def sides(x: Tensor) -> Tensor:
     return x.view(-1, 3, 4, 1)
 
@@ -80,10 +85,14 @@ LAYERS: dict[str, Layer] = {
     "solve": lambda x, w: torch.linalg.solve(outer(x), sides(x @ w)),
     "solve, one matrix": lambda x, w: torch.linalg.solve(positive(w), x.T),
     "solve, vectors": lambda x, w: torch.linalg.solve(outer(x), (x @ w).view(-1, 3, 4)),
+    "solve, as it lies": lambda x, w: torch.linalg.solve(uneven(x @ w), sides(x)),
+    "solve, transposed": lambda x, w: torch.linalg.solve(uneven(x @ w).mT, sides(x)),
+    "solve from the right": lambda x, w: torch.linalg.solve(uneven(x @ w), sides(x).mT, left=False),
     "inv": lambda x, w: torch.linalg.inv(outer(x @ w)),
     "cholesky": lambda x, w: torch.linalg.cholesky(outer(x @ w)),
     "cholesky_solve": lambda x, w: torch.cholesky_solve(sides(x @ w), torch.linalg.cholesky(outer(x))),
-    "det": lambda x, w: torch.linalg.det(outer(x @ w)),
+    "det": lambda x, w: torch.linalg.det(uneven(x @ w)),
+    "det, transposed": lambda x, w: torch.linalg.det(uneven(x @ w).mT) * torch.linalg.det((x @ w).view(-1, 3, 2, 2)),
     "slogdet": lambda x, w: torch.linalg.slogdet(outer(x @ w))[1],
     "slogdet of a weight": lambda x, w: x @ w + torch.linalg.slogdet(positive(w))[1],
     "eigh": lambda x, w: torch.linalg.eigvalsh(outer(x @ w)),
