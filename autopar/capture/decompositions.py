@@ -40,7 +40,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
     count = 1
-    for d in dims:
+    for d in dims if x.ndim else ():
         count = operator.mul(count, x.shape[d])
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
@@ -67,29 +67,28 @@ def _vector_norm(
 
 
 def _solve_ex(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """As torch does it: columns are solved apart, but a matrix is factored once."""
+    """As torch does it: a matrix is factored once, and the columns are solved apart."""
     is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
-    lu, pivots, info, turned = _factored(a, check_errors)
-    sides = b.unsqueeze(-1) if is_vector else b
-    x = aten.linalg_lu_solve(lu, pivots, sides, left=left, adjoint=turned)
+    lu, pivots, info = aten.linalg_lu_factor_ex(a, check_errors=check_errors)
+    x = aten.linalg_lu_solve(lu, pivots, b.unsqueeze(-1) if is_vector else b, left=left)
     return (x.squeeze(-1) if is_vector else x), lu, pivots, info
 
 
-def _factored(a: torch.Tensor, check_errors: bool = False) -> tuple[Any, Any, Any, bool]:
-    """The factors of a matrix, of the transposed one where that is how it lies in memory: torch's gradients of `solve`
-    and of determinants take them for that, by the strides of the traced value. A kernel that decided by the strides at
-    run time would give them other factors."""
+def _factors(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors that torch keeps for the gradient of a determinant: of the transposed matrix where it lies in memory
+    row by row. A rank's part may lie otherwise than the whole did when it was traced, so the program says which."""
     turned = a.is_contiguous() and not a.is_complex()
-    return *aten.linalg_lu_factor_ex(a.mT if turned else a, check_errors=check_errors), turned
+    lu, pivots, _ = aten.linalg_lu_factor_ex(a.mT if turned else a)
+    return lu, pivots
 
 
 def _det(a: torch.Tensor) -> Any:
-    lu, pivots, _, _ = _factored(a)
+    lu, pivots = _factors(a)
     return lu.diagonal(0, -2, -1).prod(-1) * _parity(pivots, a), lu, pivots
 
 
 def _slogdet(a: torch.Tensor) -> Any:
-    lu, pivots, _, _ = _factored(a)
+    lu, pivots = _factors(a)
     diagonal = lu.diagonal(0, -2, -1)
     sign = diagonal.sgn().prod(-1) * _parity(pivots, a)
     return sign, diagonal.abs().log().sum(-1), lu, pivots

@@ -171,7 +171,8 @@ class Selected:
         return len(found) == len(set(found)) > 0
 
     def _at_places(self, base: Tensor, items: list[Any]) -> Tensor:
-        """base[items] for all places of a mask: a matter of views, so that rows may be split."""
+        """base[items] for all places of a mask: a matter of views, so that rows may be split. A copy, as an index gives
+        it, for the model may write into it."""
         dims = [item for item in items if item is not None]
         dims += [slice(None)] * (base.ndim - len(dims))
         of = {self.known[id(item)].place: at for at, item in enumerate(dims) if isinstance(item, Tensor)}
@@ -186,7 +187,7 @@ class Selected:
         where = next(i for i, item in enumerate(items) if isinstance(item, Tensor))
         keys = [None if item is None else slice(None) for item in items if not isinstance(item, Tensor)]
         keys.insert(where, slice(None))
-        made: Tensor = value[tuple(keys)]
+        made: Tensor = value[tuple(keys)].clone()
         return made
 
 

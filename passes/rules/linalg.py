@@ -53,12 +53,6 @@ def _lu_solve(call: Call) -> str:
     return "_ _, _, _ k -> _ k" if argument(call, 3, "left", True) else "_ _, _, k _ -> k _"
 
 
-def _solve_ex(call: Call) -> Rule:
-    a, b = (operand.shape for operand in call.operands)
-    is_vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-    return batched(call, "_ _, _ -> _, _ _, _, " if is_vector else "_ _, _ _ -> _ _, _ _, _, ")
-
-
 def _ormqr(call: Call) -> Rule:
     side = "_ k" if argument(call, 3, "left", True) else "k _"
     return batched(call, f"_ _, _, {side} -> {side}", linear=THIRD)
@@ -77,7 +71,6 @@ def _least_squares(call: Call) -> Rule:
 ROWS: Mapping[str, Row] = {
     "aten._linalg_eigh.default": _row("_ _ -> _, _ _"),
     "aten._linalg_svd.default": _row("_ _ -> _ _, _, _ _"),
-    "aten._linalg_solve_ex.default": Row(_solve_ex),
     "aten.cholesky.default": _row("_ _ -> _ _"),
     "aten.cholesky_inverse.default": _row("_ _ -> _ _"),
     "aten.cholesky_solve.default": _solved(0, lambda _: "_ k, _ _ -> _ k", FIRST),

@@ -84,7 +84,17 @@ def divided(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, tok
     out.index_add_(0, token, mine.softmax(-1) * weights[token, which][:, None] / (expert(rows[token]) * 8))
 
 
-LIBRARIES = {"mixtral": mixtral, "tutorial": tutorial, "selected": selected, "divided": divided}
+def in_place(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor) -> None:
+    """What is taken is a copy: to write into it changes no row of the tensor."""
+    mine = rows[token]
+    mine *= 2
+    y = expert(mine)
+    y.mul_(weights[token, which, None])
+    out[token] += y
+    out[token] *= 0.5
+
+
+LIBRARIES = {"in place": in_place, "mixtral": mixtral, "tutorial": tutorial, "selected": selected, "divided": divided}
 
 
 @pytest.mark.parametrize("by", ["chosen", "tokens"])
@@ -132,6 +142,26 @@ def test_rows_stay_on_their_ranks_and_products_are_by_expert() -> None:
     assert not [row for row in found.collectives if row.op in ("all_gather", "all_to_all")]
     products = [node for node in found.program.calls() if record(node).flops and "experts" in record(node).module]
     assert products and all("expert_mm" in str(node.target) for node in products)
+
+
+def test_rows_are_written_as_they_are_read() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, out = self.up(x), torch.zeros_like(x)
+            (token,) = torch.where(x[:, 0] > 0)
+            out[token] += y[token]
+            out[token] *= 2
+            kept = y[token]
+            kept += 1
+            out.index_add_(0, token, kept, alpha=3)
+            return (out + y).square().mean()
+
+    torch.manual_seed(0)
+    verified(Written(), ("dp=2,tp=2", "dp=3"), None, (torch.randn(12, WIDTH),))
 
 
 # --- what must be refused: where padding would be seen, or its number

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from conftest import ROOT
 from rule_brute_force import Sample, check, tensors_in, with_tensors
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.canonical import view_of_copy
@@ -107,13 +109,8 @@ def database() -> Database:
 
 
 def _run_database(found: Database) -> None:
-    infos = pytest.importorskip(
-        "torch.testing._internal.common_methods_invocations",
-        reason="PyTorch's op database needs the package expecttest",
-        exc_type=ImportError,
-    ).op_db
     skipped = found.skipped
-    for info in infos:
+    for info in _infos():
         count = SAMPLES_OF_SLOW if info.name.startswith(SLOW) else SAMPLES_PER_OP
         for one in islice(_samples(info, skipped), count):
             with _Log(found):
@@ -142,6 +139,59 @@ def test_what_is_fresh_shares_no_memory_in_the_op_database(database: Database) -
     print(f"\n{len(database.fresh)} ops, {len(set(database.fresh) - set(TABLE))} of them without a row")
     assert [name for name, was in sorted(database.fresh.items()) if not was] == []
     assert len(database.fresh) > 400
+
+
+APART = """
+    addbmm addmm addr block_diag count_nonzero diag_embed dist linalg.cross linalg.det linalg.slogdet linalg.solve
+    linalg.solve_ex linalg.tensorsolve linalg.vector_norm logdet mean nansum narrow_copy norm rot90 trace _chunk_cat
+    nn.functional.channel_shuffle nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
+"""
+
+
+@pytest.mark.parametrize("name", APART.split())
+def test_what_is_taken_apart_computes_the_same(name: str) -> None:
+    """Values and gradients, of matrices that lie in memory either way; what torch saves for a gradient included."""
+    torch.manual_seed(0)
+    samples = (one for info in _infos() if info.name == name for one in islice(_samples(info, Counter()), 8))
+    count = 0
+    for one in samples:
+        for turned in (False, True):
+            count += _compare_apart(one, lambda x, turned=turned: _turned(x) if turned else x, name)
+    assert count
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().mT if x.ndim > 1 else x
+
+
+def _compare_apart(one: Any, lie: Any, name: str) -> int:
+    info = next(info for info in _infos() if info.name == name)
+    given = [lie(t.detach().clone()) for t in tensors_in([one.input, one.args, one.kwargs])]
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [v.detach().requires_grad_(v.is_floating_point() and info.supports_autograd) for v in values]
+        input_, args, kwargs = with_tensors([one.input, list(one.args), dict(one.kwargs)], leaves)
+        out = [t for t in tensors_in([info(input_, *args, **kwargs)]) if t.is_floating_point() or not t.requires_grad]
+        loss = [(t * t).sum() for t in out if t.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad(sum(loss), wanted, allow_unused=True) if loss and wanted else ()
+        return [*(t.detach() for t in out), *(t for t in found if t is not None)]
+
+    want = run(*given)
+    made = make_fx(run, decomposition_table=dict(decompositions()), tracing_mode="real")(*given)
+    for got, expected in zip(made(*given), want, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-9, atol=1e-9)
+    return 1
+
+
+@cache
+def _infos() -> tuple[Any, ...]:
+    module = pytest.importorskip(
+        "torch.testing._internal.common_methods_invocations",
+        reason="PyTorch's op database needs the package expecttest",
+        exc_type=ImportError,
+    )
+    return tuple(module.op_db)
 
 
 def _functional(name: str) -> list[str]:

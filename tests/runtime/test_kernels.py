@@ -16,6 +16,7 @@ from autopar.runtime.embedding import add_embedding_gradient, embedding, embeddi
 from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
+from autopar.torch_compat import tree_map
 
 D = torch.float64
 
@@ -302,7 +303,7 @@ def test_dispatcher_runs_the_kernels_and_meta_agrees() -> None:
         direct = KERNELS[op(name)].run(*args)
         real = op(name)(*args)
         with FakeTensorMode() as mode:
-            fake = op(name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+            fake = op(name)(*tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, args))
         several = isinstance(direct, tuple)
         for x, y, z in zip(*((r if several else (r,)) for r in (direct, real, fake)), strict=True):
             assert torch.equal(x, y), name

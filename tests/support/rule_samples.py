@@ -305,16 +305,8 @@ def creation_samples() -> Samples:
         "aten.arange.default": [sample(12)],
         "aten.arange.start": [sample(2, 8)],
         "aten.arange.start_step": [sample(2, 8, 2)],
-        **{
-            f"aten.{name}.{overload}": [sample(*ends, 12)]
-            for name in ("linspace", "logspace")
-            for overload, ends in {
-                "default": (0, 1),
-                "Tensor_Scalar": (r(), 1),
-                "Scalar_Tensor": (0, r()),
-                "Tensor_Tensor": (r(), r()),
-            }.items()
-        },
+        "aten.linspace.default": [sample(0, 1, 12)],
+        "aten.logspace.default": [sample(0, 1, 12)],
         "aten.eye.default": [sample(6)],
         "aten.eye.m": [sample(4, 6)],
         "aten.triu_indices.default": [sample(4, 6, 1)],

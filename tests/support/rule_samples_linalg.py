@@ -30,12 +30,7 @@ def linalg_samples() -> Samples:
     lu, pivots = torch.linalg.lu_factor(square[0])
     ld, turns = torch.linalg.ldl_factor(positive)
     q, tau = torch.geqrf(r(6, 4, 4))
-    solve = [sample(a, b) for a, b in zip(square, sides, strict=True)]
     return found | {
-        "aten._linalg_solve_ex.default": [
-            *solve, sample(square[0], r(6, 4)), sample(square[2], r(4)), sample(square[2], r(6, 4, 2)),
-            sample(square[0], r(6, 12, 4), left=False),
-        ],
         "aten.cholesky_solve.default": [sample(r(2, 6, 4, 12), lower), sample(r(4, 6), lower[0, 0])],
         "aten.linalg_householder_product.default": [sample(q, tau)],
         "aten.linalg_ldl_solve.default": [sample(ld, turns, sides[0])],
