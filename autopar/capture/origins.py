@@ -92,6 +92,8 @@ class Origins:
     def kept(self, tensor: Tensor, original: Tensor, seed: int) -> None:
         """An input that no step changes, where two runs are compared by values. Where it has no data here (a parameter
         that is split over ranks), any will do that are the same in both."""
+        if id(tensor) in self._known:  # as the run before left it
+            return
         known = self._enter(tensor, 0)
         known.original, known.seed = original if _has_data(original) else None, seed
 
