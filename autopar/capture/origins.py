@@ -26,6 +26,15 @@ STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, Enum, np.generic,
           torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
 _ARRAYS = (np.ndarray, np.memmap)
+# They say what a tensor is, not what it holds; torch's machinery asks all the time.
+QUERIES: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_nested")]
+    + [getattr(Tensor, name) for name in (
+        "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+        "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
+)  # fmt: skip
 # Their results are not decided by their arguments: what is drawn, and memory as it was found.
 _UNDECIDED = frozenset(
     ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
