@@ -108,7 +108,9 @@ def test_a_wrong_imaginary_part_is_an_error() -> None:
 def train(rank: int, mesh: str, name: str) -> None:
     make = {each.__name__: each for each in MODELS}[name]
     plain = made(make)
-    parallel = autopar.parallelize(copy.deepcopy(plain), mesh, loss_fn=loss_fn, device="cpu", zero=3)
+    parallel = autopar.parallelize(
+        copy.deepcopy(plain), mesh, loss_fn=loss_fn, device="cpu", zero=3 if "dp" in mesh else 0
+    )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (plain, parallel)]
     x = rows()
     for _ in range(2):
