@@ -55,6 +55,8 @@ class Calls:
         self.origins: Origins = Origins(earlier.origins if earlier else None)
         self.made: list[Call] = []
         self.changing: int = earlier.changing if earlier else CHANGING  # the bits of what steps change
+        self.rebound = 0  # the bits of the buffers that are other tensors after a run
+        self._kept: list[torch.Tensor] = []
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
         self._known: dict[int, _Key] = dict(earlier._known) if earlier else {}
@@ -66,13 +68,29 @@ class Calls:
             self._inputs.add(id(tensor))
             self._enter(tensor, hash(("input", position)), bit, is_new=True)
 
-    def is_kept(self, bit: int) -> bool:
-        """True for an input whose value may stand for it: no step changes it."""
-        return self.by_value and not bit & self.changing
+    def keep(self, bit: int, tensor: torch.Tensor, original: torch.Tensor, position: int) -> bool:
+        """Take an input by its value, if runs are compared by values and the step does not have it anew: a buffer as
+        the run before left it."""
+        if not self.by_value or bit & self.changing:
+            return False
+        self._kept += [tensor] * (bit > 0)
+        self.origins.kept(tensor, original, position)
+        return True
 
-    def wrote(self, bit: int) -> None:
-        """The step changes a buffer."""
-        self.changing |= bit
+    def held(self) -> list[Any]:
+        """What the buffers hold after a run; None for one that the batch or a weight was written into."""
+        return [self.origins.content(tensor) for tensor in self._kept]
+
+    def wrote(self, bit: int, is_replaced: bool) -> None:
+        """The step writes into a buffer, or binds it to another tensor, which no later run is given."""
+        self.changing |= 0 if self.by_value else bit
+        self.rebound |= bit * is_replaced
+
+    def by_values(self) -> Calls:
+        """For a first run that is compared by values, of the step that these are of."""
+        found = Calls(by_value=True)
+        found.changing |= self.rebound
+        return found
 
     def _enter(self, tensor: torch.Tensor, key: int, behind: int, is_new: bool) -> None:
         """`is_new`: what its memory holds is."""

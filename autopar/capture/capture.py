@@ -274,9 +274,7 @@ class _Capture:
                 self.untrained[id(value)] = entry.name
             bit = behind_of(position, entry, tensor)
             behind.append(bit)
-            if calls.is_kept(bit):
-                calls.origins.kept(value, tensor, position)
-            else:
+            if not calls.keep(bit, value, tensor, position):
                 calls.origins.given(value, entry.kind, tensor)
             for name in entry.names:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
@@ -367,8 +365,9 @@ class _Capture:
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)
         ):
-            if entry.kind == "buffer" and (found.get(entry.name) is not given or given._version != version):
-                self.calls.wrote(behind_of(position, entry, tensor))
+            is_replaced = entry.kind == "buffer" and found.get(entry.name) is not given
+            if is_replaced or (entry.kind == "buffer" and given._version != version):
+                self.calls.wrote(behind_of(position, entry, tensor), is_replaced)
         return self.new_buffers
 
 

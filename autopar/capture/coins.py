@@ -16,6 +16,7 @@ import torch
 from autopar.capture.constructs import DRAWN_NUMBER
 from autopar.capture.explain import refusal
 from autopar.capture.location import user_frame
+from autopar.capture.origins import version_of
 from autopar.torch_compat import storage_of
 
 Tensor = torch.Tensor
@@ -48,7 +49,7 @@ class Coins:
 
     def add(self, tensor: Tensor) -> None:
         """A tensor that was just drawn."""
-        self._drawn[id(tensor)] = tensor, tensor._version
+        self._drawn[id(tensor)] = tensor, version_of(tensor)
 
     def _forget(self, tensor: Tensor) -> None:
         """What shares memory with a tensor is a draw no more."""
@@ -58,7 +59,7 @@ class Coins:
 
     def has(self, value: Any) -> bool:
         """True for a draw that nothing was written into since."""
-        return id(value) in self._drawn and self._drawn[id(value)][1] == value._version
+        return id(value) in self._drawn and self._drawn[id(value)][1] == version_of(value)
 
     def saw(self, function: Any, args: Any, result: Any, written: Sequence[Tensor]) -> None:
         """A call with what it returned, and what it wrote into. A part of a draw is a draw, unless it is rounded."""

@@ -113,33 +113,47 @@ class Steady:
         return calls, None
 
     def _settles(self, second: Calls) -> bool:
-        """True where the third run is the second, and the second computes with the same values as the first: a table
-        was made and is found from then on. Compared by what constants hold, not by how they were made."""
-        if not self._is_like(second, Calls(second)):
+        """True where the third run is the second, and what the program of the first does in the second step is what the
+        model does in it: a table was made, and is found from then on. Compared by what constants hold, not by how they
+        were made."""
+        if self._made(Calls(second), second) is None:
             return False
-        self.attributes.restore()
-        self.replaced.clear()
-        first = Calls(by_value=True)
-        first.changing = self.first.changing
-        return self._is_like(None, first) and self._is_like(first, Calls(first, by_value=True))
+        ours, theirs = self._second_by_value(is_fresh=True), self._second_by_value(is_fresh=False)
+        if ours is None or theirs is None:
+            return False
+        return first_difference(ours[0], theirs[0]) is None and ours[1] == theirs[1]
 
-    def _is_like(self, earlier: Calls | None, calls: Calls) -> bool:
-        """Make another run, and compare it with an earlier one."""
+    def _second_by_value(self, is_fresh: bool) -> tuple[Calls, list[Any]] | None:
+        """The second of two runs, which finds the buffers as the first left them, and what they hold after it; None if
+        one fails. `is_fresh`: not so the attributes in Python, which a program does not have."""
+        first = self.first.by_values()
+        self._start_anew()
+        if self._made(first) is None:
+            return None
+        if is_fresh:
+            self._start_anew()
+        second = self._made(Calls(first, by_value=True))
+        return None if second is None else (second, second.held())
+
+    def _made(self, calls: Calls, like: Calls | None = None) -> Calls | None:
+        """Make another run; None if it fails, or is not like an earlier one."""
         try:
             self.run(calls)
         except Exception:
-            return False
-        return earlier is None or first_difference(earlier, calls) is None
+            return None
+        return calls if like is None or first_difference(like, calls) is None else None
+
+    def _start_anew(self) -> None:
+        self.attributes.restore()
+        self.replaced.clear()
 
     def _fresh(self) -> tuple[Calls, Exception | None]:
         """Another run, from what the model was at first."""
-        self.attributes.restore()
-        self.replaced.clear()
+        self._start_anew()
         return self._second()
 
     def _again(self, state: Callable[[], object]) -> Line | None:
-        self.attributes.restore()
-        self.replaced.clear()
+        self._start_anew()
         return line_that_changes(lambda: self.run(Calls()), state)
 
     def _line_of(self, change: Change) -> Line | None:

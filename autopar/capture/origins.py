@@ -26,6 +26,19 @@ STEADY = BATCH | BUFFER | CONSTANT  # what a step leaves as it is
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, Enum, np.generic,
           torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
 _ARRAYS = (np.ndarray, np.memmap)
+_WRITERS = frozenset(
+    ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
+     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+)  # fmt: skip
+# They say what a tensor is, not what it holds; torch's machinery asks all the time.
+QUERIES: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_nested")]
+    + [getattr(Tensor, name) for name in (
+        "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+        "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
+)  # fmt: skip
 # Their results are not decided by their arguments: what is drawn, and memory as it was found.
 _UNDECIDED = frozenset(
     ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
@@ -92,6 +105,8 @@ class Origins:
     def kept(self, tensor: Tensor, original: Tensor, seed: int) -> None:
         """An input that no step changes, where two runs are compared by values. Where it has no data here (a parameter
         that is split over ranks), any will do that are the same in both."""
+        if id(tensor) in self._known:  # as the run before left it
+            return
         known = self._enter(tensor, 0)
         known.original, known.seed = original if _has_data(original) else None, seed
 
@@ -101,7 +116,7 @@ class Origins:
         for leaf in _leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 found.tensors.append(leaf)
-                found.versions.append(_version(leaf))
+                found.versions.append(version_of(leaf))
                 known = self._entered(leaf)
                 found.kinds, found.outside = found.kinds | known.kinds, found.outside | known.outside
             elif not isinstance(leaf, _PLAIN) and type(leaf) not in _ARRAYS:
@@ -111,9 +126,7 @@ class Origins:
     def saw(self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any) -> list[Tensor]:
         """A call with what it returned. Returns those of its arguments that it wrote into."""
         made = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
-        written = [
-            tensor for tensor, old in zip(before.tensors, before.versions, strict=True) if _version(tensor) != old
-        ]
+        written = _written(function, args, before)
         if not made and not written:
             return written
         kinds = before.kinds | (RANDOM if _is_undecided(function) else 0)
@@ -171,18 +184,18 @@ class Origins:
 
     def _of(self, tensor: Tensor) -> _Known | None:
         known = self._known.get(id(tensor))
-        if known is not None and not known.kinds and known.version != _version(tensor):
+        if known is not None and not known.kinds and known.version != version_of(tensor):
             known.kinds |= OTHER  # written where nobody saw it
         return known
 
     def _enter(
         self, tensor: Tensor, kinds: int, value: Tensor | None = None, outside: frozenset[int] = frozenset()
     ) -> _Known:
-        known = self._known[id(tensor)] = _Known(tensor, kinds, _version(tensor), value, outside=outside)
+        known = self._known[id(tensor)] = _Known(tensor, kinds, version_of(tensor), value, outside=outside)
         storage = storage_of(tensor)
-        if storage is None:
+        if storage is None or tensor.is_inference():  # whose writes are not counted
             known.kinds |= OTHER
-        else:
+        if storage is not None:
             self._stored.setdefault(storage, []).append(known)
         return known
 
@@ -202,7 +215,7 @@ class Origins:
         for known in [*self._stored.get(storage, ()), *((own,) if own else ())] if storage is not None else ():
             known.kinds |= kinds | (OTHER if known.kinds & BUFFER else 0)  # the next step's is another one
             known.outside |= outside
-            known.version = _version(known.tensor)
+            known.version = version_of(known.tensor)
 
     # -- what they hold -----------------------------------------------------------------------------------------
 
@@ -255,12 +268,23 @@ class Origins:
         return found
 
 
+def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
+    """What a call wrote into: by torch's own count, which leaves out tensors of inference mode and lists of tensors."""
+    pairs = zip(before.tensors, before.versions, strict=True)
+    found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
+    name = getattr(function, "__name__", "")
+    if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
+        found.update((id(leaf), leaf) for leaf in _leaves(args[:1]) if isinstance(leaf, Tensor))
+    return list(found.values())
+
+
 def _is_undecided(function: Any) -> bool:
     """True for a function whose result its arguments do not decide."""
     return getattr(function, "__name__", "") in _UNDECIDED or getattr(function, "__module__", "") == "torch.nn.init"
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written, as far as torch counts that."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -25,7 +25,7 @@ from autopar.capture.explain import refusal, wants_data
 from autopar.capture.folding import FOLDED, folded, with_numbers
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
-from autopar.capture.origins import STEADY, Operands
+from autopar.capture.origins import QUERIES, STEADY, Operands
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
@@ -135,7 +135,8 @@ class Raise(TorchFunctionMode):
         self.calling = func
         if self.locator and func in COMPARISONS:
             func, args, kwargs = self._decided(func, args, kwargs)
-        before = self.origins.operands(args, kwargs) if self.locator else Operands()
+        is_query = func in QUERIES or not self.locator
+        before = Operands() if is_query else self.origins.operands(args, kwargs)
         if self.locator and func in FOLDED:
             value = self.origins.answer(func, args, kwargs, before)
             if value is not NotImplemented:
@@ -165,7 +166,7 @@ class Raise(TorchFunctionMode):
         else:
             result = self._run(before, func, *args, **kwargs)
         if self.locator and place:
-            written = self.origins.saw(func, args, kwargs, before, result)
+            written = [] if is_query else self.origins.saw(func, args, kwargs, before, result)
             self.coins.saw(func, args, result, written)
             self.locator.adopt(result, place)
             if self.locator.phase == "forward":

@@ -196,6 +196,52 @@ def by_out(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * float(table)
 
 
+def by_inference(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Tensors of inference mode count no writes."""
+    with torch.inference_mode():
+        table = torch.zeros(3)
+        table[0] = x.sum()
+        table[1:].add_(x.sum())
+        return h * 2 if table.sum() > 0 else h
+
+
+def by_set(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    table, other = torch.zeros(3), torch.ones(3)
+    with torch.no_grad():
+        other.copy_(x[0, 0, :3])
+        table.set_(other)
+    return h * 2 if table.sum() > 0 else h
+
+
+def by_swap(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    table = torch.zeros(3)
+    table.data = x[0, 0, :3].detach()
+    return h * 2 if table.sum() > 0 else h
+
+
+def by_chunks(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """A write through one of several results, in a list."""
+    parts = torch.zeros(4).chunk(2)
+    torch._foreach_add_(list(parts), [x.sum(), x.mean()])
+    return h * 2 if parts[0].sum() > 0 else h
+
+
+def by_function(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    class Fill(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, table: Tensor, x: Tensor) -> Tensor:
+            ctx.mark_dirty(table)
+            return table.fill_(x.sum())
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0], None
+
+    table = torch.zeros(3)
+    Fill.apply(table, x)
+    return h * 2 if table.sum() > 0 else h
+
+
 def by_weight(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if (torch.ones(8) * m.linear.weight).sum() > 0 else h
 
@@ -231,13 +277,13 @@ def by_a_mask(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [by_input, by_a_view, by_a_base, by_data, by_out, by_weight, by_buffer, by_chance, by_other_chance,
-     by_initialisation, by_memory, by_clock, by_a_mask],
+    [by_inference, by_set, by_swap, by_chunks, by_function, by_input, by_a_view, by_a_base, by_data, by_out, by_weight,
+     by_buffer, by_chance, by_other_chance, by_initialisation, by_memory, by_clock, by_a_mask],
 )  # fmt: skip
 def test_a_value_that_hangs_on_something_is_refused(body: Body) -> None:
     with pytest.raises(CaptureError) as caught:
         autopar.compile(made(body), "dp=2", loss_fn=loss_fn, batch=(rows(),))
-    lines = range(body.__code__.co_firstlineno, body.__code__.co_firstlineno + 6)
+    lines = range(body.__code__.co_firstlineno, body.__code__.co_firstlineno + 16)
     assert any(f"{__file__}:{line}\n" in str(caught.value) for line in lines), caught.value
 
 

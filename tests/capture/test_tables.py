@@ -43,6 +43,30 @@ class Rotated(nn.Module):
         return h * freqs.cos() + turned * freqs.sin()
 
 
+class Preallocated(nn.Module):
+    """Its newest version: a part of a buffer is written, and how much of it is a number in Python. Other buffers are
+    written beside it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs = nn.Parameter(1 / (10_000 ** (torch.arange(0, 8, 2) / 8)), requires_grad=False)
+        self.register_buffer("cached", torch.zeros(16, 8), persistent=False)
+        self.register_buffer("steps", torch.zeros(()))
+        self.length, self.linear, self.norm = 0, nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def angles(self, n: int) -> Tensor:
+        if n <= self.length:
+            return self.cached[:n].detach()
+        freqs = torch.outer(torch.arange(n, dtype=self.freqs.dtype), self.freqs).repeat_interleave(2, -1)
+        self.cached[:n], self.length = freqs.detach(), n
+        return freqs
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        h = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+        return (h * self.angles(x.shape[1]).cos()).tanh() + x / self.steps
+
+
 class Alibi(nn.Module):
     """x-transformers': a buffer that is registered anew, and read by a slice of it."""
 
@@ -96,7 +120,7 @@ def rows(n: int = 5) -> Tensor:
     return torch.randn(12, n, 8)
 
 
-MODELS = [Rotated, Alibi, Lengths]
+MODELS = [Rotated, Preallocated, Alibi, Lengths]
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -104,7 +128,7 @@ def test_the_numbers_are_those_of_one_device(make: Any) -> None:
     verified(made(make), ["dp=2,tp=2", "dp=3"], loss_fn, (rows(),))
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [Rotated, Alibi, Lengths])
 def test_with_microbatches(make: Any) -> None:
     verified(made(make), ["dp=2", "pp=2"], loss_fn, (rows(),), microbatches=2)
 
@@ -188,6 +212,37 @@ class Another(Kept):
         return self.linear(x) * self.kept
 
 
+class CountedOnce(Kept):
+    """A program would count in each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.seen.add_(1)
+            self.first = False
+        return self.linear(x) + self.seen
+
+
+class CountedOnceAndNotRead(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.kept is None:
+            self.kept = self.scale * 1
+            self.seen.add_(1)
+            return h * self.scale[:8]
+        return h * self.kept
+
+
+class InitialisedByTheBatch(Kept):
+    """As ActNorm and vector quantizers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.first:
+            self.seen.copy_(h.detach().mean((0, 1)))
+            self.first = False
+        return h + self.seen
+
+
 class Growing(Kept):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = self.scale if self.kept is None else self.kept + self.scale
@@ -202,8 +257,9 @@ class Alternating(Kept):
 
 @pytest.mark.parametrize(
     "make",
-    [OnlyOnce, OfTheBatch, OfATrainedWeight, OfAWrittenBuffer, OfAReplacedBuffer, Another, Growing, Alternating],
-)
+    [OnlyOnce, OfTheBatch, OfATrainedWeight, OfAWrittenBuffer, OfAReplacedBuffer, Another, CountedOnce,
+     CountedOnceAndNotRead, InitialisedByTheBatch, Growing, Alternating],
+)  # fmt: skip
 def test_what_differs_in_the_second_step_is_refused(make: Any) -> None:
     with pytest.raises(CaptureError, match="a second step would not be the same as the first"):
         autopar.compile(made(make), "dp=2", loss_fn=loss_fn, batch=(rows(),))
