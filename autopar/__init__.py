@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from autopar.api import parallelize as parallelize
     from autopar.compiled import Compiled as Compiled
     from autopar.compiled import load as load
-    from autopar.compiler.options import StepOptions as StepOptions
     from autopar.custom_ops.registry import register_rule as register_rule
     from autopar.errors import AutoparError as AutoparError
     from autopar.ir.layout import Layout as Layout
     from autopar.ir.mesh import Mesh as Mesh
+    from autopar.ir.options import StepOptions as StepOptions
     from autopar.job import Job as Job
     from autopar.parallel.module import ParallelModule as ParallelModule
     from autopar.verification.verify import Report as Report
@@ -32,7 +32,7 @@ _HOME = {
     "Layout": "autopar.ir.layout",
     "Mesh": "autopar.ir.mesh",
     "ParallelModule": "autopar.parallel.module",
-    "StepOptions": "autopar.compiler.options",
+    "StepOptions": "autopar.ir.options",
     "Report": "autopar.verification.verify",
     "compile": "autopar.api",
     "load": "autopar.compiled",

@@ -14,9 +14,10 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, Compiler, StepKeywords, choices_of
+from autopar.compiler.options import CHECK_EVERY, Compiler, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepKeywords
 from autopar.parallel.module import ParallelModule
 
 Factory = Callable[..., nn.Module]
@@ -66,16 +67,13 @@ def parallelize(
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
 
-    And of the step (each is explained in `autopar.StepOptions`): shard, sequence_parallel, specialize; microbatches,
-    schedule, stages, chunks, stage_memory; zero, reshard_after_forward, bucket_bytes; recompute; precision,
-    reduce_dtype.
+    And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
 
     Raises MeshError, PlanError, ScheduleError, RankError (ranks given different models), CompileError (no such compiler
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
-    choices = choices_of(**step)
     options: dict[str, Any] = {
-        "loss_fn": loss_fn, "choices": choices, "batch": batch, "seed": seed, "device": device, "compile": compile,
+        "loss_fn": loss_fn, "step": step, "batch": batch, "seed": seed, "device": device, "compile": compile,
         "check_replicas": check_replicas,
     }  # fmt: skip
     if isinstance(model, nn.Module):
@@ -83,6 +81,7 @@ def parallelize(
             raise MeshError('parallelize(model, mesh) needs a mesh, e.g. "dp=2,tp=2".')
         return ParallelModule(model, mesh, **options)
     if mesh is None and isinstance(model, (str, Mapping, Mesh, DeviceMesh)):
+        options_of(**step)  # where the decorator stands, and not first where a model is made
         return _decorator(model, options)
     raise TypeError(
         f"parallelize takes an nn.Module and a mesh, or a mesh alone as a decorator, not {type(model).__name__}."
@@ -117,5 +116,5 @@ def compile(
     RuleError for a custom op that is called as none of its registered patterns says.
     """
     check_model(model)
-    parsed, choices = mesh_of(mesh), choices_of(**options)  # what is cheap to find is found before the capture
-    return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, choices)[1])
+    parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found before the capture
+    return Compiled.of(compile_step(model, loss_fn, *batch_arguments(batch), parsed, chosen)[1])

@@ -7,7 +7,8 @@ from pathlib import Path
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ArtifactError
-from autopar.ir.plan import Plan, Staging
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Plan
 from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
 from autopar.report.explanation import Explanation, explain
 from autopar.report.memory.estimate import memory_report
@@ -57,7 +58,7 @@ def load(directory: str | Path) -> Compiled:
     pipeline = artifact.pipeline
     if pipeline is not None:
         assert artifact.whole is not None
-        plan = Plan(artifact.mesh, microbatches=pipeline.microbatches, staging=Staging(pipeline.schedule))
+        plan = Plan(artifact.mesh, options=StepOptions(microbatches=pipeline.microbatches, schedule=pipeline.schedule))
         return Compiled(plan, (("load", artifact.whole),), pipeline)
     (_, programs), *_ = artifact.programs
     if STEP not in programs:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import CHECK_EVERY, Compiler, StepOptions
+from autopar.compiler.options import CHECK_EVERY, Compiler
+from autopar.ir.options import StepOptions
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
+- `torch._decomp.get_decompositions`: torch's own spelling of an op in others; export and Inductor take it from there.
 - `torch.utils._pytree`: flattening of nested batches and outputs; transformers registers its outputs here, and
   the public successor does not know them.
 - `torch.distributed.tensor.placement_types._StridedShard`: the placement of a fused weight whose every block is
@@ -16,11 +17,15 @@
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
+- `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
   cannot pass.
+- `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
+  a step is captured.
+- `UntypedStorage._cdata`: whether two tensors of a capture share memory, which has no address there.
 - `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
   way to keep it where a parameter takes another layout.
 - `torch.nn.modules.module._global_forward_hooks` and the like: whether hooks for all modules came or went.
@@ -62,7 +67,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.modules import module as _modules
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 __all__ = [
@@ -78,6 +83,7 @@ __all__ = [
     "change_in_place",
     "compile_with_inductor",
     "custom_function",
+    "decompositions_of",
     "global_module_hooks",
     "gradients",
     "has_cpp_compiler",
@@ -86,11 +92,14 @@ __all__ = [
     "is_composite",
     "local_of",
     "mesh_elsewhere",
+    "no_function_modes",
     "no_torch_function",
+    "on_data",
     "op_names",
     "quiet",
     "schema_of",
     "spec_of",
+    "storage_of",
     "swap_in_place",
     "take_in_lists",
     "tree_flatten",
@@ -104,9 +113,17 @@ GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
 SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
+def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own spelling of each overload of some ops in other ops."""
+    from torch._decomp import get_decompositions
+
+    return dict(get_decompositions(ops))
+
+
 # The local part of a DTensor, the very memory. (An attrgetter: a function of ours would cost more than the look-up.)
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
@@ -193,6 +210,21 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def on_data() -> Iterator[None]:
+    """Compute on tensors with data while a capture runs, which sees nothing of it."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The same number for tensors that share memory, as long as one of them lives; None for those without a storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def in_transform() -> bool:

@@ -35,7 +35,8 @@ from models import Llama, token_loss  # noqa: E402
 from autopar.capture import capture  # noqa: E402
 from autopar.compiled import Compiled  # noqa: E402
 from autopar.ir.mesh import parse_mesh  # noqa: E402
-from autopar.ir.plan import Plan, Staging  # noqa: E402
+from autopar.ir.options import StepOptions  # noqa: E402
+from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Level  # noqa: E402
 from autopar.ir.verify import verify  # noqa: E402
 from autopar.passes import PASSES, bucket, make_pipeline  # noqa: E402
@@ -85,7 +86,8 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: 
     verify(program, Level.CAPTURED)
     stages.done("capture")
     print(f"  {len(program.nodes)} nodes")
-    plan, history = Plan(mesh, {}, microbatches=microbatches, staging=Staging(schedule)), [("capture", program)]
+    plan = Plan(mesh, options=StepOptions(microbatches=microbatches, schedule=schedule))
+    history = [("capture", program)]
     for step, level in PASSES:
         if step is bucket and plan.is_staged:
             continue

@@ -22,13 +22,39 @@ SUMS = (op("all_reduce"), op("reduce_scatter"))
 def bucket(program: Program, plan: Plan) -> Program:
     """LOCAL -> LOCAL. Sums of gradients over one axis are merged and overlapped with the backward pass.
 
-        %all_reduce: f32[64,8] = autopar.all_reduce.default(%a, 'dp', 'sum')
-        %all_reduce_1: f32[8] = autopar.all_reduce.default(%b, 'dp', 'sum')
+        LOCAL program on dp=2
+        %w: f32[8,4] [-,-] = parameter "w"
+        %b: f32[8] [-] = parameter "b"
+        %x: f32[3,4] of [6,4] [dp,-] = batch "0"
+        %y: f32[3,8] of [6,8] [dp,-] = batch "1"
+        %einsum: f32[8,4] [-,-] partial(dp) = autopar.einsum.default(%y, %x, "cb,ca->ba")   # backward
+        %all_reduce: f32[8,4] [-,-] = autopar.all_reduce.default(%einsum, "dp", "sum")   # backward
+        %sum_1: f32[8] [-] partial(dp) = aten.sum.dim_IntList(%y, [0])   # backward
+        %all_reduce_1: f32[8] [-] = autopar.all_reduce.default(%sum_1, "dp", "sum")   # backward
+        return gradient "w" = %all_reduce
+        return gradient "b" = %all_reduce_1
     becomes
-        %flat = aten.cat.default([%reshape, %reshape_1]); %start = autopar.all_reduce_start.default(%flat, 'dp', 'sum')
-        ... the rest of the backward pass ...
-        %wait = autopar.wait.default(%start); %gradient, %gradient_1 = the pieces of %wait
+        LOCAL program on dp=2
+        %w: f32[8,4] [-,-] = parameter "w"
+        %b: f32[8] [-] = parameter "b"
+        %x: f32[3,4] of [6,4] [dp,-] = batch "0"
+        %y: f32[3,8] of [6,8] [dp,-] = batch "1"
+        %einsum: f32[8,4] [-,-] partial(dp) = autopar.einsum.default(%y, %x, "cb,ca->ba")
+        %sum_1: f32[8] [-] partial(dp) = aten.sum.dim_IntList(%y, [0])
+        %flat_part: f32[32] [-] partial(dp) = aten.reshape.default(%einsum, [-1])
+        %flat_part_1: f32[8] [-] partial(dp) = aten.reshape.default(%sum_1, [-1])
+        %flat: f32[40] [-] partial(dp) = aten.cat.default([%flat_part, %flat_part_1])
+        %all_reduce_start: f32[40] [-] = autopar.all_reduce_start.default(%flat, "dp", "sum")
+        %wait: f32[40] [-] = autopar.wait.default(%all_reduce_start)
+        %pieces: (f32[32] [-], f32[8] [-]) = aten.split_with_sizes.default(%wait, [32, 8])
+        %getitem: f32[32] [-] = operator.getitem(%pieces, 0)
+        %gradient: f32[8,4] [-,-] = aten.reshape.default(%getitem, [8, 4])
+        %getitem_1: f32[8] [-] = operator.getitem(%pieces, 1)
+        %gradient_1: f32[8] [-] = aten.reshape.default(%getitem_1, [8])
+        return gradient "w" = %gradient
+        return gradient "b" = %gradient_1
 
+    A bucket is started as soon as it is full, so that the rest of the backward pass is computed before the wait.
     Sums that are scattered (ZeRO) likewise; of those no more than two buckets are on their way at once, since each
     holds whole gradients until it has moved. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
@@ -50,27 +76,23 @@ class _Bucket:
         self.flat = Coalesced(self.build, self.mesh)
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limit = plan.memory.bucket_bytes or BUCKET_BYTES
+        self.limit = plan.options.bucket_bytes or BUCKET_BYTES
         self.casts: list[fx.Node] = []  # of what was summed in a short float, by which it leaves
 
     def run(self) -> Program:
         self.sums = self._sums()
         total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
-        if self.plan.memory.bucket_bytes is None:
+        if self.plan.options.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
-        for node in self.program.graph.nodes:
-            if node.op == "output":
-                self._flush()
-                for cast in self.casts:
-                    self.build.copy(cast)
-                self.build.copy(node)
-            elif node in self.casts:
-                continue  # it follows what it casts
-            elif node not in self.sums:
-                self.build.copy(node)
-            elif node.args[0] not in self.sums:  # else it is added when that one has arrived
-                self._add(node)
-        return self.program.with_(graph=self.build.graph)
+        return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
+
+    def _put(self, node: fx.Node) -> None:
+        if node in self.sums and node.args[0] not in self.sums:  # else it is added when that one has arrived
+            self._add(node)
+        if node.op == "output":
+            self._flush()
+            for cast in self.casts:
+                self.build.copy(cast)
 
     def _sums(self) -> dict[fx.Node, None]:
         """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""

@@ -25,8 +25,25 @@ Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, 
 def partition(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
 
-        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [8, 4, 6])
-        %reshape: f32[8,4,6] [dp,-,tp] = aten.reshape.default(%x, [4, 4, 3])
+        EXPLICIT program on dp=3,tp=2
+        %table: f32[8,4] [tp,-] = parameter "table"
+        %tokens: i64[6] [dp] = batch "0"
+        %embedding: f32[6,4] [dp,-] partial(tp) = autopar.embedding.default(%table, %tokens)
+        %all_reduce: f32[6,4] [dp,-] = autopar.all_reduce.default(%embedding, "tp", "sum")
+        %reshape: f32[24] [dp] = aten.reshape.default(%all_reduce, [24])
+        %all_gather: f32[24] [-] = autopar.all_gather.default(%reshape, "dp", 0, 1)
+        return value "rows" = %all_gather
+    becomes
+        LOCAL program on dp=3,tp=2
+        %table: f32[4,4] of [8,4] [tp,-] = parameter "table"
+        %tokens: i64[2] of [6] [dp] = batch "0"
+        %coord_tp: - ? = autopar.coord.default("tp")
+        %offset: - ? = operator.mul(%coord_tp, 4)
+        %embedding: f32[2,4] of [6,4] [dp,-] partial(tp) = autopar.embedding.default(%table, %tokens, offset=%offset)
+        %all_reduce: f32[2,4] of [6,4] [dp,-] = autopar.all_reduce.default(%embedding, "tp", "sum")
+        %reshape: f32[8] of [24] [dp] = aten.reshape.default(%all_reduce, [8])
+        %all_gather: f32[24] [-] = autopar.all_gather.default(%reshape, "dp", 0, 1)
+        return value "rows" = %all_gather
 
     Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
     """
@@ -40,21 +57,19 @@ class _Partition:
         self.coords: dict[str, fx.Node] = {}
 
     def run(self) -> Program:
-        for node in self.program.graph.nodes:
-            if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
-                self.build.copy(node)
-            else:
-                self._localize(node)
+        found = self.build.rewrite(self.program, self._put, level=Level.LOCAL)
         for coord in self.coords.values():
             if not coord.users:  # of a reading that no argument needed
-                self.build.graph.erase_node(coord)
-        return self.program.with_(graph=self.build.graph, level=Level.LOCAL)
+                found.graph.erase_node(coord)
+        return found
 
     def _is_cut(self, node: fx.Node) -> bool:
         found = record(node)
         return any(any(layout.dims) for layout in (*found.operands, *found.layouts) if layout is not None)
 
-    def _localize(self, node: fx.Node) -> None:
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
+            return None
         call, found = call_of(node), record(node)
         pair = rule_of(call, self.table)
         assert pair is not None, f"{node} has no rule, so it cannot be split"
@@ -73,18 +88,9 @@ class _Partition:
             {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
         )
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings)
-        made = self.build.graph.create_node(
-            "call_function",
-            node.target,  # type: ignore[arg-type]
-            self._new(args),
-            self._new(dict(kwargs)),
-            name=node.name,
-        )
-        made.meta.update(node.meta)
-        self.build.value[node] = made
-
-    def _new(self, arg: Any) -> Any:
-        return fx.node.map_arg(arg, lambda old: self.build.value.get(old, old))
+        made = self.build.copy(node)
+        made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: self.build.value.get(old, old))
+        return made
 
     def _reading(self, size: int, cut: list[tuple[int, int, str]], like: Record) -> Reading:
         """A name as dims of its own: whole ones and cut ones, major to minor."""

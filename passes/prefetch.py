@@ -19,10 +19,29 @@ MADE_BY = "prefetch"
 def prefetch(program: Program, plan: Plan) -> Program:
     """LOCAL -> LOCAL. What ZeRO gathers is started a layer ahead and awaited where it is used.
 
-        %all_gather: f32[64,8] = autopar.all_gather.default(%w, 'dp', 0, 1)      %w of layer 3
+        LOCAL program on fsdp=2
+        %a: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.0.weight"
+        %b: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.1.weight"
+        %x: f32[2,8] of [4,8] [fsdp,-] = batch "0"
+        %all_gather: f32[8,8] [-,-] = autopar.all_gather.default(%a, "fsdp", 0, 1)   # layers.0
+        %einsum: f32[2,8] of [4,8] [fsdp,-] = autopar.einsum.default(%x, %all_gather, "ca,ba->cb")   # layers.0
+        %all_gather_1: f32[8,8] [-,-] = autopar.all_gather.default(%b, "fsdp", 0, 1)   # layers.1
+        %einsum_1: f32[2,8] of [4,8] [fsdp,-] = autopar.einsum.default(%einsum, %all_gather_1, "ca,ba->cb")
+        %all_gather_2: f32[4,8] [-,-] = autopar.all_gather.default(%einsum_1, "fsdp", 0, 1)
+        return value "y" = %all_gather_2
     becomes
-        %all_gather_start = autopar.all_gather_start.default(%w, 'dp', 0, 1)     before layer 2 computes
-        %wait = autopar.wait.default(%all_gather_start)                          where layer 3 uses it
+        LOCAL program on fsdp=2
+        %a: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.0.weight"
+        %b: f32[4,8] of [8,8] [fsdp,-] = parameter "layers.1.weight"
+        %x: f32[2,8] of [4,8] [fsdp,-] = batch "0"
+        %all_gather_start: f32[8,8] [-,-] = autopar.all_gather_start.default(%a, "fsdp", 0, 1)
+        %wait: f32[8,8] [-,-] = autopar.wait.default(%all_gather_start)
+        %all_gather_start_1: f32[8,8] [-,-] = autopar.all_gather_start.default(%b, "fsdp", 0, 1)
+        %einsum: f32[2,8] of [4,8] [fsdp,-] = autopar.einsum.default(%x, %wait, "ca,ba->cb")
+        %wait_1: f32[8,8] [-,-] = autopar.wait.default(%all_gather_start_1)
+        %einsum_1: f32[2,8] of [4,8] [fsdp,-] = autopar.einsum.default(%einsum, %wait_1, "ca,ba->cb")
+        %all_gather_2: f32[4,8] [-,-] = autopar.all_gather.default(%einsum_1, "fsdp", 0, 1)
+        return value "y" = %all_gather_2
 
     So no more than two layers are whole at once. Small parameters of a layer move together, if the copies that this
     takes cost less than the starts that it saves; `bucket_bytes` says otherwise. PyTorch FSDP, arXiv 2304.11277,
@@ -38,35 +57,36 @@ class _Prefetch:
         self.program, self.axis = program, axis
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
-        machine = plan.staging.machine
-        self.small = plan.memory.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
+        machine = plan.fixed.machine
+        self.small = plan.options.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
+        self.layers = self._layers()
+        self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
+        self.begun = 0  # layers whose gathers are started
 
     def run(self) -> Program:
-        layers = self._layers()
-        place = {node: (i, bundle) for i, layer in enumerate(layers) for bundle in layer for node in bundle}
-        begun = 0
-        for node in self.program.graph.nodes:
-            if node in place:
-                i, bundle = place[node]
-                begun = self._begin(layers, begun, i + 1)
-                if bundle[0] in self.starts:
-                    self.flat.finish(bundle, self.starts.pop(bundle[0]))
-                begun = self._begin(layers, begun, i + 2)
-            elif node not in self.build.value:
-                self.build.copy(node)
-        return self.program.with_(graph=self.build.graph)
+        return self.build.rewrite(self.program, self._put)
 
-    def _begin(self, layers: list[list[list[fx.Node]]], begun: int, end: int) -> int:
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        if node not in self.place:
+            return None
+        i, bundle = self.place[node]
+        self._begin(i + 1)
+        if bundle[0] in self.starts:
+            self.flat.finish(bundle, self.starts.pop(bundle[0]))
+        self._begin(i + 2)
+        return self.build.value[node]
+
+    def _begin(self, end: int) -> None:
         """Start what layers gather, up to `end`."""
-        for layer in layers[begun:end]:
+        for layer in self.layers[self.begun : end]:
             for bundle in layer:
                 for node in bundle:
                     source = node.all_input_nodes[0]
                     if source not in self.build.value:
                         self.build.copy(source)
                 self.starts[bundle[0]] = self.flat.start(bundle, record(bundle[0]).reason)
-        return max(begun, min(end, len(layers)))
+        self.begun = max(self.begun, end)
 
     def _layers(self) -> list[list[list[fx.Node]]]:
         """The gathers by layer, in the order of their first use; those of a layer in bundles that move together."""

@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Level, Program, Record, operand_nodes, record, set_record
+from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record
 from autopar.passes.search.axes import axis_searches, classes_of
 from autopar.passes.search.items import Classes, source_of
 from autopar.passes.search.notes import axis_notes, rule_notes
@@ -17,8 +17,24 @@ from autopar.passes.search.states import compose
 def propagate(program: Program, plan: Plan) -> Program:
     """CAPTURED -> SHARDED. One axis after the other, each by the cheapest plan within its intent.
 
-        %mm: f32[8,6] = aten.mm.default(%x, %w)
-        %mm: f32[8,6] [dp,tp] = aten.mm.default(%x, %w)     with %x wanted [dp,-] and %w wanted [-,tp]
+        mesh: dp=2,tp=2
+        CAPTURED program
+        %up: f32[8,4] = parameter "up"
+        %down: f32[4,8] = parameter "down"
+        %x: f32[6,4] = batch "0"
+        %einsum: f32[6,8] = autopar.einsum.default(%x, %up, "ca,ba->cb")
+        %einsum_1: f32[6,4] = autopar.einsum.default(%einsum, %down, "ca,ba->cb")
+        %sum_1: f32[] = aten.sum.default(%einsum_1)
+        return loss "loss" = %sum_1
+    becomes
+        SHARDED program on dp=2,tp=2
+        %up: f32[8,4] [tp,-] = parameter "up"
+        %down: f32[4,8] [-,tp] = parameter "down"
+        %x: f32[6,4] [dp,-] = batch "0"
+        %einsum: f32[6,8] [dp,tp] = autopar.einsum.default(%x, %up, "ca,ba->cb")
+        %einsum_1: f32[6,4] [dp,-] partial(tp) = autopar.einsum.default(%einsum, %down, "ca,ba->cb")
+        %sum_1: f32[] [] partial(dp,tp) = aten.sum.default(%einsum_1)
+        return loss "loss" = %sum_1 as []
 
     The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no weight.
     Method: einsum-like names (GSPMD, arXiv 2105.04663) and an integer programme (Alpa, arXiv 2201.12023).
@@ -37,13 +53,10 @@ def propagate(program: Program, plan: Plan) -> Program:
 
 def _annotate(program: Program, classes: Classes, mesh: Mesh) -> Program:
     results, operands = _layouts(classes, mesh)
-    graph = fx.Graph()
-    value: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        made = graph.node_copy(node, value.__getitem__)
-        value[node] = made
-        set_record(made, _sharded(program, node, classes, results, operands))
-    return program.with_(graph=graph)
+    build = Builder("propagate")
+    return build.rewrite(
+        program, lambda node: build.copy(node, like=_sharded(program, node, classes, results, operands))
+    )
 
 
 Composed = list[list[Layout]]

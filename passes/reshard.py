@@ -19,11 +19,23 @@ MADE_BY = "reshard"
 def reshard(program: Program, plan: Plan) -> Program:
     """SHARDED -> EXPLICIT. The one place where collectives enter a program.
 
-        %mm: f32[8,4] [dp,-] partial(tp) = ...
-        %add: ... = aten.add.Tensor(%mm, %x)          wants %mm [dp,-]
+        SHARDED program on dp=2,tp=2
+        %w: f32[4,6] [-,tp] = parameter "w"
+        %b: f32[4] [-] = parameter "b"
+        %x: f32[8,6] [dp,tp] = batch "0"
+        %einsum: f32[8,4] [dp,-] partial(tp) = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %add: f32[8,4] [dp,-] = aten.add.Tensor(%einsum as [dp,-], %b)
+        return value "y" = %add as [-,-]
     becomes
-        %all_reduce: f32[8,4] [dp,-] = autopar.all_reduce.default(%mm, 'tp', 'sum')
-        %add: ... = aten.add.Tensor(%all_reduce, %x)
+        EXPLICIT program on dp=2,tp=2
+        %w: f32[4,6] [-,tp] = parameter "w"
+        %b: f32[4] [-] = parameter "b"
+        %x: f32[8,6] [dp,tp] = batch "0"
+        %einsum: f32[8,4] [dp,-] partial(tp) = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %all_reduce: f32[8,4] [dp,-] = autopar.all_reduce.default(%einsum, "tp", "sum")
+        %add: f32[8,4] [dp,-] = aten.add.Tensor(%all_reduce, %b)
+        %all_gather: f32[8,4] [-,-] = autopar.all_gather.default(%add, "dp", 0, 1)
+        return value "y" = %all_gather
 
     A value is moved once for all users that want it alike. A computed value is moved where it is made, so that a
     gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time. With
@@ -58,30 +70,26 @@ class _Reshard:
         for user in self.program.graph.nodes:
             for node, wanted in zip(operand_nodes(user), record(user).operands, strict=False):
                 self.wants.setdefault(node, []).append((user, wanted))
-        for node in self.program.graph.nodes:
-            self._copy(node)
-            layouts = record(node).layouts
-            is_given = node.op == "placeholder" or node in self.stored
-            if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
-                # whole ones first: what is split is sliced from them
-                for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
-                    if not self._is_kept(node, user):
-                        self._move(node, wanted, user)
-        return self.program.with_(graph=self.build.graph, level=Level.EXPLICIT)
+        return self.build.rewrite(self.program, self._put, level=Level.EXPLICIT)
 
-    def _copy(self, node: fx.Node) -> None:
-        operands = operand_nodes(node)
-        wanted = record(node).operands
+    def _put(self, node: fx.Node) -> fx.Node:
+        made = self._copy(node)
+        layouts = record(node).layouts
+        is_given = node.op == "placeholder" or node in self.stored
+        if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
+            # whole ones first: what is split is sliced from them
+            for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
+                if not self._is_kept(node, user):
+                    self._move(node, wanted, user)
+        return made
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """A node that reads its operands in the layouts in which it wants them."""
+        operands, wanted = operand_nodes(node), record(node).operands
         if not wanted:
-            self.build.copy(node)
-            return
-        assert len(operands) == len(wanted), (node, operands, wanted)
-        moved = [self._move(operand, layout, node) for operand, layout in zip(operands, wanted, strict=True)]
-        made = self.build.copy(node)
-        replaced = iter(moved)
-        old = {self.build.value[operand] for operand in operands}
-        args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda arg: next(replaced) if arg in old else arg)
-        made.args, made.kwargs = args, kwargs
+            return self.build.copy(node)
+        moved = iter([self._move(*pair, node) for pair in zip(operands, wanted, strict=True)])
+        return self.build.copy(node, lambda old: next(moved) if record(old).is_tensor else self.build.value[old])
 
     def _move(self, node: fx.Node, wanted: Layout, user: fx.Node) -> fx.Node:
         """The node that holds `node` in the layout `wanted`, made if need be."""

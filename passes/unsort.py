@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, record, set_record
+from autopar.ir.program import Builder, Program, erase_unused, record
 from autopar.passes.rules import table_of
 from autopar.passes.sorted_rows import SORTS, Make, Rows, SortedRows
 
@@ -15,12 +15,25 @@ MADE_BY = "unsort"
 def unsort(program: Program, plan: Plan) -> Program:
     """CAPTURED -> CAPTURED. A sort whose order nobody sees is left out, so that the rows can be split.
 
-        %sort: (i64[6], i64[6]) = aten.sort.default(%experts)           of each row, in 0..g-1
-        %index: f32[6,8] = aten.index.Tensor(%x, [%order])              the rows, sorted
-        %expert_mm: f32[6,4] = autopar.expert_mm.default(%index, %w, %sorted)
-        %index_1: f32[6,4] = aten.index.Tensor(%expert_mm, [%inverse])  and back again
+        CAPTURED program
+        %w: f32[4,8,5] = parameter "w"
+        %x: f32[6,8] = batch "0"
+        %expert: i64[6] = batch "1"
+        %sort: (i64[6], i64[6]) = aten.sort.default(%expert)
+        %keys: i64[6] = operator.getitem(%sort, 0)
+        %order: i64[6] = operator.getitem(%sort, 1)
+        %rows: f32[6,8] = aten.index.Tensor(%x, [%order])
+        %expert_mm: f32[6,5] = autopar.expert_mm.default(%rows, %w, %keys)
+        %inverse: i64[6] = aten.argsort.default(%order)
+        %y: f32[6,5] = aten.index.Tensor(%expert_mm, [%inverse])
+        return value "y" = %y
     becomes
-        %expert_mm: f32[6,4] = autopar.expert_mm.default(%x, %w, %experts)
+        CAPTURED program
+        %w: f32[4,8,5] = parameter "w"
+        %x: f32[6,8] = batch "0"
+        %expert: i64[6] = batch "1"
+        %expert_mm: f32[6,5] = autopar.expert_mm.default(%x, %w, %expert)
+        return value "y" = %expert_mm
 
     Sorting mixes rows of different ranks, so that all would be gathered. It is left out if the table of rules proves
     that it changes nothing: between the sort and the way back each op takes the rows one by one (their dim may be
@@ -39,14 +52,14 @@ def unsort(program: Program, plan: Plan) -> Program:
     if not instead:
         return program
     build = Builder(MADE_BY)
-    for node in program.graph.nodes:
+
+    def put(node: fx.Node) -> fx.Node | None:
         if node in instead:
-            build.value[node] = instead[node](build, node)
-        else:
-            made = build.copy(node)
-            if node in moved:  # another order than in the captured program: its values cannot be compared
-                set_record(made, record(node).with_(made_by=MADE_BY, origin=""))
-    for made in reversed(build.graph.nodes):
-        if made.op == "call_function" and not made.users:
-            build.graph.erase_node(made)
-    return program.with_(graph=build.graph)
+            return instead[node](build, node)
+        if node in moved:  # another order than in the captured program: its values cannot be compared
+            return build.copy(node, like=record(node).with_(made_by=MADE_BY, origin=""))
+        return None
+
+    made = build.rewrite(program, put)
+    erase_unused(made.graph)
+    return made

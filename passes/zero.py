@@ -17,9 +17,7 @@ from autopar.ir.program import (
     Program,
     TensorType,
     is_given,
-    operand_nodes,
     record,
-    set_record,
 )
 
 MADE_BY = "zero"
@@ -30,13 +28,27 @@ def zero(program: Program, plan: Plan) -> Program:
     """SHARDED -> SHARDED. With ZeRO a rank keeps a part of each parameter over `plan.zero_axis`; `reshard` then
     gathers it for who wants it whole, and scatters its gradient.
 
-        %w: f32[10,8] [-,tp]
-        %mm: ... = autopar.einsum(%x, %w)                   wants %w [-,tp]
-    becomes, on 4 ranks,
-        %w: f32[12,8] [fsdp,tp]
-        %w_rows: f32[10,8] [-,tp] = aten.slice(%w, 0, 0, 10)  wants %w [-,tp]
-        %mm: ... = autopar.einsum(%x, %w_rows)
-    and its gradient is padded to 12 rows. Without padding only layouts change.
+        SHARDED program on fsdp=4
+        %scale: f32[10] [-] = parameter "scale"
+        %x: f32[8,10] [fsdp,-] = batch "0"
+        %mul: f32[8,10] [fsdp,-] = aten.mul.Tensor(%x, %scale)
+        %sum_1: f32[] [] partial(fsdp) = aten.sum.default(%mul)
+        %sum_2: f32[10] [-] partial(fsdp) = aten.sum.dim_IntList(%x, [0])
+        return loss "loss" = %sum_1 as []
+        return gradient "scale" = %sum_2 as [-]
+    becomes
+        SHARDED program on fsdp=4
+        %scale: f32[12] [fsdp] = parameter "scale"
+        %x: f32[8,10] [fsdp,-] = batch "0"
+        %scale_rows: f32[10] [-] = aten.slice.Tensor(%scale as [-], 0, 0, 10)
+        %mul: f32[8,10] [fsdp,-] = aten.mul.Tensor(%x, %scale_rows)
+        %sum_1: f32[] [] partial(fsdp) = aten.sum.default(%mul)
+        %sum_2: f32[10] [-] partial(fsdp) = aten.sum.dim_IntList(%x, [0])
+        %sum_2_padded: f32[12] [-] partial(fsdp) = aten.constant_pad_nd.default(%sum_2, [0, 2])
+        return loss "loss" = %sum_1 as []
+        return gradient "scale" = %sum_2_padded as [fsdp]
+
+    Where the axis divides a dim nothing is padded, and only layouts change.
 
     With zero 1 and 2 frozen parameters, which have no states, stay as they are. ZeRO, arXiv 1910.02054; one parameter
     at a time as in FSDP2, so that optimizers see parameters and not a flat piece of memory.
@@ -74,32 +86,33 @@ class _Zero:
         self.replicated: list[str] = []
         for node, entry in program.entries:
             self._decide(node, entry)
-        self.placeholders: dict[fx.Node, fx.Node] = {}
         self.short: dict[fx.Node, dict[str, fx.Node]] = {}  # padded parameters, with what users of a phase take
+        self.padded: dict[tuple[fx.Node, Layout], fx.Node] = {}  # gradients, by the layout in which they leave
+        self.leaving = self._gradients()
 
     def run(self) -> Program:
-        self.leaving = self._gradients()
-        padded: dict[tuple[fx.Node, Layout], fx.Node] = {}
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self._placeholder(node)
-            elif node.op == "output":
-                self._output(node, padded)
-            elif is_given(node) and node.all_input_nodes[0] in self.kept:
-                self._cast(node)
-            elif self._is_late(node):
-                self._scatter_first(node, padded)
-            else:
-                self._use(node)
-                self.build.copy(node)
-            for layout in self.leaving.get(node, ()):
-                shape = padded_shape(record(node).type.shape, layout, self.mesh)
-                if shape != record(node).type.shape and (node, layout) not in padded:
-                    padded[node, layout] = self._padded(node, shape)
-        return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._notes()))
+        found = self.build.rewrite(self.program, self._put)
+        return found.with_(notes=(*self.program.notes, *self._notes()))
+
+    def _put(self, node: fx.Node) -> fx.Node:
+        made = self._made(node)
+        for layout in self.leaving.get(node, ()):
+            shape = padded_shape(record(node).type.shape, layout, self.mesh)
+            if shape != record(node).type.shape and (node, layout) not in self.padded:
+                self.padded[node, layout] = self._padded(node, shape)
+        return made
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if node.op == "output":
+            return self._output(node)
+        if is_given(node) and (node if node.op == "placeholder" else node.all_input_nodes[0]) in self.kept:
+            return self._as_stored(node)
+        if self._is_late(node):
+            return self._scatter_first(node)
+        return self.build.copy(node, lambda old: self._operand(old, node))
 
     def _decide(self, node: fx.Node, entry: Input) -> None:
-        known = self.plan.stored.get(entry.name)
+        known = self.plan.fixed.stored.get(entry.name)
         is_frozen = self.plan.zero < 3 and entry.name in self.plan.frozen
         shape, layout = record(node).type.shape, record(node).layout
         if entry.kind != "parameter" or known == layout or (known is None and is_frozen):
@@ -110,25 +123,14 @@ class _Zero:
         elif shape and self.axis not in layout.axes:
             self.replicated.append(entry.name)
 
-    def _placeholder(self, node: fx.Node) -> None:
-        made = self.placeholders[node] = self.build.copy(node)
-        if node in self.kept:
-            found, layout = record(node), self.kept[node]
-            shape = padded_shape(found.type.shape, layout, self.mesh)
-            set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,)))
-            if shape != found.type.shape:
-                self.short[node] = {}
-
-    def _cast(self, node: fx.Node) -> None:
-        """A parameter is cast where it lies, so that what moves is as short as what computes."""
-        parameter, found = node.all_input_nodes[0], record(node)
-        made = self.placeholders[node] = self.build.graph.node_copy(node, self.placeholders.__getitem__)
-        self.build.value[node] = made
-        shape = record(self.placeholders[parameter]).type.shape
-        layouts = (self.kept[parameter],)
-        set_record(made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=layouts, operands=layouts))
-        if shape != found.type.shape:
+    def _as_stored(self, node: fx.Node) -> fx.Node:
+        """A parameter as it lies; its cast too, so that what moves is as short as what computes."""
+        found, layout = record(node), self.kept[node if node.op == "placeholder" else node.all_input_nodes[0]]
+        type_ = TensorType(padded_shape(found.type.shape, layout, self.mesh), found.type.dtype)
+        if type_ != found.type:
             self.short[node] = {}
+        operands = (layout,) * len(node.all_input_nodes)
+        return self.build.copy(node, like=found.with_(types=(type_,), layouts=(layout,), operands=operands))
 
     def _is_late(self, node: fx.Node) -> bool:
         """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves."""
@@ -136,28 +138,25 @@ class _Zero:
             return False
         return any(axis == self.axis for axis, _ in record(node.all_input_nodes[0]).layout.partial)
 
-    def _scatter_first(self, node: fx.Node, padded: dict[tuple[fx.Node, Layout], fx.Node]) -> None:
+    def _scatter_first(self, node: fx.Node) -> fx.Node:
         """So that the sum is scattered, and this rank's part is cast."""
         (layout,) = self.leaving[node]
         found, source = record(node), node.all_input_nodes[0]
-        shape = padded_shape(found.type.shape, layout, self.mesh)
-        part = self.build.value[source] if shape == found.type.shape else self._padded(source, shape)
-        made = self.build.graph.node_copy(node, lambda _: part)
-        self.build.value[node] = padded[node, layout] = made
-        set_record(
-            made, found.with_(types=(TensorType(shape, found.type.dtype),), layouts=(layout,), operands=(layout,))
-        )
+        type_ = TensorType(padded_shape(found.type.shape, layout, self.mesh), found.type.dtype)
+        part = self.build.value[source] if type_ == found.type else self._padded(source, type_.shape)
+        like = found.with_(types=(type_,), layouts=(layout,), operands=(layout,))
+        made = self.padded[node, layout] = self.build.copy(node, lambda _: part, like)
+        return made
 
-    def _use(self, node: fx.Node) -> None:
-        """Users of a padded parameter take it without the padding: one value a phase, for each is gathered anew."""
-        for operand in dict.fromkeys(operand_nodes(node)):
-            if operand in self.short:
-                self.build.value[operand] = self._rows(operand, node)
+    def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """A value as its user takes it: a padded parameter without the padding, one value a phase, for each is gathered
+        anew."""
+        return self._rows(node, user) if node in self.short else self.build.value[node]
 
     def _rows(self, parameter: fx.Node, user: fx.Node) -> fx.Node:
         phase, known = record(user).phase, self.short[parameter]
         if phase not in known:
-            found, made = record(parameter), self.placeholders[parameter]
+            found, made = record(parameter), self.build.value[parameter]
             pairs = zip(found.type.shape, record(made).type.shape, strict=True)
             dim, rows, more = next((i, has, stored - has) for i, (has, stored) in enumerate(pairs) if has != stored)
             like = found.with_(
@@ -191,18 +190,17 @@ class _Zero:
             aten.constant_pad_nd.default, self.build.value[node], pads, like=like, name=f"{node.name}_padded"
         )
 
-    def _output(self, node: fx.Node, padded: dict[tuple[fx.Node, Layout], fx.Node]) -> None:
-        self._use(node)
+    def _output(self, node: fx.Node) -> fx.Node:
         operands = list(record(node).operands)
         results = []
         for i, (result, out) in enumerate(self.program.leaving):
             assert result is not None
-            leaves = self.build.value[result]
+            leaves = self._operand(result, node)
             if out.kind == "gradient" and out.name in self.stored:
                 operands[i] = self.stored[out.name]
-                leaves = padded.get((result, operands[i]), leaves)
+                leaves = self.padded.get((result, operands[i]), leaves)
             results.append(leaves)
-        set_record(self.build.graph.output(tuple(results)), record(node).with_(operands=tuple(operands)))
+        return self.build.output(results, record(node).with_(operands=tuple(operands)))
 
     def _notes(self) -> list[str]:
         names = ", ".join(f"'{name}'" for name in self.replicated[:3])

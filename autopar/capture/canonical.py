@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from autopar.ir.aliasing import is_view
 
 aten = torch.ops.aten
 
@@ -37,6 +40,16 @@ def squeezed_dims(node: fx.Node) -> list[int] | None:
     given: Any = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
     dims = given if isinstance(given, (list, tuple)) else [given]
     return sorted(dim % len(shape) for dim in dims if shape and shape[dim] == 1)
+
+
+@functools.cache
+def view_of_copy(target: Target) -> Target:
+    """`diagonal_copy` and its kin as the view that they copy: where nothing is written in place both are one value."""
+    name, overload = getattr(target, "_opname", ""), getattr(target, "_overloadname", "")
+    if getattr(target, "namespace", "") != "aten" or not name.endswith("_copy") or "strided" in name:
+        return target
+    view = getattr(getattr(aten, name.removesuffix("_copy"), None), overload, None)
+    return view if view is not None and is_view(view) else target
 
 
 def filled(node: fx.Node) -> Call | None:

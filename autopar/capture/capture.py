@@ -17,19 +17,21 @@ from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Form, Parts, put_together, take_apart, take_call_apart
+from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.normalise import decompositions, functional, normalise
+from autopar.capture.normalise import functional, normalise
+from autopar.capture.origins import Origins
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raised_random import foreign_state
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
-from autopar.capture.state import attributes, buffer_fault, form_of, state_of
+from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of
 from autopar.capture.step import Step
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, BatchError
@@ -94,7 +96,7 @@ class _Capture:
         self.outputs: list[Output] = []
         self.has_random_ops = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
-        self.calls, self.calling, self.ran = Calls(), None, Ran()
+        self.calls, self.calling, self.ran, self.origins = Calls(), None, Ran(), Origins()
         self.replaced: dict[str, Any] = {}
         self.notes: list[str] = []
         self.untrained: dict[int, str] = {}  # names of plain attributes that require a gradient
@@ -208,7 +210,7 @@ class _Capture:
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
-        self.outside = mode.outside
+        self.outside, self.origins = mode.outside, mode.origins
         if self.reads is not None:
             self.reads.start()
         try:
@@ -228,7 +230,9 @@ class _Capture:
         if self.reads is not None:
             self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
-            mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners)
+            mode = Raise(
+                Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, self.origins
+            )
             with self.ran.watch():
                 self._run(inputs, mode, lambda _: self._result, {}, self.replaced)
             self.ran.is_whole = True
@@ -263,6 +267,7 @@ class _Capture:
             elif entry.kind == "constant" and tensor.requires_grad and self.train:
                 value = given.detach().requires_grad_()
                 self.untrained[id(value)] = entry.name
+            mode.origins.given(value, entry.kind, tensor)
             for name in entry.names:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
                 (constants if entry.kind == "constant" else swapped)[path] = value
@@ -271,7 +276,10 @@ class _Capture:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = inputs[position]
+                mode.origins.given(inputs[position], "batch")
                 position += 1
+        for extra in inputs[position:]:
+            mode.origins.given(extra, "seed")
         self.scale = inputs[position] if self.is_scaled else None
         if mode.calls is not None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -280,7 +288,7 @@ class _Capture:
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
         with mode, attributes(step, constants, replaced), nullcontext() if self.train else torch.no_grad():
-            return functional_call(step, swapped, args, kwargs, tie_weights=False)
+            return functional_call(step, once_each(step, swapped), args, kwargs, tie_weights=False)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None or not self.train:

@@ -38,6 +38,12 @@ def explain(error: Exception, calling: Any, locator: Locator) -> CaptureError:
     return CaptureError(f"the model failed on the example batch, {where}{raised}")
 
 
+def wants_data(error: Exception) -> bool:
+    """True for what torch says where a capture, whose tensors have no data, would need it."""
+    text = f"{type(error).__name__}: {error}"
+    return any(mark in text for mark in (*_SIZE, *_READ))
+
+
 def refusal(construct: Construct, line: Line | None) -> CaptureError:
     """Of what is known to be wrong when it is met."""
     where = f"at {quoted(line)}" if line else "at an unknown line:\n"

@@ -205,6 +205,24 @@ class ExpertMM(Function):
         return grad_x, grad_w, None
 
 
+class CTCLoss(Function):
+    """-log p of each target; with `zero_infinity`, one that cannot be has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, targets, lengths, target_lengths)
+        ctx.rest = (blank, zero_infinity)
+        return op("ctc_loss")(x, targets, lengths, target_lengths, blank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("ctc_loss")
+        grad_x = op("ctc_loss_backward")(grads[0], *ctx.saved_tensors, *ctx.rest)
+        return grad_x, None, None, None, None, None
+
+
 class Dropout(Function):
     """x * keep / (1 - p), keep a function of (seed, key, index of the element) alone."""
 

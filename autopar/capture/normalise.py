@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,19 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.canonical import filled, joined, memory_of_operand, own_dtype, squeezed_dims, table_gradient
+from autopar.capture.canonical import (
+    filled,
+    joined,
+    memory_of_operand,
+    own_dtype,
+    squeezed_dims,
+    table_gradient,
+    view_of_copy,
+)
 from autopar.capture.location import is_exact, place_of
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
-from autopar.ir.program import Input, Output, Program, Record, TensorType, record, set_record
+from autopar.ir.program import Input, Output, Program, Record, TensorType, erase_unused, record, set_record
 from autopar.torch_compat import OpOverload
 
 aten = torch.ops.aten
@@ -30,6 +37,7 @@ _IDLE = frozenset(
 _RESHAPE = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 # They speak of memory: a piece of a value, or one that was moved, lies otherwise.
 _STRIDED = frozenset((aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default))
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # of what the model writes as a list
 _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
@@ -88,9 +96,7 @@ class _Normaliser:
         kept = [(r, o) for r, o in zip(results, outputs, strict=True) if r is not None]
         if len(kept) < len(outputs):
             self.graph.output_node().args = (tuple(r for r, _ in kept),)
-        for made in reversed(self.graph.nodes):
-            if made.op == "call_function" and not made.users:
-                self.graph.erase_node(made)
+        erase_unused(self.graph)
         program = Program(self.graph, tuple(self.inputs), tuple(o for _, o in kept))
         self.graph.lint()
         return program, self.constants
@@ -102,6 +108,10 @@ class _Normaliser:
 
     def _constant(self, node: fx.Node, names: _Names) -> None:
         value = getattr(self.module, str(node.target))
+        made_here = all(user.target in _LIFTS for user in node.users)  # by the trace, and no tensor of the user's
+        if made_here and _is_range(value):
+            self.value[node] = self._make(node, aten.arange.default, (len(value),), {"dtype": value.dtype}, like=node)
+            return
         name = f"constant.{len(self.constants)}"
         self.constants[name] = value
         entry = Input("constant", (name,))
@@ -127,7 +137,7 @@ class _Normaliser:
                 f"a normalisation with running statistics at {source or 'an unknown line'} (module '{module}') cannot "
                 f"be captured: use track_running_stats=False, or nn.BatchNorm."
             )
-        target, args, kwargs = filled(node) or (target, node.args, node.kwargs)
+        target, args, kwargs = filled(node) or (view_of_copy(target), node.args, node.kwargs)
         args = (joined(node) or args[0], *args[1:]) if args else args
         if getattr(target, "namespace", "aten") in ("aten", "prims"):  # in an op of the user's they mean something else
             kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT} | own_dtype(node)
@@ -222,6 +232,13 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     return source if value.dtype == result.dtype and value.shape == result.shape else None
 
 
+def _is_range(value: torch.Tensor) -> bool:
+    """True for 0, 1, ... as `x[range(n), index]` makes it: written out it depends on no input."""
+    if value.ndim != 1 or len(value) < 2 or value.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool(torch.equal(value, torch.arange(len(value), dtype=value.dtype, device=value.device)))
+
+
 def _is_cast(node: fx.Node) -> bool:
     """True for a cast that names a floating-point dtype, though it may change nothing."""
     dtype = node.kwargs.get("dtype")
@@ -237,26 +254,3 @@ def _live(nodes: list[fx.Node]) -> set[fx.Node]:
                 live.add(source)
                 pending.append(source)
     return live
-
-
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Means become sums over a count, so that a piece's part of them is right on its own."""
-    return {
-        aten.mean.dim: _mean,
-        aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
-        aten.addmm.default: _addmm,
-    }
-
-
-def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
-    count = 1
-    for d in dims:
-        count = operator.mul(count, x.shape[d])
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count
-
-
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.mm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)

@@ -1,4 +1,4 @@
-"""Lookups of several rows at a time, raised to the lookup of each."""
+"""Lookups of several rows at a time, and by places in a flat tensor, raised to the lookup of each."""
 
 from __future__ import annotations
 
@@ -26,3 +26,22 @@ def embedding_bag(
         rows = rows * per_sample_weights.unsqueeze(-1)
     total = rows.sum(1)
     return total if mode == "sum" else total / input.shape[1]
+
+
+def take(input: Tensor, index: Tensor) -> Any:
+    """Elements by their places in the flat tensor."""
+    return input.reshape(-1)[index]
+
+
+def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    """The other way round."""
+    flat = input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate)
+    return flat.reshape(input.shape)
+
+
+def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Any:
+    """Of a matrix. torch's own writes by strides, of which nothing is known when rows are split."""
+    if input.ndim != 2 or wrap:
+        return NotImplemented
+    input.diagonal().fill_(fill_value)
+    return input

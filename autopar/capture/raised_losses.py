@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from autopar.capture.functions import (
     BatchNorm,
     CrossEntropy,
+    CTCLoss,
     Einsum,
     Embedding,
     LogSoftmax,
@@ -19,6 +20,7 @@ from autopar.capture.functions import (
     Pick,
     SmoothedCrossEntropy,
 )
+from autopar.capture.raised_products import linear
 from autopar.ir.ops import op
 
 Tensor = torch.Tensor
@@ -28,6 +30,10 @@ def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
+    """Raise F.cross_entropy to logsumexp and pick, whose classes may be split; a mean becomes a sum over a count.
+
+    Targets are class numbers, or probabilities: NotImplemented for these with an ignore_index that could be a class.
+    """
     how = _reduction(reduction, size_average, reduce)
     x = input.movedim(1, -1) if input.ndim > 2 else input
     if torch.is_autocast_enabled(x.device.type):
@@ -62,6 +68,7 @@ def nll_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean",
 ) -> Any:  # fmt: skip
+    """Raise F.nll_loss to pick and a sum over a count."""
     x = input.movedim(1, -1) if input.ndim > 2 else input
     index = op("checked_index")(target, x.shape[-1], ignore_index)
     valid = target != ignore_index
@@ -71,10 +78,27 @@ def nll_loss(
     return _reduce_valid(losses, valid, counts, _reduction(reduction, size_average, reduce))
 
 
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    """Of a target a row; targets in one row after another have no dim that is the batch."""
+    if log_probs.ndim != 3 or targets.ndim != 2 or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    device = log_probs.device
+    lengths, counts = (torch.as_tensor(given, device=device) for given in (input_lengths, target_lengths))
+    losses = CTCLoss.apply(log_probs, targets, lengths, counts, blank, zero_infinity)
+    losses = torch.where(losses == math.inf, 0.0, losses) if zero_infinity else losses
+    if reduction == "none":
+        return losses
+    return (losses / counts.clamp(min=1)).sum() / len(losses) if reduction == "mean" else losses.sum()
+
+
 def log_softmax(
     input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
 ) -> Any:
-    """Of short floats torch rounds the result alone, which two ops cannot."""
+    """Raise F.log_softmax to x - logsumexp(x). NotImplemented without a dim, and for results in 16 bits: torch rounds
+    these once, two ops would twice."""
     autocast = torch.is_autocast_enabled(input.device.type)
     wide = dtype or (torch.float32 if autocast and input.dtype != torch.float64 else input.dtype)
     if dim is None or input.ndim == 0 or wide not in (torch.float32, torch.float64):
@@ -116,6 +140,8 @@ def embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Any:  # fmt: skip
+    """Raise F.embedding to a lookup whose table may be split by rows. NotImplemented for the options that change or
+    count rows (max_norm, scale_grad_by_freq) and for sparse gradients."""
     if max_norm is not None or scale_grad_by_freq or sparse or weight.ndim != 2:
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -126,6 +152,7 @@ def batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
+    """Raise F.batch_norm to sums over the whole batch and pointwise ops; running statistics are written too."""
     if not training:
         assert running_mean is not None and running_var is not None
         shape = [input.shape[1] if dim == 1 else 1 for dim in range(input.ndim)]
@@ -144,6 +171,8 @@ def instance_norm(
     input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
+    """Raise F.instance_norm with running statistics to sums and pointwise ops. NotImplemented without such statistics:
+    torch's own op is per sample already."""
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is None or running_var is None:
@@ -180,5 +209,24 @@ def with_reduction(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return raised
 
 
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,
+    label_smoothing: float = 0.0, options: Any = None,
+) -> Any:  # fmt: skip
+    """`options` say in which pieces torch computes it, and nothing of the result."""
+    if linear_weight.ndim != 2 or input.ndim not in (1, 2):
+        return NotImplemented
+    ignored = -100 if ignore_index is None else ignore_index
+    logits = linear(input, linear_weight, linear_bias)
+    if logits is NotImplemented:
+        return NotImplemented
+    return cross_entropy(
+        logits, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+# Each is a number a row, or an element.
 ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-           F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div)  # fmt: skip
+           F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.kl_div,
+           F.multi_margin_loss, F.multilabel_margin_loss)  # fmt: skip

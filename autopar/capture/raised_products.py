@@ -29,6 +29,7 @@ def _contract(a: Tensor, b: Tensor, equation: str) -> Any:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Raise F.linear to an einsum and an add. NotImplemented for a weight that is no matrix, and for integers."""
     if weight.ndim != 2 or input.ndim < 1:
         return NotImplemented
     batch = _LETTERS[2 : input.ndim + 1]
@@ -39,6 +40,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def matmul(input: Tensor, other: Tensor) -> Any:
+    """Raise torch.matmul, bmm, mm and @ to an einsum with both batch dims. NotImplemented for vectors and integers."""
     a, b = input, other
     if a.ndim < 2 or b.ndim < 2:
         return NotImplemented
@@ -51,10 +53,12 @@ def matmul(input: Tensor, other: Tensor) -> Any:
 
 
 def rmatmul(input: Tensor, other: Tensor) -> Any:
+    """Raise Tensor.__rmatmul__: `other @ input`."""
     return matmul(other, input)
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """Raise addmm, beta * input + alpha * (mat1 @ mat2), to an einsum and an add. NotImplemented as for matmul."""
     product = matmul(mat1, mat2)
     if product is NotImplemented:
         return product
@@ -65,6 +69,8 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
 
 
 def einsum(equation: str, *operands: Any) -> Any:
+    """Raise torch.einsum of two operands. NotImplemented for more or fewer, for "...", for an equation without arrow,
+    for a name twice in one term or in one term alone, and for sizes that broadcast: torch takes these apart itself."""
     operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or len(operands) != 2:
         return NotImplemented
@@ -83,6 +89,16 @@ def einsum(equation: str, *operands: Any) -> Any:
             if sizes.setdefault(name, size) != size:
                 return NotImplemented
     return _contract(*operands, equation)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """The weight [o,i,j] between both: two products, where torch multiplies everything out."""
+    if weight.ndim != 3 or input1.ndim < 1 or input1.shape[:-1] != input2.shape[:-1]:
+        return NotImplemented
+    batch = _LETTERS[3 : input1.ndim + 2]
+    half = _contract(input1, weight, f"{batch}a,cab->{batch}cb")
+    result = half if half is NotImplemented else _contract(half, input2, f"{batch}cb,{batch}b->{batch}c")
+    return result if result is NotImplemented or bias is None else result + bias.to(result.dtype)
 
 
 def with_bias_apart(function: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -18,25 +18,38 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
-from autopar.capture.explain import refusal
+from autopar.capture.explain import refusal, wants_data
+from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
+from autopar.capture.origins import Operands, Origins
 from autopar.capture.outside import Outside
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
-from autopar.capture.raised_lookups import embedding_bag
+from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, take
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
     batch_norm,
     cross_entropy,
+    ctc_loss,
     embedding,
     instance_norm,
+    linear_cross_entropy,
     log_softmax,
     nll_loss,
     with_reduction,
 )
-from autopar.capture.raised_products import CONVOLUTIONS, addmm, einsum, linear, matmul, rmatmul, with_bias_apart
+from autopar.capture.raised_products import (
+    CONVOLUTIONS,
+    addmm,
+    bilinear,
+    einsum,
+    linear,
+    matmul,
+    rmatmul,
+    with_bias_apart,
+)
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.capture.reads import READERS, Reads
@@ -57,7 +70,7 @@ class Raise(TorchFunctionMode):
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
-    other models that the loss may call.
+    other models that the loss may call. `earlier` are the origins of the tensors of the run before.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class Raise(TorchFunctionMode):
         reads: Reads | None = None,
         keeps_casts: bool = False,
         partners: Partners | None = None,
+        earlier: Origins | None = None,
     ) -> None:
         super().__init__()
         self.locator = locator
@@ -83,6 +97,7 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.random_ops: set[int] = set()
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
+        self.origins = Origins(earlier)
         self.values: list[Tensor] = []  # those whose values were read
         self._fork = torch.random.fork_rng(devices=[])
 
@@ -110,6 +125,11 @@ class Raise(TorchFunctionMode):
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
         self.calling = func
+        before = self.origins.operands(args, kwargs) if self.locator else Operands()
+        if self.locator and func in FOLDED:
+            value = self.origins.answer(func, args, kwargs, before)
+            if value is not NotImplemented:
+                return self._took(func, args, kwargs, value)
         if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
             return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
         if self.locator:
@@ -124,13 +144,34 @@ class Raise(TorchFunctionMode):
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         if result is NotImplemented:
-            result = func(*args, **kwargs)
+            result = self._called(func, args, kwargs, before)
         if self.locator and place:
+            written = self.origins.saw(func, args, kwargs, before, result)
             self.locator.adopt(result, place)
             if self.calls is not None and self.locator.phase == "forward":
-                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]))
+                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
         self.calling = None
         return result
+
+    def _called(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Any:
+        """What torch gives, or where it wants data what is known of that without the data of an input."""
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if not (self.locator and wants_data(error)):
+                raise
+            result = folded(self.origins, func, args, kwargs, before)
+            if result is NotImplemented:
+                raise
+            return self._took(func, args, kwargs, result)
+
+    def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
+        self.values[:] = {id(t): t for t in (*self.values, *self.origins.was_read.values())}.values()
+        if self.calls is not None and self.locator and self.locator.phase == "forward":
+            self.calls.read(func, args, kwargs, user_frame(sys._getframe(2)))
+        self.calling = None
+        return value
 
     def _see_outside(self, func: Any, args: Any) -> None:
         for arg in args:
@@ -259,8 +300,14 @@ RAISED: dict[Any, Callable[..., Any]] = {
     torch.addmm: addmm,
     Tensor.addmm: addmm,
     torch.einsum: einsum,
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    **dict.fromkeys((torch.take, Tensor.take), take),
+    **dict.fromkeys((torch.put, Tensor.put), put),
+    Tensor.fill_diagonal_: fill_diagonal_,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_loss),
+    getattr(F, "linear_cross_entropy", None): linear_cross_entropy,  # torch 2.13 has it
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
     F.adaptive_avg_pool1d: average_pool_of(1),
     F.adaptive_avg_pool2d: average_pool_of(2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import types
 from argparse import Namespace
@@ -150,7 +151,7 @@ class Walk:
         """A tensor that was read as a Python number."""
         names = [spot for spot in self.spots if spot.value is tensor]
         name, where = (names[0].name, names[0].where) if names else ("a tensor", "read as a number")
-        self._content(name, where, lambda: repr(tensor.tolist()))
+        self._content(name, where, lambda: _content_of(tensor))
 
     def _content(self, name: str, where: str, read: Callable[[], Any]) -> None:
         was = read()
@@ -232,6 +233,14 @@ def _functions_in(value: Any) -> list[FunctionType]:
         inner = getattr(value, name, None) if isinstance(value, _WRAPPERS) else None
         found += [inner]
     return [function for function in found if isinstance(function, FunctionType)]
+
+
+def _content_of(tensor: torch.Tensor) -> str:
+    """What a tensor holds, as a text; of a long one the digest of its memory."""
+    if tensor.numel() <= LONG:
+        return repr(tensor.tolist())
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{tensor.numel()} values ({hashlib.blake2b(memoryview(data), digest_size=8).hexdigest()})"
 
 
 def torch_state() -> tuple[Any, ...]:

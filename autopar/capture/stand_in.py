@@ -35,6 +35,11 @@ class Misuse:
     reasons: dict[Hashable, str] = field(default_factory=dict)
 
 
+def stands_for_number(tensor: Tensor) -> bool:
+    """True for the tensor of a stand-in, which holds another value in each step."""
+    return hasattr(tensor, "is_autopar_number")
+
+
 _KEPT = "is kept from a capture"
 _DIVIDES = "is divided with a number, which Python refuses where it is zero"
 _RAISES = "is in a power of numbers"
@@ -68,6 +73,7 @@ class Scalar:
 
     def __init__(self, tensor: Tensor, number: Any, book: tuple[Misuse, frozenset[Hashable]]) -> None:
         self._tensor, self._number, self._book = tensor, number, book
+        tensor.is_autopar_number = True  # type: ignore[attr-defined]
 
     @staticmethod
     def original(value: Any) -> Any:

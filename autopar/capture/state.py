@@ -42,6 +42,16 @@ def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, tor
                 yield (f"{path}.{name}" if path else name), value
 
 
+def once_each(step: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One name for each attribute: those of a module that is registered under two names have two, and to swap them
+    twice would leave the first stand-in there when they are put back."""
+    found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        found.setdefault((id(step.get_submodule(path)), attribute), (name, value))
+    return dict(found.values())
+
+
 @contextmanager
 def attributes(step: nn.Module, values: Mapping[str, torch.Tensor], replaced: dict[str, Any]) -> Iterator[None]:
     """Put other tensors in place of plain tensor attributes, for as long as the context lasts; `replaced` is given

@@ -20,7 +20,7 @@ from autopar.cli.training import train
 from autopar.compiled import Compiled, load
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.errors import AutoparError, TargetError
 from autopar.ir.measure import human
 from autopar.ir.mesh import Mesh
@@ -216,8 +216,8 @@ def _compile(target: str, mesh: str, options: Options) -> Compiled:
     check_options(options)
     parsed = mesh_of(mesh)
     job = _job(target, parsed, options)
-    choices = choices_of(**job.step)  # what is cheap to find is found before the capture
-    return Compiled.of(compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, choices)[1])
+    chosen = options_of(**job.step)  # what is cheap to find is found before the capture
+    return Compiled.of(compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, chosen)[1])
 
 
 def _write_page(compiled: Compiled, path: Path, title: str) -> None:
@@ -253,7 +253,7 @@ def _show_memory(
         out.print(text, markup=False, highlight=False)
     if formula:
         assert job is not None
-        for text in formula_texts(job, compiled.mesh, choices_of(**job.step), compiled, rank, device):
+        for text in formula_texts(job, compiled.mesh, options_of(**job.step), compiled, rank, device):
             out.print(text, markup=False, highlight=False)
 
 

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.target import load_job
-from autopar.compiler.options import Flag, StepOptions, compiler_of, read_stages
+from autopar.compiler.options import compiler_of
+from autopar.ir.options import Flag, StepOptions, read_stages, short_text
 from autopar.job import Job
 
 OWN = {  # what a run takes beside its steps
-    "seed": (0, Flag("of the initial weights and of random ops", int)),
-    "compile": (None, Flag("run the programs as code that Inductor writes", str, "inductor")),
-    "check_replicas": (None, Flag("compare what ranks hold alike every N steps; 0 never does", int, "N")),
+    "seed": (0, Flag(int, more="of the initial weights and of random ops")),
+    "compile": (None, Flag(str, "inductor", more="run the programs as code that Inductor writes")),
+    "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
 }
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}
 
@@ -27,16 +28,18 @@ def _flags() -> list[tuple[str, Any, Any]]:
     found = [_typed(name, flag, default) for name, (default, flag) in OWN.items()]
     for name, each in STEP.items():
         is_on = each.default is True
-        found.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None))
+        text = f"do not {short_text(name)}" if is_on else short_text(name)
+        found.append(_typed(f"no_{name}" if is_on else name, each.metadata["flag"], None, text))
     return found
 
 
-def _typed(name: str, flag: Flag, default: Any) -> tuple[str, Any, Any]:
+def _typed(name: str, flag: Flag, default: Any, text: str = "") -> tuple[str, Any, Any]:
+    text = "; ".join(filter(None, (text, flag.more)))
     if flag.kind is bool:  # named, or typer would add one that says no
-        how = typer.Option(f"--{name.replace('_', '-')}", help=flag.help)
+        how = typer.Option(f"--{name.replace('_', '-')}", help=text)
         return name, Annotated[bool, how], False
     kind = flag.kind if default is not None else flag.kind | None
-    return name, Annotated[kind, typer.Option(metavar=flag.metavar, help=flag.help)], default
+    return name, Annotated[kind, typer.Option(metavar=flag.metavar, help=text)], default
 
 
 FLAGS = _flags()

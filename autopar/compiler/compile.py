@@ -24,12 +24,12 @@ from autopar.compiler.constraints import (
     patterns_of,
 )
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import Choices
 from autopar.compiler.precision_check import check_parameters
 from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
 from autopar.errors import ArtifactError, CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed, Plan
 from autopar.ir.text import print_program
 from autopar.passes import make_pipeline, run_passes
 from autopar.passes.search.step_cost import step_cost
@@ -38,25 +38,25 @@ from autopar.settings import Settings
 
 def compile_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
-    choices: Choices, *, train: bool = True, lift: torch.dtype | None = None,
+    options: StepOptions, *, train: bool = True, lift: torch.dtype | None = None,
 ) -> tuple[Captured, Lowered]:  # fmt: skip
     """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
 
     train, lift: as of `capture`.
     """
-    captured = capture_step(model, loss_fn, args, kwargs, choices, train=train, lift=lift)
-    return captured, lower(captured, mesh, choices)
+    captured = capture_step(model, loss_fn, args, kwargs, options, train=train, lift=lift)
+    return captured, lower(captured, mesh, options)
 
 
 def capture_step(
-    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], choices: Choices,
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
     *, train: bool = True, lift: torch.dtype | None = None,
 ) -> Captured:  # fmt: skip
     """Check a model and capture its step: what every way to its programs begins with."""
     check_model(model)
     captured = capture(
         model, loss_fn, args, kwargs,
-        train=train, lift=lift, specialize=choices.specialize, precision=choices.memory.precision,
+        train=train, lift=lift, specialize=options.specialize, precision=options.precision,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
@@ -81,38 +81,18 @@ def check_model(model: object) -> None:
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 
 
-def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settings: Settings | None = None) -> Lowered:
-    """Take a captured program through the passes."""
-    choices = choices or Choices()
-    check_parameters(captured.program, choices.memory)
-    batch_replicated = choices.uneven and not divides_batch(captured.program, mesh)
-    if not batch_replicated:
-        check_batch(captured.program, mesh)
-    layouts = parse_shard(choices.shard, captured.program, mesh)
-    patterns = patterns_of(choices.shard, captured.program)
-    microbatches = microbatches_of(
-        captured.program, mesh, choices.microbatches, replicated=batch_replicated, uneven=choices.uneven
-    )
-    plan = Plan(
-        mesh,
-        layouts,
-        sequence_parallel=bool(choices.sequence_parallel),
-        batch_replicated=batch_replicated,
-        microbatches=microbatches,
-        staging=choices.staging,
-        memory=choices.memory,
-        frozen=captured.frozen,
-        patterns=patterns,
-        rules=CUSTOM_OPS.rows(),
-        stored=choices.stored,
-    )
-    check_zero(plan)
+def lower(
+    captured: Captured, mesh: Mesh, options: StepOptions | None = None, fixed: Fixed | None = None,
+    settings: Settings | None = None,
+) -> Lowered:  # fmt: skip
+    """Take a captured program through the passes. fixed: what is decided already."""
+    plan = make_plan(captured, mesh, options or StepOptions(), fixed or Fixed())
     compiled = Lowered(plan, run_passes(check_calls(captured.program), plan))
-    if choices.sequence_parallel and not is_sequence_parallel(compiled.program):
-        if choices.sequence_parallel != "auto":
+    if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
+        if plan.options.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
         compiled = whole_sequence(compiled)
-    elif choices.sequence_parallel == "auto":
+    elif plan.options.sequence_parallel == "auto":
         compiled = cheaper(compiled, whole_sequence(compiled))
     if compiled.plan.is_staged:
         compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
@@ -122,9 +102,31 @@ def lower(captured: Captured, mesh: Mesh, choices: Choices | None = None, settin
     return compiled
 
 
+def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Plan:
+    """The decisions of the user, checked against the model, its batch and the mesh."""
+    program = captured.program
+    check_parameters(program, options)
+    batch_replicated = fixed.uneven and not divides_batch(program, mesh)
+    if not batch_replicated:
+        check_batch(program, mesh)
+    count = microbatches_of(program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven)
+    plan = Plan(
+        mesh,
+        parse_shard(options.shard, program, mesh),
+        options=replace(options, microbatches=count),
+        fixed=fixed,
+        batch_replicated=batch_replicated,
+        patterns=patterns_of(options.shard, program),
+        frozen=captured.frozen,
+        rules=CUSTOM_OPS.rows(),
+    )
+    check_zero(plan)
+    return plan
+
+
 def whole_sequence(compiled: Lowered) -> Lowered:
     """The same program compiled without sequence parallelism."""
-    plan = replace(compiled.plan, sequence_parallel=False)
+    plan = replace(compiled.plan, options=replace(compiled.plan.options, sequence_parallel=False))
     return Lowered(plan, run_passes(compiled.history[0][1], plan))
 
 

@@ -161,8 +161,6 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, replica
     replicated: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises
     BatchError if the micro-batches do not divide the samples of a rank.
     """
-    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
-        raise BatchError(f"microbatches={wanted!r}: write a number of 1 or more.")
     stages = dict(mesh.axes).get(PIPELINE, 1)
     if wanted == 1 or (wanted is None and stages == 1):
         return 1

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 
 _OTHER = (torch.float16, torch.bfloat16, torch.float64)
 
 
-def check_parameters(program: Program, memory: Memory) -> None:
+def check_parameters(program: Program, options: StepOptions) -> None:
     """Raise PlanError for a trained parameter that is no fp32 master weight.
 
     A precision promises those: with bf16 weights an update below a 256th of a weight is lost, and the precision would
     hide it. What is not trained may be in any dtype.
     """
-    if memory.precision is None:
+    if options.precision is None:
         return
     trained = {out.name for out in program.outputs if out.kind == "gradient"}
     wrong = [
@@ -28,16 +28,16 @@ def check_parameters(program: Program, memory: Memory) -> None:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise PlanError(
-            f'precision="{memory.precision}" keeps parameters in torch.float32 and casts them for each step, but '
+            f'precision="{options.precision}" keeps parameters in torch.float32 and casts them for each step, but '
             f"{len(wrong)} of {len(trained)} trained parameters are not: {', '.join(wrong[:3])}{more}. Call "
             f"model.float() before autopar, or leave precision out: the model is then computed as it is, with its "
             f"updates rounded to its own dtype."
         )
 
 
-def check_device(memory: Memory, device: torch.device) -> None:
+def check_device(options: StepOptions, device: torch.device) -> None:
     """Raise PlanError for a precision in which a device cannot compute products."""
-    dtype = memory.low_dtype
+    dtype = options.low_dtype
     if dtype is None:
         return
     reason = "it has no such instructions"
@@ -52,6 +52,6 @@ def check_device(memory: Memory, device: torch.device) -> None:
         except (RuntimeError, NotImplementedError) as error:
             lacks, reason = True, str(error).splitlines()[0]
     if lacks:
-        others = {"bf16": '"fp16" or "fp32"', "fp16": '"bf16" or "fp32"'}[str(memory.precision)]
+        others = {"bf16": '"fp16" or "fp32"', "fp16": '"bf16" or "fp32"'}[str(options.precision)]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        raise PlanError(f'precision="{memory.precision}" cannot be computed on {name}: {reason}. Write {others}.')
+        raise PlanError(f'precision="{options.precision}" cannot be computed on {name}: {reason}. Write {others}.')

@@ -8,7 +8,7 @@ name mesh axes, never ranks, and the executor hands them to its communication dr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -159,6 +159,62 @@ def expert_mm_backward(
 
 
 @_semantic(
+    "ctc_loss(Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank) -> Tensor",
+    precision="high",
+    gradient="CTCLoss",
+)
+def ctc_loss(
+    x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor, blank: int
+) -> torch.Tensor:
+    """-log p of each target [n,s] under log-probabilities x [t,n,c], of which the first `lengths` count."""
+    return x.new_empty(x.shape[1])
+
+
+@_semantic(
+    "ctc_loss_backward(Tensor grad, Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank, "
+    "bool zero_infinity) -> Tensor",
+    precision="high",
+)
+def ctc_loss_backward(
+    grad: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor,
+    blank: int, zero_infinity: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of x; as torch's it takes x for the result of a log-softmax."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+Indices = Sequence[torch.Tensor | None]
+
+
+@_semantic("index_of_rows(Tensor x, Tensor?[] indices, int[] rows) -> Tensor")
+def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.Tensor:
+    """x[indices], in which each row has an index of its own: where rows[dim] is -k, the index of `dim` counts 0, 1, ...
+    along the k-th last dim of the indices, and is not given."""
+    found: torch.Tensor = torch.ops.aten.index.Tensor(x, row_indices(x, indices, rows))
+    return found
+
+
+@_semantic(
+    "index_put_of_rows(Tensor x, Tensor?[] indices, int[] rows, Tensor values, bool accumulate) -> Tensor",
+    precision="high",
+)
+def index_put_of_rows(
+    x: torch.Tensor, indices: Indices, rows: list[int], values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """x with values at these places, or added there."""
+    return torch.empty_like(x)
+
+
+def row_indices(x: torch.Tensor, indices: Indices, rows: Sequence[int]) -> list[torch.Tensor | None]:
+    """What `index_of_rows` looks up, with the numbers of the rows."""
+
+    def numbers(dim: int) -> torch.Tensor:
+        return torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (-rows[dim] - 1))
+
+    return [numbers(dim) if rows[dim] else index for dim, index in enumerate(indices)]
+
+
+@_semantic(
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
     random=True,
     gradient="Dropout",
@@ -186,7 +242,8 @@ def random(
 
 SEMANTIC = (
     einsum, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
-    embedding, embedding_backward, expert_mm, expert_mm_backward, dropout, random,
+    embedding, embedding_backward, expert_mm, expert_mm_backward, ctc_loss, ctc_loss_backward, index_of_rows,
+    index_put_of_rows, dropout, random,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import torch
-
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import DATA_AXES, MICROBATCH, PIPELINE, SHARDED, Mesh
+from autopar.ir.options import StepOptions
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
 BUCKET_BYTES = 25 * 2**20
@@ -32,58 +31,18 @@ CPU = Machine(6e4, 5e3, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
-    """How a step becomes a pipeline.
+class Fixed:
+    """What is decided before a plan is made, by the device and by the programs before this one.
 
-    schedule: a name, a function or a CSV (see `passes/schedules/parse.py`). chunks: stages on a rank, None for the
-    schedule's usual number. stages: modules, a stage an entry; None for the automatic cut. stage_memory: bytes that a
-    stage may hold. owners: the stages that keep parameters already, by name. machine: what the cut is for.
+    machine: what the cut of a pipeline is for. owners: the stages that keep parameters already, by name. stored: how
+    parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide is computed whole
+    by every rank, and not refused.
     """
 
-    schedule: Any = "1f1b"
-    chunks: int | None = None
-    stages: tuple[str, ...] | None = None
-    stage_memory: int | None = None
-    owners: Mapping[str, int] | None = None
     machine: Machine = GPU
-
-
-RECOMPUTE = ("none", "selective", "full")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRECISIONS = tuple(DTYPES)
-Policy = str | int | float
-Recompute = Policy | Mapping[str, Policy]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a rank keeps, and in which dtype.
-
-    zero: the states of which a rank keeps only its part (arXiv 1910.02054): 1 the optimizer's, 2 and gradients, 3 and
-    parameters; None: 3 if the mesh has the axis `fsdp`, else 0. reshard_after_forward: with 3, what was gathered is
-    dropped after its use and gathered again. recompute: of what the forward pass computes, what the backward pass
-    computes again: a name of `RECOMPUTE`, the bytes of a rank that may be saved, or their part of what "none" saves;
-    or those by pattern of modules. precision: one of `PRECISIONS`, None to compute as the model is. reduce_dtype: of
-    the sums of gradients under a precision. bucket_bytes: of gradients or parameters that move together, None for
-    what the costs say.
-    """
-
-    zero: int | None = None
-    reshard_after_forward: bool = True
-    recompute: Recompute = "none"
-    precision: str | None = None
-    reduce_dtype: torch.dtype = torch.float32
-    bucket_bytes: int | None = None
-
-    @property
-    def low_dtype(self) -> torch.dtype | None:
-        """The short float in which products are computed; None if they are as in the model."""
-        return DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
-
-    @property
-    def sums_dtype(self) -> torch.dtype | None:
-        """The shortest dtype in which gradients may be summed; None if they are as they come."""
-        return None if self.low_dtype is None and self.reduce_dtype == torch.float32 else self.reduce_dtype
+    owners: Mapping[str, int] | None = None
+    stored: Mapping[str, Layout] = field(default_factory=dict)
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +50,31 @@ class Plan:
     """Decisions only: a plan holds no cost and no graph, so it never goes stale.
 
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
-    its error messages spell it; no pass reads them. sequence_parallel: activations lie split over tp where no weight
-    needs them whole. batch_replicated: every rank computes the whole batch, which the batch's axes cannot divide.
-    microbatches: the parts of a rank's batch that are computed one after another. staging: how the stages are cut and
-    in which order they run. memory: what a rank keeps. frozen: parameters that are not trained, by first name. stored:
-    how parameters lie between steps, ZeRO's split included, where that is decided already. rules: the rows of the
-    user's custom ops, by op, beside those of `passes/rules`.
+    its error messages spell it; no pass reads them. options: of the step, with what the model and the batch decide in
+    place of None and "auto". batch_replicated: every rank computes the whole batch, as its axes cannot divide it.
+    frozen: parameters that are not trained, by first name. rules: the rows of the user's custom ops, by op, beside
+    those of `passes/rules`.
     """
 
     mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     _: KW_ONLY
-    sequence_parallel: bool = False
+    options: StepOptions = field(default_factory=StepOptions)
+    fixed: Fixed = field(default_factory=Fixed)
     batch_replicated: bool = False
-    microbatches: int = 1
-    staging: Staging = field(default_factory=Staging)
-    memory: Memory = field(default_factory=Memory)
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     rules: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    stored: Mapping[str, Layout] = field(default_factory=dict)
+
+    @property
+    def microbatches(self) -> int:
+        """The parts of a rank's batch that are computed one after another."""
+        return self.options.microbatches or 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """True if activations lie split over tp where no weight needs them whole."""
+        return bool(self.options.sequence_parallel)
 
     @property
     def ranks_of_pipeline(self) -> int:
@@ -130,7 +94,7 @@ class Plan:
     @property
     def zero(self) -> int:
         """The stage of ZeRO."""
-        return (3 if SHARDED in self.mesh else 0) if self.memory.zero is None else self.memory.zero
+        return (3 if SHARDED in self.mesh else 0) if self.options.zero is None else self.options.zero
 
     @property
     def zero_axis(self) -> str | None:
@@ -141,7 +105,7 @@ class Plan:
     @property
     def gathers_again(self) -> bool:
         """True if parameters are gathered for each use."""
-        return self.zero == 3 and self.memory.reshard_after_forward
+        return self.zero == 3 and self.options.reshard_after_forward
 
     @property
     def layout_mesh(self) -> Mesh:

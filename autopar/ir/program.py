@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -261,7 +261,7 @@ def _has_tensors(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class Builder:
-    """Copies a graph node by node, letting a pass put other nodes in place of some.
+    """Rewrites a program node by node: a pass puts other nodes in place of some, and the rest is copied.
 
     `value` maps an old node to the new node that stands for it.
     """
@@ -270,10 +270,36 @@ class Builder:
     graph: fx.Graph = field(default_factory=fx.Graph)
     value: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        """Copy a node as it is, under its own name."""
-        made = self.graph.node_copy(node, lambda old: self.value[old])
-        self.value[node] = made
+    def rewrite(
+        self, program: Program, put: Callable[[fx.Node], fx.Node | None], later: Container[fx.Node] = (), **changes: Any
+    ) -> Program:
+        """The program with what `put` gives in place of each node, in the order of the program.
+
+        Where it gives None the node is copied, but for those of `later`: they get their value when the pass is ready.
+        A node that has its value already is passed over.
+        """
+        for node in program.graph.nodes:
+            made = self.value.get(node) or put(node)
+            if made is not None:
+                self.value[node] = made
+            elif node not in later:
+                self.copy(node)
+        return program.with_(graph=self.graph, **changes)
+
+    def copy(
+        self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None, like: Record | None = None
+    ) -> fx.Node:
+        """Copy a node under its own name. operand: gives the new node of an old one, if that is not its value. like:
+        the record, if not that of the node."""
+        made = self.value[node] = self.graph.node_copy(node, operand or self.value.__getitem__)
+        if like is not None:
+            set_record(made, like)
+        return made
+
+    def output(self, results: Iterable[fx.Node], like: Record) -> fx.Node:
+        """Let the new graph return `results`."""
+        made = self.graph.output(tuple(results))
+        set_record(made, like)
         return made
 
     def call(self, target: Callable[..., Any], *args: Any, like: Record, name: str = "", **kwargs: Any) -> fx.Node:
@@ -285,3 +311,10 @@ class Builder:
     def new(self, arg: Any) -> Any:
         """An argument with its old nodes replaced by the new ones."""
         return fx.node.map_arg(arg, lambda old: self.value[old])
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase the calls whose results nothing reads."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -44,6 +44,41 @@ class _Said:
         return f"{self.call.name}()" + f" at {self.line}" * bool(self.line)
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A rank's phase, as it is sent where ranks are not at one."""
+
+    now: str
+    failure: str | None
+    texts: Mapping[str, list[str]]
+
+
+@dataclass(slots=True)
+class Phase:
+    """Checks that a rank makes on its own, before all ranks agree on them once.
+
+    now: what is checked at the moment, which a failure is then said to be of. texts: what must be alike on all ranks,
+    by what it is of.
+    """
+
+    now: str
+    texts: dict[str, Sequence[str]] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    @property
+    def told(self) -> _Told:
+        failure = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+        return _Told(self.now, failure, {what: list(lines) for what, lines in self.texts.items()})
+
+    @property
+    def lines(self) -> list[str]:
+        """All of it, to be compared: of a failure that alone, which may come before or behind some texts."""
+        told = self.told
+        if told.failure is not None:
+            return [told.failure]
+        return [f"{what}: {line}" for what, lines in told.texts.items() for line in lines]
+
+
 class Agreement:
     """Compares short descriptions between all ranks. Collectives run on `device`.
 
@@ -63,41 +98,40 @@ class Agreement:
         One tiny all-reduce where they agree.
         """
         is_equal, is_same_data = self._compare(what, lines, data)
-        if is_equal:
-            return is_same_data
-        everyone: list[list[str]] = self.everyone(what, list(lines))
-        versions: dict[tuple[str, ...], list[int]] = {}
-        for rank, found in enumerate(everyone):
-            versions.setdefault(tuple(found), []).append(rank)
-        common = max(versions, key=lambda version: len(versions[version]))
-        faults = []
-        for version, ranks in versions.items():
-            if version == common:
-                continue
-            pairs = _aligned(version, common)[:3]
-            shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
-            faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
-        raise RankError(f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}.")
+        if not is_equal:
+            everyone: list[list[str]] = self.everyone(what, list(lines))
+            raise RankError(_difference(what, everyone))
+        return is_same_data
 
-    def together(self, what: str, make: Callable[[], T]) -> T:
+    def together(self, what: str, make: Callable[[Phase], T]) -> T:
         """What `make` returns; if it fails on any rank, every rank raises: its own error, or RankError with theirs.
+        RankError on every rank, as of `check`, if the texts that it leaves in its phase differ between ranks.
 
-        `make` moves no data between ranks.
+        One tiny all-reduce where all is well. `make` moves no data between ranks.
         """
-        failure: Exception | None = None
+        phase = Phase(what)
         try:
-            made = make()
+            made = make(phase)
         except Exception as error:
-            failure = error
-        said = [] if failure is None else [f"{type(failure).__name__}: {failure}"]
-        if not self._equal(what, said):
-            everyone = self.everyone(what, said)
-            failed = [f"  rank {rank}: {found[0]}" for rank, found in enumerate(everyone) if found]
-            if failure is None:
-                raise RankError(f"the {what} failed on some ranks, not on this one:\n" + "\n".join(failed))
-        if failure is not None:
-            raise failure
+            phase.failure = error
+        if not self._equal(what, phase.lines):
+            self._raise_for(phase, self.everyone(what, phase.told))
+        if phase.failure is not None:
+            raise phase.failure
         return made
+
+    def _raise_for(self, phase: Phase, everyone: list[_Told]) -> None:
+        """Raise what ranks have to say that are not at one: failures go before texts that differ."""
+        failed = [(rank, told.failure, told.now) for rank, told in enumerate(everyone) if told.failure]
+        if phase.failure is not None:
+            raise phase.failure
+        if failed:
+            said = "\n".join(f"  rank {rank}: {failure}" for rank, failure, _ in failed)
+            raise RankError(f"the {failed[0][2]} failed on some ranks, not on this one:\n{said}")
+        for what in dict.fromkeys(what for told in everyone for what in told.texts):
+            texts = [told.texts.get(what, []) for told in everyone]
+            if any(text != texts[0] for text in texts):
+                raise RankError(_difference(what, texts))
 
     def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> NoReturn:
         """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
@@ -178,6 +212,22 @@ def name_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     plural = len(runs) > 1 or runs[0][-1] != runs[0][0]
     return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def _difference(what: str, everyone: Sequence[Sequence[str]]) -> str:
+    """Which ranks have other lines than most, and which ones."""
+    versions: dict[tuple[str, ...], list[int]] = {}
+    for rank, found in enumerate(everyone):
+        versions.setdefault(tuple(found), []).append(rank)
+    common = max(versions, key=lambda version: len(versions[version]))
+    faults = []
+    for version, ranks in versions.items():
+        if version == common:
+            continue
+        pairs = _aligned(version, common)[:3]
+        shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
+        faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
+    return f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}."
 
 
 def _check_calls(said: Sequence[_Said]) -> None:

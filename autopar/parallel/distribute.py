@@ -1,4 +1,4 @@
-"""Make process groups, and turn parameters into DTensors with the compiler's layouts."""
+"""Turn parameters into DTensors with the compiler's layouts, and back."""
 
 from __future__ import annotations
 
@@ -7,54 +7,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.ir.layout import Layout, combine, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.parallel.agreement import Agreement
 from autopar.parallel.padding import beginning, with_padding, without_padding
 from autopar.parallel.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.place import World
-from autopar.settings import Settings
 from autopar.torch_compat import local_of, swap_in_place
-
-
-def join(mesh: MeshLike, device: str | torch.device | None) -> tuple[Mesh, DeviceMesh, torch.device]:
-    """This process's mesh and device; joins the process group that the launcher prepared, if none is there.
-
-    A mesh of size 1 needs no launcher: it gets a group of its own. Raises MeshError if the sizes do not fit.
-    """
-    settings = Settings.read()
-    world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
-    place = _device(device, settings)
-    if world == 1:
-        mesh_of(mesh, world)  # before a group is made for it
-    if not dist.is_initialized():
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        backend = "nccl" if place.type == "cuda" else "gloo"
-        if settings.world_size is None:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend)
-    agreement = Agreement(place)
-    parsed = agreement.together("mesh", lambda: mesh_of(mesh, world))
-    agreement.check("mesh", [str(parsed)])
-    if isinstance(mesh, DeviceMesh):
-        return parsed, mesh, place
-    return parsed, init_device_mesh(place.type, parsed.shape, mesh_dim_names=parsed.names), place
-
-
-def _device(device: str | torch.device | None, settings: Settings) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    backend = dist.get_backend() if dist.is_initialized() else None
-    local = settings.local_rank or 0
-    if backend != "gloo" and torch.cuda.is_available() and local < torch.cuda.device_count():
-        return torch.device("cuda", local)
-    return torch.device("cpu")
 
 
 class Distributor:
@@ -118,7 +79,10 @@ class Distributor:
         self, parameter: nn.Parameter, has: Layout, wanted: Layout,
         owner: int | None = None, new_owner: int | None = None,
     ) -> None:  # fmt: skip
-        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it."""
+        """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it.
+
+        A collective: every rank must call it, in a call that announced itself. Raises RankError if a rank is lost.
+        """
         local = local_of(parameter)  # type: ignore[arg-type]
         value = local
         if owner is not None or has != replicated(len(has.dims)):

@@ -17,7 +17,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import KINDS
-from autopar.parallel.agreement import Agreement
+from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.partners import Owners
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver, Group
@@ -142,7 +142,11 @@ def make_runner(
     from autopar.runtime.inductor import compile_program  # and with it Inductor
 
     rank = dist.get_rank()
-    made = agreement.together("compilation", lambda: compile_program(program, rank, groups, device, STEP))
-    # A compiler may reorder. It never did: but ranks that wait for different things would hang.
-    agreement.check("order of collectives that Inductor wrote", made.collectives)
-    return made
+
+    def compile_here(phase: Phase) -> Runner:
+        made = compile_program(program, rank, groups, device, STEP)
+        # A compiler may reorder. It never did: but ranks that wait for different things would hang.
+        phase.texts["order of collectives that Inductor wrote"] = made.collectives
+        return made
+
+    return agreement.together("compilation", compile_here)

@@ -15,20 +15,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.partners import Inlined
 from autopar.errors import AutoparError
 
 
-def check_plain(model: nn.Module, parallel: type[nn.Module]) -> None:
-    """Raise AutoparError for a module that is distributed already. parallel: the class of parallel models."""
+def check_plain(model: nn.Module) -> None:
+    """Raise AutoparError for a module that is distributed already."""
     if torch.is_inference_mode_enabled():
         raise AutoparError("parallelize makes parameters to train: call it outside of torch.inference_mode().")
-    if isinstance(model, parallel):
+    if isinstance(model, Inlined):
         raise AutoparError(
             "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out one of "
             "the two calls."
         )
     for path, module in model.named_modules():
-        if isinstance(module, parallel):
+        if isinstance(module, Inlined):
             raise AutoparError(
                 f"'{path}' is a parallel model already, and the module around it cannot be one as well. Put the plain "
                 f"module there, and parallelize the whole."

@@ -17,7 +17,7 @@ from autopar.parallel.parameter import accumulate
 from autopar.torch_compat import unscale_and_check
 
 _log = logging.getLogger("autopar")
-LEAST = 2.0**-14  # a loss that overflows even here is not finite itself
+LEAST = 2.0**-14  # where gradients overflow below this scale, the loss itself is inf or nan
 
 
 @dataclass(slots=True)

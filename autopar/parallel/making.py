@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,10 @@ from autopar.capture.spots import Numbers
 from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.constraints import batch_ranks
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import Choices, SequenceParallel
+from autopar.ir.options import SequenceParallel, StepOptions
+from autopar.ir.plan import Fixed
 from autopar.ir.program import record
-from autopar.parallel.agreement import Agreement
+from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.batches import at_global_size, check_split, with_numbers
 from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.numbers import ChangingNumbers
@@ -35,10 +35,12 @@ _log = logging.getLogger("autopar")
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What does not change from step to step. is_local: each rank is given its own part of the batch."""
+    """What does not change from step to step. is_local: each rank is given its own part of the batch. lift: as of
+    `capture`."""
 
     loss_fn: LossFn | None
-    choices: Choices
+    options: StepOptions
+    fixed: Fixed
     is_local: bool
     device: torch.device
     compiler: str | None
@@ -52,7 +54,7 @@ class Maker:
         self, settings: StepSettings, store: ParameterStore, agreement: Agreement, numbers: ChangingNumbers
     ) -> None:
         self._settings, self._store, self._agreement, self._numbers = settings, store, agreement, numbers
-        self._joined = Joined(agreement, settings.device)
+        self._joined = Joined(settings.device)
         self._groups: dict[str, Group] = {}
         self._said: set[str] = set()
 
@@ -65,26 +67,30 @@ class Maker:
 
         def make(scalars: Scalars) -> tuple[Captured, Lowered, Guards, Constants]:
             ranks = batch_ranks(where.mesh) if settings.is_local else 1
-            choices = settings.choices
             with scalars:
                 global_args, global_kwargs = at_global_size(with_numbers(parts, given), ranks)
                 captured = capture_step(
-                    self._store.model, settings.loss_fn, global_args, global_kwargs, choices,
+                    self._store.model, settings.loss_fn, global_args, global_kwargs, settings.options,
                     train=train, lift=settings.lift,
                 )  # fmt: skip
             guards = Guards(self._store.model, settings.loss_fn if train else None, captured.ran, scalars, given)
             scalars.check(captured.constants, guards.places, captured.result_leaves)
-            check_partners(captured, self._store.model, where.mesh, choices)
+            check_partners(captured, self._store.model, where.mesh, settings.options)
             owners = Owners.of(self._store, captured.partners)
-            bound = owners.choices(choices if is_first else self._bound(choices))
-            compiled = lower(as_trained(captured), where.mesh, bound)
+            compiled = lower(as_trained(captured), where.mesh, *owners.bind(*self._bound(is_first)))
             if settings.is_local:
                 check_split(compiled, parts)
             return captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device)
 
-        build = partial(self._numbers.build, make, is_able=not settings.choices.specialize)
+        def build(phase: Phase) -> tuple[Captured, Lowered, Guards, Constants]:
+            made = self._numbers.build(make, is_able=not settings.options.specialize)
+            captured, compiled, _, constants = made
+            phase.texts["program"] = compiled.lines()
+            self._joined.check(captured.partners, phase)
+            phase.texts["tensors that the model keeps or the loss reads"] = [constants.digest()]
+            return made
+
         captured, compiled, guards, constants = self._agreement.together("program", build)
-        self._agreement.check("program", compiled.lines())
         self._say(compiled.notes)
         self._joined.add(captured.partners)
         owners = Owners.of(self._store, captured.partners)
@@ -104,9 +110,12 @@ class Maker:
                     _log.warning("%s", note)
             self._said.update(notes)
 
-    def _bound(self, choices: Choices) -> Choices:
-        """The choices of every program but the first, whose layouts and stages bind the others."""
-        sequence: SequenceParallel = "auto" if choices.sequence_parallel else False
+    def _bound(self, is_first: bool) -> tuple[StepOptions, Fixed]:
+        """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
+        options, fixed = self._settings.options, self._settings.fixed
+        if is_first:
+            return options, fixed
+        sequence: SequenceParallel = "auto" if options.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
-        staging = replace(choices.staging, owners=self._store.stages)
-        return replace(choices, shard=None, sequence_parallel=sequence, uneven=True, staging=staging)
+        bound = replace(options, shard=None, sequence_parallel=sequence)
+        return bound, replace(fixed, owners=self._store.stages, uneven=True)

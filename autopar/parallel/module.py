@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,17 +13,16 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture.capture import LossFn
 from autopar.capture.partners import Inlined, inlined
 from autopar.compiled import Compiled
-from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike
-from autopar.compiler.options import CHECK_EVERY, Choices
-from autopar.compiler.precision_check import check_device
-from autopar.errors import AutoparError, BatchError, CaptureError
-from autopar.ir.plan import CPU, GPU
-from autopar.parallel.agreement import Agreement
+from autopar.compiler.options import CHECK_EVERY
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.options import StepKeywords
+from autopar.ir.plan import CPU, GPU, Fixed
 from autopar.parallel.announce import Announcer
-from autopar.parallel.distribute import Distributor, join
-from autopar.parallel.execution import Running, check_compiler
-from autopar.parallel.gradients import check_plain, finished, guarded
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.execution import Running
+from autopar.parallel.gradients import finished, guarded
+from autopar.parallel.joining import Asked, join
 from autopar.parallel.loss_scale import LossScale, give_gradients
 from autopar.parallel.making import StepSettings
 from autopar.parallel.placed import TO_SAVE
@@ -55,35 +53,26 @@ class ParallelModule(Inlined):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, choices: Choices, batch: str,
+        self, model: nn.Module, mesh: MeshLike, *, loss_fn: LossFn | None, step: StepKeywords, batch: str,
         seed: int, device: str | torch.device | None, compile: str | None = None, lift: torch.dtype | None = None,
         check_replicas: int | None = CHECK_EVERY,
     ) -> None:  # fmt: skip
         super().__init__(model)
-        if batch not in ("global", "local"):
-            raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
-        self._mesh, device_mesh, self._device = join(mesh, device)
-        staging = replace(choices.staging, machine=CPU if self._device.type == "cpu" else GPU)
-        choices, is_local = replace(choices, staging=staging), batch == "local"
+        agreed = join(Asked(model, mesh, step, batch, seed, compile, check_replicas), device)
+        agreement, options = agreed.agreement, agreed.options
+        self._mesh, self._device = agreed.mesh, agreement.device
+        fixed = Fixed(machine=CPU if self._device.type == "cpu" else GPU)
         self._random = RandomState(seed)
-        self._scale = LossScale() if choices.memory.precision == "fp16" else None
+        self._scale = LossScale() if options.precision == "fp16" else None
         self._last_aux: Any = None
-        agreement = Agreement(self._device)
-        agreement.together("model", lambda: check_model(model))
-        agreement.together("model", lambda: check_plain(model, ParallelModule))
         self._announcer = Announcer(agreement)
-        self._store = ParameterStore(
-            model, Distributor(self._mesh, device_mesh, self._announcer.operation), self._device
-        )
-        settings = StepSettings(loss_fn, choices, is_local, self._device, compile, lift)
+        distributor = Distributor(self._mesh, agreed.device_mesh, self._announcer.operation)
+        self._store = ParameterStore(model, distributor, self._device)
+        settings = StepSettings(loss_fn, options, fixed, batch == "local", self._device, compile, lift)
         self._replicas = Replicas(self._store, agreement, every_of(check_replicas))
         self._programs = Programs(
             settings, self._store, agreement, self._announcer, self._replicas, self._random, self._scale
         )
-        options = {"seed": seed, "batch": batch, "compile": compile, "check_replicas": check_replicas}
-        agreement.check("options", [*(f"{name}={value}" for name, value in options.items()), str(choices)])
-        agreement.together("compiler", lambda: check_compiler(compile, self._device))
-        agreement.together("precision", lambda: check_device(choices.memory, self._device))
         self._store.distribute(agreement, seed)
         self._adopt(model)
         self._announcer.watch(model.parameters())

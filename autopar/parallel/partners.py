@@ -15,13 +15,13 @@ from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.partners import Inlined, Partner
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import Choices, Shard
 from autopar.errors import CaptureError, MeshError, PlanError
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.options import Shard, StepOptions
+from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import PARTNER
-from autopar.parallel.agreement import Agreement, lost_peers
+from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.store import ParameterStore
 
 Lines = list[str]
@@ -29,7 +29,7 @@ Lines = list[str]
 
 class _Settings(Protocol):
     @property
-    def choices(self) -> Choices: ...
+    def options(self) -> StepOptions: ...
 
 
 class _Programs(Protocol):
@@ -81,7 +81,7 @@ class Owners:
         parallel = [partner for partner in partners if isinstance(partner.module, Inlined)]
         return Owners(
             {"": store, **{partner.name: _store_of(partner) for partner in partners}},
-            {partner.name: _programs_of(partner).settings.choices.shard or {} for partner in parallel},
+            {partner.name: _programs_of(partner).settings.options.shard or {} for partner in parallel},
         )
 
     def find(self, name: str) -> tuple[Store, str]:
@@ -117,9 +117,9 @@ class Owners:
             for name, parameter in store.parameters().items()
         }
 
-    def choices(self, choices: Choices) -> Choices:
-        """The choices with the layouts that are decided already: what lies somewhere stays there."""
-        shard, stored = dict(choices.shard or {}), {}
+    def bind(self, options: StepOptions, fixed: Fixed) -> tuple[StepOptions, Fixed]:
+        """The same with the layouts that are decided already: what lies somewhere stays there."""
+        shard, stored = dict(options.shard or {}), {}
         for owner, store in self.stores.items():
             prefix = f"{owner}." if owner else ""
             if isinstance(store, PlainStore):
@@ -130,7 +130,7 @@ class Owners:
                 shard.update({prefix + name: layout for name, layout in store.searched.items()})
             elif owner:
                 shard.update({prefix + pattern: layout for pattern, layout in self.shards[owner].items()})
-        return replace(choices, shard=shard, stored=stored)
+        return replace(options, shard=shard), replace(fixed, stored=stored)
 
     def place(self, compiled: Lowered) -> None:
         """Parallel models that have no layouts yet take those of this program. Every rank must call this."""
@@ -139,7 +139,7 @@ class Owners:
                 store.adopt(compiled, f"{owner}." if owner else "")
 
 
-def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, choices: Choices) -> None:
+def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, options: StepOptions) -> None:
     """Raise an error that names a partner which cannot be computed in a step of `model`."""
     if dict(mesh.axes).get(PIPELINE, 1) > 1:
         trained = {out.name.partition(".")[0] for out in captured.program.outputs if out.kind == "gradient"}
@@ -153,7 +153,7 @@ def check_partners(captured: Captured, model: nn.Module, mesh: Mesh, choices: Ch
         other = programs.store.distributor.mesh
         if other != mesh:
             raise MeshError(f"{who} on mesh '{other}', but it is on '{mesh}' itself. Give both the same mesh.")
-        zeros = [Plan(mesh, memory=chosen.memory).zero for chosen in (programs.settings.choices, choices)]
+        zeros = [Plan(mesh, options=each).zero for each in (programs.settings.options, options)]
         if zeros[0] != zeros[1]:
             raise PlanError(f"{who} with zero={zeros[0]}, but has zero={zeros[1]} itself. Give both the same zero.")
 
@@ -194,26 +194,34 @@ def describe(partners: tuple[Partner, ...]) -> Lines:
 class Joined:
     """Plain partners that have rank 0's values already, as `parallelize` gives them to a model."""
 
-    def __init__(self, agreement: Agreement, device: torch.device) -> None:
-        self.agreement, self.device = agreement, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.known: WeakSet[nn.Module] = WeakSet()
 
+    def check(self, partners: tuple[Partner, ...], phase: Phase) -> None:
+        """Check those that have them not; the phase gets what ranks must have alike."""
+        phase.now = "model in the loss"
+        for partner in self._new(partners):
+            self._check_device(partner)
+            entries = state_of(partner.module).entries
+            lines = [f"{entry.kind} {entry.name} {list(tensor.shape)} {tensor.dtype}" for entry, tensor in entries]
+            phase.texts[f"model '{partner.name.removeprefix(PARTNER)}' in the loss"] = lines
+
     def add(self, partners: tuple[Partner, ...]) -> None:
-        """Every rank must call this with the partners of the same step."""
-        for partner in partners:
-            if isinstance(partner.module, Inlined) or partner.module in self.known:
-                continue
+        """Send rank 0's values. Every rank must call this with the partners of the same step."""
+        for partner in self._new(partners):
             self.known.add(partner.module)
             entries = [(entry, tensor.detach()) for entry, tensor in state_of(partner.module).entries]
-            lines = [f"{entry.kind} {entry.name} {list(tensor.shape)} {tensor.dtype}" for entry, tensor in entries]
-            self.agreement.check(f"model '{partner.name.removeprefix(PARTNER)}' in the loss", lines)
-            self.agreement.together("model in the loss", lambda: self._check_device(partner))  # noqa: B023
             for entry, tensor in entries if dist.get_world_size() > 1 else ():
                 value = tensor.contiguous()
                 with lost_peers(f"sending {entry.kind} '{partner.name}.{entry.name}' from rank 0"):
                     dist.broadcast(value, src=0)
                 if value.data_ptr() != tensor.data_ptr():
                     tensor.copy_(value)
+
+    def _new(self, partners: tuple[Partner, ...]) -> list[Partner]:
+        plain = {partner.module: partner for partner in partners if not isinstance(partner.module, Inlined)}
+        return [partner for module, partner in plain.items() if module not in self.known]
 
     def _check_device(self, partner: Partner) -> None:
         for entry, tensor in state_of(partner.module).entries:

@@ -36,13 +36,10 @@ class ParameterStore:
     # -- making it ----------------------------------------------------------------------------------------------
 
     def distribute(self, agreement: Agreement, seed: int) -> None:
-        """Parameters become DTensors with rank 0's values, whole; buffers lie whole on every rank.
-
-        Raises RankError on every rank if the ranks were given different models.
-        """
+        """Parameters become DTensors with rank 0's values, whole; buffers lie whole on every rank. Every rank must call
+        this, with models of the same state."""
         model = self.model
-        agreement.check("model", [_describe(entry, tensor) for entry, tensor in self.entries()])
-        agreement.together("model", lambda: materialize(model, self.device, seed))
+        agreement.together("model", lambda _: materialize(model, self.device, seed))
         for entry, tensor in self.entries():
             value = tensor.detach().to(self.device)
             if dist.get_world_size() > 1:
@@ -84,7 +81,7 @@ class ParameterStore:
 
     def entries(self) -> list[tuple[Input, torch.Tensor]]:
         """Parameters and buffers, tied ones once with all their names."""
-        return [(entry, tensor) for entry, tensor in state_of(self.model).entries if entry.kind != "constant"]
+        return _entries(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By first name."""
@@ -149,6 +146,15 @@ class ParameterStore:
         part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         layout = self.layouts.get(name, replicated(tensor.ndim))
         return self.distributor.gather(part, layout, tensor.shape, self.owners.get(name))
+
+
+def describe_state(model: nn.Module) -> list[str]:
+    """The parameters and buffers of a model as ranks compare them."""
+    return [_describe(entry, tensor) for entry, tensor in _entries(model)]
+
+
+def _entries(model: nn.Module) -> list[tuple[Input, torch.Tensor]]:
+    return [(entry, tensor) for entry, tensor in state_of(model).entries if entry.kind != "constant"]
 
 
 def _describe(entry: Input, tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.ir.program import PARTNER
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
@@ -22,17 +22,17 @@ from autopar.verification.reference import SCALE, Reference, cast, short_of, val
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
     """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
-    choices, batch, model = choices_of(**job.step), job.batch, job.model
-    is_exact = short_of(choices.memory) is None
+    options, batch, model = options_of(**job.step), job.batch, job.model
+    is_exact = short_of(options) is None
     if is_exact:
         model, batch = model.to(dtype=dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    plain = Reference(model, job.loss_fn, job.make_optimizer, choices.memory)
+    plain = Reference(model, job.loss_fn, job.make_optimizer, options)
     args, kwargs = batch_arguments(batch)
     parallel = ParallelModule(
         model,
         mesh,
         loss_fn=job.loss_fn,
-        choices=choices,
+        step=job.step,
         batch="global",
         seed=seed,
         device="cpu",

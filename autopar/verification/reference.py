@@ -15,7 +15,7 @@ from autopar.capture.containers import map_tensors, take_apart
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Table, Values
@@ -27,6 +27,14 @@ SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
     """A floating-point tensor in `dtype`; anything else as it is."""
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
+    `weight_norm` of old): torch copies no tensor that was computed."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
+    return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
 
 
 def values_of(aux: Any) -> Values:
@@ -84,16 +92,16 @@ class Reference:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, memory: Memory,
+        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
         partners: tuple[Partner, ...] = (),
     ) -> None:  # fmt: skip
-        self.short = short_of(memory)
-        exact = copy.deepcopy(model)
+        self.short = short_of(options)
+        exact = copied(model)
         self.plain = Plain(exact if self.short is None else exact.double(), loss_fn, make, None, partners)
-        low = memory.low_dtype
-        self.other = Plain(copy.deepcopy(model), loss_fn, make, low, partners) if low else None
+        low = options.low_dtype
+        self.other = Plain(copied(model), loss_fn, make, low, partners) if low else None
         self.dtype = next(model.parameters()).dtype
-        sums_are_short = memory.reduce_dtype.itemsize < 4
+        sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
 
     def borrow(self, partners: tuple[Partner, ...]) -> None:
@@ -121,8 +129,8 @@ class Reference:
         self.table.compare(expected, given, replicas, self.allowed)
 
 
-def short_of(memory: Memory) -> torch.dtype | None:
+def short_of(options: StepOptions) -> torch.dtype | None:
     """The shortest dtype that the programs of a plan compute or sum in; None if they compute as the model is."""
-    if memory.sums_dtype is None:
+    if options.sums_dtype is None:
         return None
-    return memory.low_dtype or memory.reduce_dtype
+    return options.low_dtype or options.reduce_dtype

@@ -17,21 +17,66 @@ __all__ = ["make_pipeline"]
 
 def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages, and the instruction list of each rank of the pipeline, with the proof
-    that the lists run to their end.
+    that the lists run to their end. Two stages, forward only (a rank's list stands behind the graphs):
+
+        mesh: pp=2
+        microbatches: 2
+        LOCAL program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(mb) = aten.sum.default(%exp)
+        %all_reduce: f32[] [] = autopar.all_reduce.default(%sum_1, "mb", "sum")
+        return loss "loss" = %all_reduce
+    becomes
+        graph 0E
+        STAGED program on mb=2
+        %all_reduce: f32[] [] = step "all_reduce"
+        return loss "loss" = %all_reduce
+        graph 0F
+        STAGED program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        return saved "mul" = %mul
+        graph 1E
+        STAGED program on mb=2
+        %all_reduce: f32[] [] = step "all_reduce"
+        return loss "loss" = %all_reduce
+        graph 1F
+        STAGED program on mb=2
+        %mul: f32[2,8] of [4,8] [mb,-] = saved "mul"
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(mb) = aten.sum.default(%exp)
+        return part "all_reduce" = %sum_1
+        rank 0
+          0F0
+          SEND 0F0 to rank 1: %mul
+          0F1
+          SEND 0F1 to rank 1: %mul
+          RECV 1F1 from rank 1: %all_reduce
+          0E
+        rank 1
+          RECV 0F0 from rank 0: %mul
+          RECV 0F1 from rank 0: %mul
+          1F0
+          1F1
+          SEND 1F1 to rank 0: %all_reduce
+          1E
 
     Raises LayoutError for what cannot be cut, ScheduleError for what cannot be run.
     """
     ranks, trains = plan.ranks_of_pipeline, any(out.kind == "gradient" for out in program.outputs)
-    staging = plan.staging
-    stages = _stages(plan)
-    schedule = parse_schedule(staging.schedule, ranks, plan.microbatches, stages)
+    wanted, stages = plan.options.schedule, _stages(plan)
+    schedule = parse_schedule(wanted, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
     graphs = {key: bucket(prefetch(graph, plan), plan) for key, graph in pipeline.graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known
-    orders = parse_schedule(staging.schedule, ranks, plan.microbatches, stages, pipeline.costs).orders
+    orders = parse_schedule(wanted, ranks, plan.microbatches, stages, pipeline.costs).orders
     orders = orders if trains else forward_only(orders)
     # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
     lists = with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
@@ -41,7 +86,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
 
 def _stages(plan: Plan) -> int | None:
     """The number of stages, if the plan says it."""
-    ranks, chunks, named = plan.ranks_of_pipeline, plan.staging.chunks, plan.staging.stages
+    ranks, chunks, named = plan.ranks_of_pipeline, plan.options.chunks, plan.options.stages
     wanted = None if chunks is None else chunks * ranks
     if named is None:
         return wanted

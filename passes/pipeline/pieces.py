@@ -75,9 +75,8 @@ def build(program: Program, piece: Piece, outside: dict[fx.Node, Outside]) -> Pr
         if node in needed and node not in maker.value:
             maker.copy(node)
     results = [maker.value[node] for _, node in piece.leaving]
-    output = maker.graph.output(tuple(results))
     layouts = tuple(layout for node in results for layout in record(node).layouts if layout is not None)
-    set_record(output, Record((None,), operands=layouts))
+    maker.output(results, Record((None,), operands=layouts))
     outputs = tuple(out for out, _ in piece.leaving)
     return Program(maker.graph, tuple(inputs), outputs, Level.STAGED, program.mesh)
 

@@ -32,18 +32,33 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
     """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
     with the new node of each old one.
 
-        stage 0: %gelu_recomputed = ...
-        stage 1: %einsum_9 = einsum(%grad, %gelu_recomputed)     becomes einsum(%grad, %gelu)
+        stage 0: gelu gelu_recomputed
+        stage 1: mul
+        LOCAL program
+        %x: f32[4,8] [-,-] = batch "0"
+        %gelu: f32[4,8] [-,-] = aten.gelu.default(%x)
+        %gelu_recomputed: f32[4,8] [-,-] = aten.gelu.default(%x)   # backward  by recompute  from gelu
+        %mul: f32[4,8] [-,-] = aten.mul.Tensor(%gelu_recomputed, 2)   # backward
+        return value "y" = %mul
+    becomes
+        LOCAL program
+        %x: f32[4,8] [-,-] = batch "0"
+        %gelu: f32[4,8] [-,-] = aten.gelu.default(%x)
+        %mul: f32[4,8] [-,-] = aten.mul.Tensor(%gelu, 2)
+        return value "y" = %mul
     """
     original = originals(program)
     build = Builder("stages")
-    for node in program.nodes:
-        seen = {operand: build.value[operand] for operand in node.all_input_nodes}
-        for operand in seen if node in stages else ():
-            if operand in original and stages.get(operand) != stages[node]:
-                seen[operand] = build.value[original[operand]]
-        build.value[node] = build.graph.node_copy(node, seen.__getitem__)
+
+    def put(node: fx.Node) -> fx.Node:
+        def seen(operand: fx.Node) -> fx.Node:
+            is_sent = node in stages and operand in original and stages.get(operand) != stages[node]
+            return build.value[original[operand] if is_sent else operand]
+
+        return build.copy(node, seen)
+
+    found = build.rewrite(program, put)
     for node in reversed(original):
         if not build.value[node].users:
-            build.graph.erase_node(build.value.pop(node))
-    return program.with_(graph=build.graph), build.value
+            found.graph.erase_node(build.value.pop(node))
+    return found, build.value

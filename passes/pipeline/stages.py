@@ -35,11 +35,50 @@ class Places:
 
 def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages: forward, backward (or input_grad and weight_grad), and of all ranks:
-    prologue and epilogue; with what flows between them.
+    prologue and epilogue; with what flows between them. One stage, whose forward (0F) and backward (0B) run once for
+    each micro-batch, and the epilogue (0E) of its rank:
 
-        %einsum_5 ... # blocks.1            ->  forward_1: %einsum_5 = ...        return saved "einsum_5"
-        %all_reduce = all_reduce(%x, "mb")    ->  backward_1: return part "all_reduce" = %x
-        %all_reduce_1 = all_reduce(.., "dp")  ->  epilogue: %all_reduce = step "all_reduce"; %all_reduce_1 = ...
+        mesh: dp=2
+        microbatches: 2
+        LOCAL program on dp=2,mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %mul: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %w)
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(dp,mb) = aten.sum.default(%exp)
+        %all_reduce: f32[] [] partial(dp) = autopar.all_reduce.default(%sum_1, "mb", "sum")
+        %all_reduce_1: f32[] [] = autopar.all_reduce.default(%all_reduce, "dp", "sum")
+        %mul_1: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %exp)   # backward
+        %sum_2: f32[8] [-] partial(dp,mb) = aten.sum.dim_IntList(%mul_1, [0])   # backward
+        %all_reduce_2: f32[8] [-] partial(dp) = autopar.all_reduce.default(%sum_2, "mb", "sum")   # backward
+        %all_reduce_3: f32[8] [-] = autopar.all_reduce.default(%all_reduce_2, "dp", "sum")   # backward
+        return loss "loss" = %all_reduce_1
+        return gradient "w" = %all_reduce_3
+    becomes
+        graph 0B
+        STAGED program on dp=2,mb=2
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = saved "exp"
+        %mul_1: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %exp)
+        %sum_2: f32[8] [-] partial(dp,mb) = aten.sum.dim_IntList(%mul_1, [0])
+        return part "all_reduce_2" = %sum_2
+        graph 0E
+        STAGED program on dp=2,mb=2
+        %all_reduce: f32[] [] partial(dp) = step "all_reduce"
+        %all_reduce_2: f32[8] [-] partial(dp) = step "all_reduce_2"
+        %all_reduce_1: f32[] [] = autopar.all_reduce.default(%all_reduce, "dp", "sum")
+        %all_reduce_3: f32[8] [-] = autopar.all_reduce.default(%all_reduce_2, "dp", "sum")
+        return loss "loss" = %all_reduce_1
+        return gradient "w" = %all_reduce_3
+        graph 0F
+        STAGED program on dp=2,mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[1,8] of [4,8] [dp:mb,-] = batch "0"
+        %mul: f32[1,8] of [4,8] [dp:mb,-] = aten.mul.Tensor(%x, %w)
+        %exp: f32[1,8] of [4,8] [dp:mb,-] = aten.exp.default(%mul)
+        %sum_1: f32[] [] partial(dp,mb) = aten.sum.default(%exp)
+        return part "all_reduce" = %sum_1
+        return saved "exp" = %exp
 
     The layouts name the axis of micro-batches: what differs along it is a stage's, what is the same for all is computed
     once before them (prologue), and what they add up to after them (epilogue).
@@ -75,10 +114,10 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
 
 
 def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
-    staging = plan.staging
-    if staging.stages is not None:
-        return manual(program, times, staging.stages)
-    limits = Limits(places.in_flight, staging.stage_memory, staging.owners, staging.machine)
+    options, fixed = plan.options, plan.fixed
+    if options.stages is not None:
+        return manual(program, times, options.stages)
+    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine)
     return cut(program, times, len(places.ranks), limits)
 
 
@@ -148,7 +187,7 @@ class _Partition:
 
     def _owners(self) -> dict[str, int]:
         """The stage of each parameter: the first one that uses it, or the one that keeps it already."""
-        given = self.plan.staging.owners or {}
+        given = self.plan.fixed.owners or {}
         return {
             entry.name: given[entry.name] if entry.name in given else min(self._stages_that_use(node), default=0)
             for node, entry in self.entries.items()
@@ -292,7 +331,7 @@ class _Partition:
         }
 
     def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
-        machine = self.plan.staging.machine
+        machine = self.plan.fixed.machine
         times = {node.name: time for node, time in node_times(self.program, machine).items()}
         spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
         for (place, kind), graph in graphs.items():

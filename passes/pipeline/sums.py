@@ -46,30 +46,48 @@ def with_reductions(program: Program) -> Program:
 
     last = {node for node in program.results if node is not None and set(node.users) == {output}}
     last = {node for node in last if node.op == "call_function" and is_collective(node.target)}
-    for node in program.nodes:
+
+    def put(node: fx.Node) -> fx.Node | None:
         if node is output:
             leaving = [result for result in program.results if result is not None]
-            results = [build.value[result] if result in last else join(result) for result in leaving]
-            made = build.graph.output(tuple(results))
-            set_record(made, record(node))
-        elif node in last:
+            return build.output((build.value[x] if x in last else join(x) for x in leaving), record(node))
+        if node in last:
             total = join(node.args[0])  # type: ignore[arg-type]
-            made = build.call(node.target, total, *node.args[1:], like=record(node), name=node.name)  # type: ignore[arg-type]
-            build.value[node] = made
-        else:
-            build.copy(node)
-    return program.with_(graph=build.graph)
+            return build.call(node.target, total, *node.args[1:], like=record(node), name=node.name)  # type: ignore[arg-type]
+        return None
+
+    return build.rewrite(program, put)
 
 
 def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
-    each old one.
+    each old one. The gradient of a weight that two stages use:
 
-        %add = aten.add.Tensor(%a, %b)         %a of stage 0, %b of stage 3: the gradient of a tied weight
-        %all_reduce = all_reduce(%add, "mb")
+        microbatches: 2
+        stage 0: mul sum_1 add
+        stage 1: exp sum_2
+        LOCAL program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        %sum_1: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%mul, [0])
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_2: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%exp, [0])
+        %add: f32[8] [-] partial(mb) = aten.add.Tensor(%sum_1, %sum_2)
+        %all_reduce: f32[8] [-] = autopar.all_reduce.default(%add, "mb", "sum")
+        return gradient "w" = %all_reduce
     becomes
-        %a_total = all_reduce(%a, "mb"); %b_total = all_reduce(%b, "mb")
-        %add = aten.add.Tensor(%a_total, %b_total)
+        LOCAL program on mb=2
+        %w: f32[8] [-] = parameter "w"
+        %x: f32[2,8] of [4,8] [mb,-] = batch "0"
+        %mul: f32[2,8] of [4,8] [mb,-] = aten.mul.Tensor(%x, %w)
+        %sum_1: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%mul, [0])
+        %exp: f32[2,8] of [4,8] [mb,-] = aten.exp.default(%mul)
+        %sum_2: f32[8] [-] partial(mb) = aten.sum.dim_IntList(%exp, [0])
+        %sum_1_total: f32[8] [-] = autopar.all_reduce.default(%sum_1, "mb", "sum")
+        %sum_2_total: f32[8] [-] = autopar.all_reduce.default(%sum_2, "mb", "sum")
+        %add: f32[8] [-] = aten.add.Tensor(%sum_1_total, %sum_2_total)
+        return gradient "w" = %add
     """
     reductions = {node: node.args[0] for node in times.reductions if times.of[node] is When.AFTER}
     late = {
@@ -79,15 +97,12 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         for one in _additions(part, stages)
     }
     build = Builder("stages")
-    for node in program.nodes:
-        if node in late:
-            continue
+
+    def put(node: fx.Node) -> fx.Node | None:
         part = reductions.get(node)
-        if isinstance(part, fx.Node) and part in late:
-            build.value[node] = _total(build, part, node, late)
-        else:
-            build.copy(node)
-    return program.with_(graph=build.graph), build.value
+        return _total(build, part, node, late) if isinstance(part, fx.Node) and part in late else None
+
+    return build.rewrite(program, put, later=late), build.value
 
 
 def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:

@@ -7,7 +7,17 @@ from torch import fx
 
 from autopar.ir.names import dtype_name
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, TensorType, is_getitem, is_view, operand_nodes, record, set_record
+from autopar.ir.program import (
+    Builder,
+    Program,
+    TensorType,
+    erase_unused,
+    is_getitem,
+    is_view,
+    operand_nodes,
+    record,
+    set_record,
+)
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
 from autopar.passes.rules import TABLE
@@ -20,23 +30,34 @@ aten = torch.ops.aten
 def precision(program: Program, plan: Plan) -> Program:
     """CAPTURED -> CAPTURED. Every op gets the dtype that it computes in, as under torch.autocast (arXiv 1710.03740).
 
-        %einsum: f32[8,6] = autopar.einsum.default(%x, %w, "ab,cb->ac")
+        precision: bf16
+        CAPTURED program
+        %w: f32[6,4] = parameter "w"
+        %x: f32[8,4] = batch "0"
+        %einsum: f32[8,6] = autopar.einsum.default(%x, %w, "ca,ba->cb")
         %logsumexp: f32[8] = autopar.logsumexp.default(%einsum)
+        return value "y" = %logsumexp
     becomes
-        %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16); %cast_1: bf16[6,4] = ... (%w, dtype=bf16)
-        %einsum: bf16[8,6] = autopar.einsum.default(%cast, %cast_1, "ab,cb->ac")
+        CAPTURED program
+        note: precision bf16: 3 of 5 values are bf16, with 3 casts; f32 stay logsumexp
+        %w: f32[6,4] = parameter "w"
+        %x: f32[8,4] = batch "0"
+        %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16)
+        %cast_1: bf16[6,4] = aten._to_copy.default(%w, dtype=bf16)
+        %einsum: bf16[8,6] = autopar.einsum.default(%cast, %cast_1, "ca,ba->cb")
         %cast_2: f32[8,6] = aten._to_copy.default(%einsum, dtype=f32)
         %logsumexp: f32[8] = autopar.logsumexp.default(%cast_2)
+        return value "y" = %logsumexp
 
     The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter
     where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product, and
     the uses of one weight add up in float32. Products that hang on no parameter stay as they are: tables of positions
     need all their digits. Gradients are cast to `reduce_dtype` where that is shorter; the search sums them there.
     """
-    memory = plan.memory
-    if memory.sums_dtype is None:
+    options = plan.options
+    if options.sums_dtype is None:
         return program
-    return _Precision(program, memory.low_dtype, memory.reduce_dtype).run()
+    return _Precision(program, options.low_dtype, options.reduce_dtype).run()
 
 
 class _Precision:
@@ -48,22 +69,29 @@ class _Precision:
         self.of_parameters: set[fx.Node] = set()  # new nodes: parameters and views of them
         self.vectors: set[fx.Node] = set()  # of these, those of parameters with one dim
         self.products: set[fx.Node] = set()  # new nodes
+        self.parameters = {node for node, _ in program.parameters()}
+        self.leaving = self._leaving()
         self.weighted = _weighted(program)
         self.totals = _totals(program)
 
     def run(self) -> Program:
-        for node, entry in self.program.entries:
-            if entry.kind == "parameter":
-                self._is_parameter(self.build.copy(node), len(record(node).type.shape) == 1)
-            else:
-                self.build.copy(node)
-        leaving = self._leaving()
-        for node in self.program.calls():
-            self._call(node)
-            for kind in leaving.get(node, ()):
-                self._left(node, kind)  # where it is made, so that a gradient is on its way early
-        self._leave()
-        return self.program.with_(graph=self.build.graph, notes=(*self.program.notes, *self._note()))
+        found = self.build.rewrite(self.program, self._put)
+        erase_unused(found.graph)
+        return found.with_(notes=(*self.program.notes, *self._note()))
+
+    def _put(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            made = self.build.copy(node)
+            if node in self.parameters:
+                self._is_parameter(made, len(record(node).type.shape) == 1)
+            return made
+        if node.op == "output":
+            leaving = self.program.leaving
+            return self.build.output((self._left(x, out.kind) for x, out in leaving if x is not None), record(node))
+        made = self._call(node)
+        for kind in self.leaving.get(node, ()):
+            self._left(node, kind)  # where it is made, so that a gradient is on its way early
+        return made
 
     def _is_parameter(self, made: fx.Node, is_vector: bool) -> None:
         self.of_parameters.add(made)
@@ -72,14 +100,14 @@ class _Precision:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def _call(self, node: fx.Node) -> None:
-        if node.target is aten._to_copy.default and self._is_idle(node):
-            return
+    def _call(self, node: fx.Node) -> fx.Node:
+        if node.target is aten._to_copy.default and (known := self._already(node)) is not None:
+            self.build.value[node] = known
+            return known
         wanted = self._wanted(node) if self.low is not None and not is_getitem(node) else {}
-        made = self.build.graph.node_copy(node, lambda old: self._as(self.build.value[old], wanted.get(old), node))
-        self.build.value[node] = made
+        made = self.build.copy(node, lambda old: self._as(self.build.value[old], wanted.get(old), node))
         if self.low is None:
-            return
+            return made
         kind = kind_of(str(node.target))
         operands = operand_nodes(made)
         if kind is Kind.SUM and made.kwargs.get("dtype") is None and self._has(operands, self.low):
@@ -96,6 +124,7 @@ class _Precision:
                 self.products.add(made)
         if node.target is aten._to_copy.default:  # the model's own
             self.casts.setdefault((operands[0], record(made).type.dtype), made)
+        return made
 
     def _wanted(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
         """The dtypes in which a call takes its operands, where it does not take them as they are."""
@@ -131,16 +160,13 @@ class _Precision:
         is_low = self.build.value[product] in self.products and self._dtype(product) is self.low
         return bias if is_low and self.build.value[bias] in self.vectors else None
 
-    def _is_idle(self, node: fx.Node) -> bool:
-        """A cast of the model's own that needs none: the value has the dtype, or is cast to it already."""
+    def _already(self, node: fx.Node) -> fx.Node | None:
+        """What a cast of the model's own would make, if there is one: the value itself, or one that is cast already."""
         (operand,) = operand_nodes(node)
         dtype, value = node.kwargs.get("dtype"), self.build.value[operand]
         if dtype is not None and self._dtype(operand) is not dtype:
             value = self.casts.get((value, dtype), value)  # type: ignore[arg-type]
-        if dtype is None or record(value).type.dtype is not dtype:
-            return False
-        self.build.value[node] = value
-        return True
+        return value if dtype is not None and record(value).type.dtype is dtype else None
 
     def _dtype(self, old: fx.Node) -> torch.dtype:
         return record(self.build.value[old]).type.dtype
@@ -204,9 +230,8 @@ class _Precision:
         """The same view of another value."""
         found = record(view)
         types = tuple(None if type_ is None else TensorType(type_.shape, dtype) for type_ in found.types)
-        made = self.build.graph.create_node("call_function", view.target, (source, *view.args[1:]), dict(view.kwargs))  # type: ignore[arg-type]
-        set_record(made, found.with_(types=types, made_by=MADE_BY))
-        return made
+        like = found.with_(types=types)
+        return self.build.call(view.target, source, *view.args[1:], like=like, **view.kwargs)  # type: ignore[arg-type]
 
     # -- what leaves --------------------------------------------------------------------------------------------
 
@@ -224,14 +249,6 @@ class _Precision:
         if kind == "gradient" and dtype is WIDE:
             value = self._as(value, None if self.sums is WIDE else self.sums, output)
         return self._as(value, dtype if dtype.is_floating_point else None, output)
-
-    def _leave(self) -> None:
-        outputs = self.program.leaving
-        made = self.build.graph.output(tuple(self._left(node, out.kind) for node, out in outputs if node is not None))
-        set_record(made, record(self.program.graph.output_node()))
-        for node in reversed(self.build.graph.nodes):
-            if node.op == "call_function" and not node.users:
-                self.build.graph.erase_node(node)
 
     def _note(self) -> list[str]:
         """How many values are short, and which ops are not."""

@@ -18,12 +18,30 @@ __all__ = ["recompute"]
 
 
 def recompute(program: Program, plan: Plan) -> Program:
-    """LOCAL -> LOCAL. The backward pass computes again what `plan.memory.recompute` says, and the rest is kept.
+    """LOCAL -> LOCAL. The backward pass computes again what `plan.options.recompute` says, and the rest is kept.
 
-        %gelu = aten.gelu.default(%add)                               the last use of %gelu is in the forward pass
-        ...
-        %gelu_recomputed = aten.gelu.default(%add)                         just before its first use
-        %einsum_3 = autopar.einsum.default(%grad, %gelu_recomputed, "cb,ca->ba")
+        recompute: "full"
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %einsum: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")   # layers.0.up
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%einsum)   # layers.0
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %einsum_1: f32[8,4] [-,-] = autopar.einsum.default(%gelu, %x, "cb,ca->ba")   # layers.0.up  backward
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %einsum_1
+    becomes
+        LOCAL program
+        %w: f32[8,4] [-,-] = parameter "layers.0.up.weight"
+        %x: f32[6,4] [-,-] = batch "0"
+        %einsum: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %gelu: f32[6,8] [-,-] = aten.gelu.default(%einsum)
+        %sum_1: f32[] [] = aten.sum.default(%gelu)
+        %einsum_recomputed: f32[6,8] [-,-] = autopar.einsum.default(%x, %w, "ca,ba->cb")
+        %gelu_recomputed: f32[6,8] [-,-] = aten.gelu.default(%einsum_recomputed)
+        %einsum_1: f32[8,4] [-,-] = autopar.einsum.default(%gelu_recomputed, %x, "cb,ca->ba")
+        return loss "loss" = %sum_1
+        return gradient "layers.0.up.weight" = %einsum_1
 
     - "none": the program as it is.
     - "full": of a layer (a member of a list of modules) only what enters it is kept, as by torch.utils.checkpoint
@@ -38,7 +56,7 @@ def recompute(program: Program, plan: Plan) -> Program:
     Random ops are functions of their key and of the seed, so clones draw the same masks. Raises PlanError for a
     pattern that no module has, and for a budget that cannot be met.
     """
-    wanted = plan.memory.recompute
+    wanted = plan.options.recompute
     if wanted == "none" or not any(map(is_backward, program.nodes)):
         return program
     policies = policies_of(program, wanted)

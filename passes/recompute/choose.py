@@ -103,7 +103,7 @@ class _Choice:
 
     def _layers(self, rule: Rule) -> list[Layer]:
         """What is to be decided under a rule, group by group."""
-        self.times = node_times(self.program, self.plan.staging.machine)
+        self.times = node_times(self.program, self.plan.fixed.machine)
         members: dict[str, list[Call]] = {}
         for call in self.forward.calls:
             groups = self.groups[call.node]

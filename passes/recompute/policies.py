@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.ir.modules import in_module, layer_of, module_paths, nearest, spelled_out, unit_of
-from autopar.ir.plan import Policy, Recompute
+from autopar.ir.options import Policy, Recompute
 from autopar.ir.program import Program, record
 
 ALL = "*"

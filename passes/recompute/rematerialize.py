@@ -43,17 +43,18 @@ class _Rematerialize:
                 self.recomputed.setdefault(node, self.recomputed[source])
 
     def run(self) -> Program:
-        for node in self.program.graph.nodes:
-            if not is_backward(node):
-                self.build.copy(node)
-                continue
-            group = self.policies.group(record(node).module)
-            for old in self._missing(node, group):
-                self.made[old] = self._copy(old, group, recomputed=True)
-            self.build.value[node] = self._copy(node, group, recomputed=False)
+        found = self.build.rewrite(self.program, self._put)
         for node in sorted(self.recomputed, key=self.position.__getitem__, reverse=True):
             self._drop(self.build.value[node])
-        return self.program.with_(graph=self.build.graph)
+        return found
+
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        if not is_backward(node):
+            return None
+        group = self.policies.group(record(node).module)
+        for old in self._missing(node, group):
+            self.made[old] = self._copy(old, group, recomputed=True)
+        return self._copy(node, group, recomputed=False)
 
     def _drop(self, forward: fx.Node) -> None:
         """Erase a call that only the backward pass read. Items of a tuple go with it and not before."""

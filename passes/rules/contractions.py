@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.ir.ops import contraction_flops
 from autopar.passes.rules.build import SECOND, Linear, argument, build, replicated_rule
+from autopar.passes.rules.linalg import batched
 from autopar.passes.rules.notation import instantiate
 from autopar.passes.rules.rule import Call, Row, Rule
 
@@ -98,6 +99,23 @@ def _solve_triangular(call: Call) -> Rule:
     return instantiate(f"... n r, {sides} -> {sides}", call, replicated={"n", "r"}, linear=SECOND, flops=flops)
 
 
+def _distances(call: Call) -> Rule:
+    """Of every row of one matrix to every row of the other; a distance is no sum over m."""
+    flops = 2 * call.results[0].numel * call.operands[0].shape[-1]
+    return batched(call, "p _, r _ -> p r", flops=flops)
+
+
+def _distances_backward(call: Call) -> Rule:
+    """The gradient of the first matrix is a sum over the rows of the other."""
+    grad, x, *_ = call.operands
+    flops = 2 * grad.numel * x.shape[-1]
+    if len({len(operand.shape) for operand in call.operands}) > 1:
+        return replace(replicated_rule(call), flops=flops)
+    return instantiate(
+        "... p r, ... p m, ... r m, ... p r -> ... p m", call, replicated={"m"}, linear=({0},), flops=flops
+    )
+
+
 ROWS: Mapping[str, Row] = {
     "autopar.einsum.default": Row(einsum),
     "aten.mm.default": Row(_product("m k, k n -> m n")),
@@ -110,6 +128,9 @@ ROWS: Mapping[str, Row] = {
     "aten.addmv.default": Row(_added("m k, k -> m")),
     "aten._grouped_mm.default": Row(_grouped),
     "aten.linalg_solve_triangular.default": Row(_solve_triangular),
+    "aten._cdist_forward.default": Row(_distances),
+    "aten._cdist_backward.default": Row(_distances_backward),
+    "aten._euclidean_dist.default": Row(_distances),
     "autopar.expert_mm.default": Row(_expert_mm),
     "autopar.expert_mm_backward.default": Row(_expert_mm_backward, size_arg=(3, "g")),
 }

@@ -42,7 +42,11 @@ ROWS: Mapping[str, Row] = {
     "aten.arange.default": Row(replicated_rule),
     "aten.arange.start": Row(replicated_rule),
     "aten.arange.start_step": Row(replicated_rule),
-    "aten.linspace.default": Row(replicated_rule),
+    **{
+        f"aten.{name}.{overload}": Row(replicated_rule)
+        for name in ("linspace", "logspace")
+        for overload in ("default", "Tensor_Scalar", "Scalar_Tensor", "Tensor_Tensor")
+    },
     "aten.eye.default": Row(replicated_rule),
     "aten.eye.m": Row(replicated_rule),
     "aten.triu_indices.default": Row(replicated_rule),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,34 +67,52 @@ def _pick_backward(call: Call) -> Rule:
     return instantiate("..., ... -> ... v", call, indexed={"v"}, linear=({0},))
 
 
-def _index_names(call: Call, first: int) -> tuple[list[int | None], list[Dims], tuple[int, ...], list[str]]:
-    """For each dim of `self` the operand that indexes it; the dims of the index operands; their broadcast shape."""
-    indices = argument(call, 1, "indices")
-    places: list[int | None] = []
-    at = first
-    for index in indices:
-        places.append(None if index is None else at)
-        at += index is not None
-    used = call.operands[first:at]
-    shape = tuple(torch.broadcast_shapes(*(type_.shape for type_ in used)))
+@dataclass(frozen=True, slots=True)
+class _Indexed:
+    """Names of self[indices]: of `self`, of the index operands, of their broadcast and of the result; the names of
+    `self` along which an index points.
+
+    rows: for each index, 0, or the dim of the broadcast (from the right) in which it is the number of the row: what is
+    looked up lies beside it, so that both have one name.
+    """
+
+    dims: Dims
+    operands: list[Dims]
+    index: Dims
+    result: Dims
+    replicated: set[str]
+
+
+def _indexed(call: Call, first: int, rows: Sequence[int] = ()) -> _Indexed:
+    """`first`: the position of the first index among the operands."""
+    indices = list(argument(call, 1, "indices"))
+    rows = [*rows, *[0] * (len(indices) - len(rows))]
+    own = call.operands[0].shape
+    used = call.operands[first : first + sum(index is not None for index in indices)]
+    counts = [(own[dim], *[1] * (-row - 1)) for dim, row in enumerate(rows) if row]
+    shape = tuple(torch.broadcast_shapes(*(type_.shape for type_ in used), *counts))
     names = named(shape, "i")
     operands = [
         tuple(() if size == 1 else names[len(shape) - len(type_.shape) + dim] for dim, size in enumerate(type_.shape))
         for type_ in used
     ]
-    return places, operands, shape, [name for dim in names for name in dim]
+    dims = named(own)
+    for dim, row in enumerate(rows):
+        dims = replace_dim(dims, dim, names[row]) if row else dims
+    points = [index is not None or bool(row) for index, row in zip(indices, rows, strict=True)]
+    replicated = {name for dim, index in enumerate(indices) if index is not None for name in dims[dim]}
+    return _Indexed(dims, operands, names, _looked_up(dims, points, names), replicated)
 
 
-def _looked_up(self_dims: Dims, places: list[int | None], index: Dims) -> tuple[Dims, set[str]]:
-    """The dims of self[indices], and the names that are indexed. Indices apart from each other go to the front."""
-    places = [*places, *[None] * (len(self_dims) - len(places))]
-    at = [dim for dim, place in enumerate(places) if place is not None]
-    kept = [(dim, self_dims[dim]) for dim, place in enumerate(places) if place is None]
-    adjacent = at[-1] - at[0] + 1 == len(at)
-    front = at[0] if adjacent else 0
-    before = tuple(dim for place, dim in kept if place < front)
-    after = tuple(dim for place, dim in kept if place >= front)
-    return (*before, *index, *after), {name for dim in at for name in self_dims[dim]}
+def _looked_up(self_dims: Dims, points: list[bool], index: Dims) -> Dims:
+    """The dims of self[indices], where those that `points` tells are looked up. Such dims apart from each other go to
+    the front."""
+    at = [dim for dim, point in enumerate(points) if point]
+    kept = [(dim, name) for dim, name in enumerate(self_dims) if dim not in at]
+    front = at[0] if at[-1] - at[0] + 1 == len(at) else 0
+    before = tuple(name for dim, name in kept if dim < front)
+    after = tuple(name for dim, name in kept if dim >= front)
+    return (*before, *index, *after)
 
 
 def _is_mask(call: Call, first: int, last: int) -> bool:
@@ -104,25 +122,33 @@ def _is_mask(call: Call, first: int, last: int) -> bool:
 def _index(call: Call) -> Rule:
     if _is_mask(call, 1, len(call.operands)):
         return replicated_rule(call)
-    places, operands, shape, _ = _index_names(call, 1)
-    dims = named(call.operands[0].shape)
-    result, replicated = _looked_up(dims, places, named(shape, "i"))
-    return build(call, [dims, *operands], [result], replicated=replicated, linear=FIRST)
+    found = _indexed(call, 1)
+    return build(call, [found.dims, *found.operands], [found.result], replicated=found.replicated, linear=FIRST)
+
+
+def _index_of_rows(call: Call) -> Rule:
+    found = _indexed(call, 1, call.args[2])
+    return build(call, [found.dims, *found.operands], [found.result], replicated=found.replicated, linear=FIRST)
 
 
 def _index_put(call: Call) -> Rule:
-    """Indices are replicated: each rank would add to, or keep, its own copy of self."""
     if _is_mask(call, 1, len(call.operands) - 1):
         return replicated_rule(call)
-    places, operands, shape, indices = _index_names(call, 1)
-    dims = named(call.operands[0].shape)
-    target, replicated = _looked_up(dims, places, named(shape, "i"))
+    return _put(call, _indexed(call, 1), bool(argument(call, 3, "accumulate", False)))
+
+
+def _index_put_of_rows(call: Call) -> Rule:
+    return _put(call, _indexed(call, 1, call.args[2]), call.args[4])
+
+
+def _put(call: Call, found: _Indexed, adds: bool) -> Rule:
+    """Indices are replicated where `self` lacks their names: each rank would add to, or keep, its own copy of self."""
     own = call.operands[-1].shape
-    aligned = target[len(target) - len(own) :]
+    aligned = found.result[len(found.result) - len(own) :]
     values = tuple(() if size == 1 else dim for dim, size in zip(aligned, own, strict=True))
-    count = len(call.operands)
-    linear = (frozenset({0, count - 1}),) if argument(call, 3, "accumulate", False) else NONE
-    return build(call, [dims, *operands, values], [dims], replicated=replicated | set(indices), linear=linear)
+    replicated = found.replicated | (names_of(found.index) - names_of(found.dims))
+    linear = (frozenset({0, len(call.operands) - 1}),) if adds else NONE
+    return build(call, [found.dims, *found.operands, values], [found.dims], replicated=replicated, linear=linear)
 
 
 def _beside(call: Call, index: int, others: tuple[int, ...], at: int) -> tuple[Dims, list[Dims], set[str]]:
@@ -195,6 +221,12 @@ def _bucketize(call: Call) -> Rule:
     return build(call, [values, ends], [values], replicated=ends[0])
 
 
+def _is_in(call: Call) -> Rule:
+    """Each element is looked for in all of the second operand."""
+    elements, among = (named(type_.shape, kind) for type_, kind in zip(call.operands, "ea", strict=True))
+    return build(call, [elements, among], [elements], replicated=names_of(among))
+
+
 def _index_into(linear: Linear) -> Row:
     """index_add and its kin: `source` (if any) has the index's length along the dim."""
 
@@ -224,6 +256,8 @@ ROWS: Mapping[str, Row] = {
     "aten._unsafe_index.Tensor": Row(_index),
     "aten.index_put.default": Row(_index_put),
     "aten._unsafe_index_put.default": Row(_index_put),
+    "autopar.index_of_rows.default": Row(_index_of_rows),
+    "autopar.index_put_of_rows.default": Row(_index_put_of_rows),
     "aten.gather.default": Row(_gather),
     "aten.scatter.src": _scatter(),
     "aten.scatter.value": _scatter(_scatter_value),
@@ -234,6 +268,8 @@ ROWS: Mapping[str, Row] = {
     "aten.searchsorted.Tensor": Row(_searchsorted),
     "aten.bucketize.Tensor": Row(_bucketize),
     "aten.index_add.default": _index_into(FIRST_AND_THIRD),
+    "aten.isin.Tensor_Tensor": Row(_is_in),
+    "aten.index_reduce.default": _index_into(NONE),
     "aten.index_copy.default": _index_into(NONE),
     "aten.index_fill.int_Scalar": _index_into(NONE),
     "aten.index_fill.int_Tensor": _index_into(NONE),

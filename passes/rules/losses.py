@@ -69,6 +69,22 @@ def _nll_backward(call: Call) -> Rule:
     return instantiate(spec, call, replicated={"c"}, linear=({0},))
 
 
+def _row_by_row(spec: str, position: int) -> Row:
+    """Margins between the classes of a row, which are replicated. Reduced losses the capture sums itself."""
+
+    def rule(call: Call) -> Rule:
+        is_batch = max(len(operand.shape) for operand in call.operands) > 1
+        if argument(call, position, "reduction", MEAN) != NO_REDUCTION or not is_batch:
+            return replicated_rule(call)
+        left, right = spec.split(" -> ")
+        weight = ", c" * (len(call.operands) > left.count(",") + 1)
+        return instantiate(
+            f"{left}{weight} -> {right}", call, replicated={"c"}, linear=({0},) if right == "n c" else ()
+        )
+
+    return Row(rule)
+
+
 def _halves(position: int, linear: Linear) -> Row:
     """glu: a dim (c x) of two halves becomes x."""
 
@@ -84,6 +100,11 @@ def _halves(position: int, linear: Linear) -> Row:
         return build(call, operands, results, replicated={"c"}, sizes=sizes, linear=linear)
 
     return Row(rule)
+
+
+def _ctc(spec: str, linear: Linear) -> Row:
+    """Each sample by itself."""
+    return Row(lambda call: instantiate(spec, call, replicated={"t", "c", "s"}, linear=linear))
 
 
 ROWS: Mapping[str, Row] = {
@@ -102,6 +123,12 @@ ROWS: Mapping[str, Row] = {
     "aten.nll_loss2d_forward.default": Row(_nll),
     "aten.nll_loss_backward.default": Row(_nll_backward),
     "aten.nll_loss2d_backward.default": Row(_nll_backward),
+    "aten.multi_margin_loss.default": _row_by_row("n c, n -> n", 5),
+    "aten.multi_margin_loss_backward.default": _row_by_row("n, n c, n -> n c", 6),
+    "aten.multilabel_margin_loss_forward.default": _row_by_row("n c, n c -> n, n c", 2),
+    "aten.multilabel_margin_loss_backward.default": _row_by_row("n, n c, n c, n c -> n c", 3),
+    "autopar.ctc_loss.default": _ctc("t n c, n s, n, n -> n", NONE),
+    "autopar.ctc_loss_backward.default": _ctc("n, t n c, n s, n, n -> t n c", FIRST),
     "aten.glu.default": _halves(1, NONE),
     "aten.glu_backward.default": _halves(2, FIRST),
 }

@@ -34,6 +34,16 @@ OTHERS = """
     bitwise_and:Scalar bitwise_and:Tensor bitwise_or:Scalar bitwise_or:Tensor bitwise_xor:Scalar bitwise_xor:Tensor
     bitwise_left_shift:Tensor bitwise_left_shift:Tensor_Scalar bitwise_right_shift:Tensor
     bitwise_right_shift:Tensor_Scalar __lshift__:Scalar __lshift__:Tensor __rshift__:Scalar __rshift__:Tensor
+    gcd lcm igamma igammac ldexp:Tensor polygamma mvlgamma isin:Tensor_Scalar
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+    special_i1e special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_spherical_bessel_j0 special_xlog1py special_xlog1py:self_scalar special_xlog1py:other_scalar special_zeta
+    special_zeta:self_scalar special_zeta:other_scalar special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
     eq:Scalar eq:Tensor ne:Scalar ne:Tensor lt:Scalar lt:Tensor le:Scalar le:Tensor gt:Scalar gt:Tensor ge:Scalar
     ge:Tensor log_sigmoid_forward _prelu_kernel ones_like full_like
 """

@@ -101,6 +101,13 @@ def _spec(spec: str, **marks: object) -> Callable[[Call], Rule]:
     return lambda call: instantiate(spec, call, **marks)  # type: ignore[arg-type]
 
 
+def _renorm(call: Call) -> Rule:
+    """What stands at one place of the dim is scaled by its own norm."""
+    dims = named(call.operands[0].shape)
+    replicated = names_of(dims) - set(dims[dim_argument(call, 2)])
+    return build(call, [dims], [dims], replicated=replicated)
+
+
 def _kthvalue(call: Call) -> Rule:
     return reduce(call, (dim_argument(call, 2, default=-1),))
 
@@ -136,6 +143,10 @@ ROWS: Mapping[str, Row] = {
     "aten.min.dim": _dims(),
     "aten.median.dim": _dims(),
     "aten.median.default": _all(),
+    "aten.nanmedian.dim": _dims(),
+    "aten.nanmedian.default": _all(),
+    "aten.mode.default": Row(lambda call: reduce(call, (dim_argument(call, 1, default=-1),))),
+    "aten.std_mean.correction": _dims(),
     "aten.linalg_vector_norm.default": Row(_vector_norm),
     "aten.logsumexp.default": _dims("logsumexp"),
     "autopar.logsumexp.default": Row(_spec("... n -> ...", partial="logsumexp")),
@@ -149,6 +160,7 @@ ROWS: Mapping[str, Row] = {
     "aten.sort.stable": _along(1, default=-1),
     "aten.argsort.default": _along(1, default=-1),
     "aten.topk.default": _resized(2, default=-1),
+    "aten.renorm.default": Row(_renorm),
     "aten.kthvalue.default": Row(_kthvalue),
     "aten._softmax.default": _along(1),
     "aten._safe_softmax.default": _along(1),

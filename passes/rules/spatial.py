@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.passes.rules.build import FIRST, NONE, Linear, build, dims_argument, named, names_of
+from autopar.passes.rules.local import with_arg
 from autopar.passes.rules.notation import instantiate
-from autopar.passes.rules.rule import Call, Dims, Row, Rule
+from autopar.passes.rules.rule import Arguments, Call, Dims, Pieces, Row, Rule
 
 
 def _spatial(call: Call, count: int, linear: Linear) -> Rule:
@@ -65,6 +66,54 @@ def _patches(spec: str) -> Row:
     return Row(rule)
 
 
+def _grid(dims: int) -> str:
+    """The places of a grid: one for each element of the output, with a coordinate a dim."""
+    return " ".join(f"y{i}" for i in range(dims))
+
+
+def _sampled(dims: int) -> Row:
+    """Each place is read by itself, of every channel alike."""
+    space, grid = " ".join(f"x{i}" for i in range(dims)), _grid(dims)
+    spec = f"n c {space}, n {grid} d -> n c {grid}"
+    return Row(lambda call: instantiate(spec, call, replicated={"d", *space.split()}, linear=({0},)))
+
+
+def _sampled_backward(dims: int) -> Row:
+    """The gradient of the image is a sum over the places, that of the grid one over the channels."""
+    space, grid = " ".join(f"x{i}" for i in range(dims)), _grid(dims)
+
+    def rule(call: Call) -> Rule:
+        made = [one for one, on in zip((f"n c {space}", f"n {grid} d"), call.args[6], strict=True) if on]
+        spec = f"n c {grid}, n c {space}, n {grid} d -> {', '.join(made)}"
+        return instantiate(spec, call, replicated={"d", *space.split()}, linear=({0},))
+
+    return Row(rule)
+
+
+def _affine_grid(call: Call) -> Rule:
+    """The grid of each image from its own matrix [d, d + 1]; `size` begins with their number."""
+    space = " ".join(f"y{i}" for i in range(len(call.results[0].shape) - 2))
+    return instantiate(f"n e f -> n {space} d", call, replicated={"d", "e", "f", *space.split()}, linear=({0},))
+
+
+def _affine_grid_local(pieces: Pieces) -> Arguments:
+    args = pieces.call.args
+    return with_arg(args, 1, [pieces.shapes[0][0], *args[1][1:]]), dict(pieces.call.kwargs)
+
+
+def _fractional(dims: int) -> Row:
+    """Where the windows of each plane lie is drawn beforehand, and is operand 1."""
+
+    def rule(call: Call) -> Rule:
+        lead = "n c" if len(call.operands[0].shape) == dims + 2 else "c"
+        space, out = (" ".join(f"{letter}{i}" for i in range(dims)) for letter in "xy")
+        drawn = "n c d" if lead == "n c" else "1 c d"
+        spec = f"{lead} {space}, {drawn} -> {lead} {out}, {lead} {out}"
+        return instantiate(spec, call, replicated={"d", *space.split(), *out.split()})
+
+    return Row(rule)
+
+
 ROWS: Mapping[str, Row] = {
     "aten.max_pool2d_with_indices.default": _row(2, NONE),
     "aten.max_pool2d_with_indices_backward.default": _row(2),
@@ -72,6 +121,19 @@ ROWS: Mapping[str, Row] = {
     "aten.max_pool3d_with_indices_backward.default": _row(3),
     "aten.adaptive_max_pool2d.default": _row(2, NONE),
     "aten.adaptive_max_pool2d_backward.default": _row(2),
+    "aten.adaptive_max_pool3d.default": _row(3, NONE),
+    "aten.adaptive_max_pool3d_backward.default": _row(3),
+    "aten.fractional_max_pool2d.default": _fractional(2),
+    "aten.fractional_max_pool2d_backward.default": _row(2),
+    "aten.fractional_max_pool3d.default": _fractional(3),
+    "aten.fractional_max_pool3d_backward.default": _row(3),
+    "aten.max_unpool2d.default": _row(2),
+    "aten.max_unpool3d.default": _row(3),
+    "aten.grid_sampler_2d.default": _sampled(2),
+    "aten.grid_sampler_2d_backward.default": _sampled_backward(2),
+    "aten.grid_sampler_3d.default": _sampled(3),
+    "aten.grid_sampler_3d_backward.default": _sampled_backward(3),
+    "aten.affine_grid_generator.default": Row(_affine_grid, local=_affine_grid_local),
     "aten.avg_pool2d.default": _row(2),
     "aten.avg_pool2d_backward.default": _row(2),
     "aten.avg_pool3d.default": _row(3),
@@ -83,7 +145,11 @@ ROWS: Mapping[str, Row] = {
     **_resizing("upsample_nearest1d", 1, 2),
     **_resizing("upsample_nearest2d", 2, 2),
     **_resizing("upsample_nearest3d", 3, 2),
+    **_resizing("_upsample_nearest_exact1d", 1, 2),
     **_resizing("_upsample_nearest_exact2d", 2, 2),
+    **_resizing("_upsample_nearest_exact3d", 3, 2),
+    **_resizing("_upsample_bilinear2d_aa", 2, 2),
+    **_resizing("_upsample_bicubic2d_aa", 2, 2),
     **_resizing("upsample_linear1d", 1, 2),
     **_resizing("upsample_bilinear2d", 2, 2),
     **_resizing("upsample_bicubic2d", 2, 2),

@@ -215,6 +215,12 @@ def _diagonal_backward(call: Call) -> Rule:
     return build(call, [grad], [dims], replicated=names_of(dims) - names_of(grad) | {"w"}, linear=FIRST)
 
 
+def _diagonal_scatter(call: Call) -> Rule:
+    dims, source = _diagonal(call, call.operands[0].shape, call.operands[1].shape, 3)
+    replicated = names_of(dims) - names_of(source) | {"w"}
+    return build(call, [dims, source], [dims], replicated=replicated, linear=(frozenset({0, 1}),))
+
+
 def _real_view(call: Call) -> Rule:
     dims = named(call.operands[0].shape)
     return build(call, [dims], [(*dims, ("w",))], replicated={"w"}, linear=FIRST)
@@ -251,6 +257,7 @@ ROWS: Mapping[str, Row] = {
     "aten.unfold_backward.default": Row(_unfold_backward, shape_arg=1),
     "aten.diagonal.default": Row(_diagonal_forward),
     "aten.diagonal_backward.default": Row(_diagonal_backward, shape_arg=1),
+    "aten.diagonal_scatter.default": Row(_diagonal_scatter),
     "aten.view_as_real.default": Row(_real_view),
     "aten.view_as_complex.default": Row(_complex_view),
 }

@@ -4,10 +4,9 @@ a name, a function or a table -> parse_schedule -> with_transfers -> check_sched
 """
 
 from autopar.passes.schedules.check import check_schedule
-from autopar.passes.schedules.forward_only import forward_only
-from autopar.passes.schedules.parse import Schedule, UserSchedule, check_schedule_name, parse_schedule
+from autopar.passes.schedules.orders import SCHEDULES, Entry, Orders, forward_only
+from autopar.passes.schedules.parse import Schedule, check_schedule_name, parse_schedule
 from autopar.passes.schedules.simulate import in_flight, simulate
-from autopar.passes.schedules.table import SCHEDULES, Entry, Orders
 from autopar.passes.schedules.transfers import with_transfers
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "Entry",
     "Orders",
     "Schedule",
-    "UserSchedule",
     "check_schedule",
     "check_schedule_name",
     "forward_only",

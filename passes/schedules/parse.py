@@ -6,17 +6,15 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import ScheduleError
+from autopar.ir.options import ScheduleLike
 from autopar.ir.schedule import Action, Costs
-from autopar.passes.schedules.table import SCHEDULES, Orders
-
-# Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
-UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
+from autopar.passes.schedules.orders import SCHEDULES, Orders
 
 _SHOWN = 5  # faults named in one message
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -39,7 +37,7 @@ class Schedule:
 
 
 def parse_schedule(
-    wanted: str | Path | UserSchedule,
+    wanted: ScheduleLike,
     ranks: int,
     microbatches: int,
     stages: int | None = None,
@@ -47,7 +45,7 @@ def parse_schedule(
 ) -> Schedule:
     """Read a schedule and check that it runs each action once, on one rank per stage.
 
-    wanted: a name of `SCHEDULES`; a function (see `UserSchedule`); or the path or text of a table in the notation of
+    wanted: a name of `SCHEDULES`; a function (see `ir/options.py`); or the path or text of a table in the notation of
     torch.distributed.pipelining, with a row for each rank: `0F0,0F1,,0B0,0B1`. Its transfers are skipped: they follow
     from the flow of data. stages: of the model; each schedule has its own usual number.
     """

@@ -92,7 +92,7 @@ class AxisSearch:
 
 def classes_of(program: Program, plan: Plan) -> Classes:
     """The classes of a CAPTURED program, by the rules and under the layouts of a plan."""
-    return build_classes(program, table_of(plan), _pins(plan), plan.memory.sums_dtype)
+    return build_classes(program, table_of(plan), _pins(plan), plan.options.sums_dtype)
 
 
 def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:

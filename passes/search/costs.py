@@ -20,7 +20,8 @@ BYTES_PER_SUM = 1e-4
 
 
 def move_cost(source: State, target: State, bytes_: float, size: int) -> float:
-    """The bytes per rank that turn `source` into `target`, for a value of `bytes_` whole on this axis."""
+    """The bytes per rank that turn `source` into `target`, for a value of `bytes_` when replicated on this axis, with
+    terms below a byte that break ties."""
     if source == target:
         return 0.0
     share = (size - 1) / size

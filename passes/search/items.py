@@ -49,7 +49,7 @@ class Classes:
     edges: list[tuple[int, int, int, int]]  # (source class, result index, user class, operand position)
     gradients: list[tuple[int, int, int]]  # (source class, result index, parameter class)
     results: list[tuple[int, int]]  # what leaves the program whole: (class, result index)
-    of_parameters: set[int]  # the classes computed from parameters alone
+    of_parameters: set[int]  # the classes computed from parameters alone, or with what no batch feeds
     of_batch: set[int]  # the classes computed from the batch
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
     casts: dict[int, bool]  # the casts of gradients (and of their terms); False: it is made before the sum is taken
@@ -128,7 +128,7 @@ def build_classes(
         elif out.kind != "aux":  # what leaves beside the loss is gathered at the end, and decides nothing
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
-    _find_values(classes, nodes, sources, colours, entries)
+    _find_values(classes, nodes, sources, colours, entries, table)
     _give_roles(classes, entries)
     _find_gradient_values(classes)
     if sums is not None:
@@ -137,18 +137,26 @@ def build_classes(
 
 
 def _find_values(
-    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries
-) -> None:
+    classes: Classes, nodes: list[fx.Node], sources: list[list[tuple[int, int]]], colours: list[int], entries: Entries,
+    table: Table,
+) -> None:  # fmt: skip
+    """What is computed from parameters alone, or element by element from those and what no batch feeds (a mask, a
+    scale: the weight of a pruned layer is a weight); and what the batch feeds."""
     pure: set[int] = set()
     fed: set[int] = set()
     for i, node in enumerate(nodes):
         entry = entries.get(node)
-        if entry.kind == "parameter" if entry else bool(sources[i]) and all(s in pure for s, _ in sources[i]):
-            pure.add(i)
         if entry.kind == "batch" if entry else any(s in fed for s, _ in sources[i]):
             fed.add(i)
+        elif entry.kind == "parameter" if entry else _is_of_parameters([s in pure for s, _ in sources[i]], node, table):
+            pure.add(i)
     classes.of_parameters.update(colours[i] for i in pure)
     classes.of_batch.update(colours[i] for i in fed)
+
+
+def _is_of_parameters(are_pure: list[bool], node: fx.Node, table: Table) -> bool:
+    row = table.get(str(node.target))
+    return any(are_pure) and (all(are_pure) or (row is not None and row.pointwise))
 
 
 def _find_gradient_values(classes: Classes) -> None:

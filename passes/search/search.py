@@ -43,6 +43,12 @@ def options_of(
     pins: Mapping[str, Mapping[str, State]],
     sizes: dict[str, int],
 ) -> Options:
+    """List the strategies of each item on one axis, with their costs in bytes per rank (see costs.py).
+
+    A call may run as its rule allows: replicated, split along a candidate name, or linear in partial sums. A parameter
+    or batch tensor may have the states that the intent of the axis gives it and all its users accept, or its pin alone.
+    pins: by parameter, the state on each axis that the user fixed. sizes: of the axes that were searched before.
+    """
     candidates = _candidates(classes, intent)
     options: Options = []
     for item, names in zip(classes.items, candidates, strict=True):
@@ -75,7 +81,7 @@ def options_of(
 def _held(strategy: Strategy, bytes_: list[float], size: int) -> float:
     """The bytes of its results that a rank holds."""
     shares = (1 / size if isinstance(state, tuple) else 1.0 for state in strategy.results)
-    return sum(replicated * share for replicated, share in zip(bytes_, shares, strict=True))
+    return sum(full * share for full, share in zip(bytes_, shares, strict=True))
 
 
 def _placeholder_options(
@@ -166,6 +172,11 @@ def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tupl
 def problem_of(
     classes: Classes, options: Options, size: int, intent: Intent, sizes: dict[str, int], strict: bool
 ) -> Problem:
+    """State the choice of one axis as a 0-1 programme: an item a choice among its options, an edge a value and a user.
+
+    The cost of an edge is that of moving the value from the state it has to the state its user wants, in bytes per
+    rank. strict: what the intent forbids is left out or scaled; False drops this, for a model that has no other plan.
+    """
     products = frozenset(i for i, item in enumerate(classes.items) if item.is_product)
     problem = Problem([[cost for _, cost in option] for option in options], deciding=products)
     results = [tuple(strategy.results for strategy, _ in option) for option in options]

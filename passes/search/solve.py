@@ -40,7 +40,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    value: Hashable  # edges of one value share their moves
+    """A use of a value: `user` reads what `source` makes (indices of items).
+
+    source_states, user_states: by strategy of each, the state that is given or wanted. move: the cost of each pair of
+    states; a pair that is missing is impossible. value: edges of one value share their moves.
+    """
+
+    value: Hashable
     source: int
     source_states: tuple[Hashable, ...]
     user: int

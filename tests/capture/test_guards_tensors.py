@@ -32,6 +32,8 @@ def mask_of(model: nn.Module) -> Tensor:
 
 NOTHING = put("scale.sign", 1.0)
 VALUE = torch.tensor(0.5)
+LONG = torch.zeros(1_200)
+LONG[0] = 1
 TENSORS: dict[str, tuple[Any, Change, Change, int]] = {
     "an attribute, bound to another": (plain_loss, put("scale.mask", torch.ones(8).double()), NOTHING, 1),
     "an attribute of another shape": (plain_loss, put("scale.mask", torch.ones(1).double() / 2), NOTHING, 2),
@@ -41,6 +43,19 @@ TENSORS: dict[str, tuple[Any, Change, Change, int]] = {
     "a global, written in place": (by_tensor, lambda _: MASK[0].fill_(9), lambda _: MASK[0].fill_(0.1), 1),
     "a global whose value is read": (lambda m, x, y: plain_loss(m, x, y) * float(VALUE), lambda _: VALUE.fill_(9),
                                      lambda _: VALUE.fill_(0.5), 2),
+    "a global that a value is computed of": (lambda m, x, y: plain_loss(m, x, y) * (VALUE * 2).exp().item(),
+                                             lambda _: VALUE.fill_(1), lambda _: VALUE.fill_(0.5), 2),
+    "a global whose value decides": (lambda m, x, y: plain_loss(m, x, y) * (2 if (VALUE > 1).all() else 1),
+                                     lambda _: VALUE.fill_(9), lambda _: VALUE.fill_(0.5), 2),
+    "a global as an array": (lambda m, x, y: plain_loss(m, x, y) * MASK.numpy()[0], lambda _: MASK[0].fill_(9),
+                             lambda _: MASK[0].fill_(0.1), 2),
+    "a long global whose value is read": (lambda m, x, y: plain_loss(m, x, y) * LONG.sum().item(),
+                                          lambda _: LONG[700].fill_(9), lambda _: LONG[700].fill_(0), 2),
+    "an attribute whose value is read": (lambda m, x, y: plain_loss(m, x, y) * mask_of(m).sum().item(),
+                                         lambda m: mask_of(m).mul_(2), lambda m: mask_of(m).div_(2), 2),
+    "an attribute whose value is read, bound to another": (
+        lambda m, x, y: plain_loss(m, x, y) * mask_of(m).tolist()[0],
+        put("scale.mask", torch.full((8,), 3.0).double()), NOTHING, 2),
 }  # fmt: skip
 
 
@@ -103,13 +118,6 @@ def test_a_tensor_that_gets_no_gradient_is_not_refused() -> None:
         return F.mse_loss(model(x), wanted)
 
     train_beside(loss_fn, lambda _: teacher.weight.data.mul_(2), None, again=1)
-
-
-def test_numpy_of_a_tensor_from_outside_is_refused() -> None:
-    """It read the memory of a stand-in."""
-    model = autopar.parallelize(nn.Linear(8, 8), "dp=1", loss_fn=lambda m, x, y: plain_loss(m, x, y) * MASK.numpy()[0])
-    with pytest.raises(CaptureError, match="a way to numpy"):
-        model.forward_backward(torch.randn(4, 8), torch.randn(4, 8))
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------

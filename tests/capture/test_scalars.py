@@ -197,6 +197,8 @@ FALLBACKS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "dropout": lambda out, y, beta: F.dropout(out, beta, training=False).square().mean(),
     "text": lambda out, y, beta: out.square().mean() * float(f"{beta}"),
     "divided by a number": lambda out, y, beta: out.square().mean() * (1 / beta),
+    "a tensor that is read": lambda out, y, beta: F.mse_loss(out, y) * (torch.ones(2) * beta + 1).tolist()[0],
+    "a number that is read": lambda out, y, beta: F.mse_loss(out, y) * float(beta * torch.ones((), dtype=y.dtype) + 1),
     "error that the user catches": lambda out, y, beta: out.square().mean() * caught(beta),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 import autopar
 from autopar.cli import commands as cli
 from autopar.cli.options import Options
-from autopar.compiler.options import StepKeywords, StepOptions, choices_of
+from autopar.compiler.options import options_of
 from autopar.errors import PlanError
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.report.inspection import collectives_text
 from autopar.report.inspection_pipeline import memory_of_rank, saved_bytes, transfers_of
 
@@ -95,8 +95,8 @@ def test_the_command_line_goes_before_the_job(jobs: Path):
     assert (same.microbatches, same.schedule, same.stages) == (4, "gpipe", ["0-3", "4-7"])
     said = Options(microbatches=8, schedule="1f1b", stages=["0-1; 2", "3-7"], stage_memory=100).job(target)
     assert (said.microbatches, said.schedule, said.stages, said.stage_memory) == (8, "1f1b", ("0-1", "2", "3-7"), 100)
-    choices = choices_of(**said.step)
-    assert choices.staging.stages == ("0-1", "2", "3-7") and choices.microbatches == 8
+    found = options_of(**said.step)
+    assert found.stages == ("0-1", "2", "3-7") and found.microbatches == 8
 
 
 def test_memory_on_the_command_line(jobs: Path):
@@ -104,15 +104,17 @@ def test_memory_on_the_command_line(jobs: Path):
         zero=3, no_reshard_after_forward=True, recompute="blocks.0-3=full, *=0.5", precision="bf16",
         reduce_dtype="bf16", bucket_bytes=1000,
     )  # fmt: skip
-    memory = choices_of(**options.job(f"{jobs}:job").step).memory
-    assert memory == Memory(3, False, {"blocks.0-3": "full", "*": 0.5}, "bf16", torch.bfloat16, 1000)
+    assert options_of(**options.job(f"{jobs}:job").step) == StepOptions(
+        zero=3, reshard_after_forward=False, recompute={"blocks.0-3": "full", "*": 0.5}, precision="bf16",
+        reduce_dtype=torch.bfloat16, bucket_bytes=1000, shard={},
+    )  # fmt: skip
     assert options.arguments() == [
         "--seed", "0", "--zero", "3", "--no-reshard-after-forward", "--recompute", "blocks.0-3=full, *=0.5",
         "--precision", "bf16", "--reduce-dtype", "bf16", "--bucket-bytes", "1000",
     ]  # fmt: skip
-    assert choices_of(**Options(recompute="5000").job(f"{jobs}:job").step).memory.recompute == 5000
+    assert options_of(**Options(recompute="5000").job(f"{jobs}:job").step).recompute == 5000
     with pytest.raises(PlanError, match="reduce_dtype='fp8': write "):
-        choices_of(**Options(reduce_dtype="fp8").job(f"{jobs}:job").step)
+        options_of(**Options(reduce_dtype="fp8").job(f"{jobs}:job").step)
 
 
 def test_ranks_get_the_same_options():
@@ -242,8 +244,3 @@ def test_a_run_trains_as_one_device_does_and_is_traced(jobs: Path, call: Call, o
     shown = call("inspect", *options, "--timeline", "--over", tmp_path / "trace")
     assert "measured: " in shown and shown.count("  idle ") == 4
     assert "cannot read" in call("inspect", *options, "--over", tmp_path, code=1)
-
-
-def test_the_keywords_of_type_checkers_are_the_options() -> None:
-    given = {each.name: each.type for each in fields(StepOptions)}
-    assert {name: kind.__forward_arg__ for name, kind in StepKeywords.__annotations__.items()} == given

@@ -13,8 +13,8 @@ from models import Llama, token_loss
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import Choices
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.search.axes import axis_searches, classes_of
@@ -84,7 +84,7 @@ def test_a_pipeline_does_not_grow_with_the_other_axes():
 
     def seconds(mesh: str) -> float:
         start = time.process_time()
-        ranks = lower(program, parse_mesh(mesh), Choices(microbatches=2)).ranks
+        ranks = lower(program, parse_mesh(mesh), StepOptions(microbatches=2)).ranks
         assert len({id(rank.programs) for rank in ranks}) == len({id(rank.instructions) for rank in ranks}) == 4
         return time.process_time() - start
 
@@ -98,7 +98,7 @@ def test_lists_do_not_make_a_pipeline_expensive():
 
     def seconds(microbatches: int) -> float:
         start = time.process_time()
-        compiled = lower(program, parse_mesh("pp=4,dp=2"), Choices(microbatches=microbatches))
+        compiled = lower(program, parse_mesh("pp=4,dp=2"), StepOptions(microbatches=microbatches))
         assert compiled.pipeline is not None and sum(map(len, compiled.pipeline.lists)) > 20 * microbatches
         return time.process_time() - start
 

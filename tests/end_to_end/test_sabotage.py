@@ -23,7 +23,8 @@ from autopar.errors import VerificationError
 from autopar.ir.layout import PARTIAL_KINDS
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import is_collective, op
-from autopar.ir.plan import Memory, Plan
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record, set_record
 from autopar.ir.verify import verify as verify_level
 from autopar.passes import run_passes
@@ -55,7 +56,7 @@ def small_gpt() -> tuple[nn.Module, LossFn, Batch, Captured, Compiled]:
     model = uneven(GPT(GPTConfig(24, 4, layers=1, heads=2, width=8))).double()
     batch = (tokens(ROWS, 4, 24), labels(ROWS, 4, 24))
     captured = capture(model, token_loss, batch, {})
-    plan = Plan(parse_mesh(MESH), memory=Memory(bucket_bytes=800))  # several buckets
+    plan = Plan(parse_mesh(MESH), options=StepOptions(bucket_bytes=800))  # several buckets
     return model, token_loss, batch, captured, Compiled(plan, run_passes(captured.program, plan))
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.capture import capture
-from autopar.compiler.options import Choices
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepOptions
 from autopar.parallel.partners import check_partners
 
 TOLERANCE = 1e-9
@@ -242,10 +242,10 @@ def test_stages_have_no_place_for_what_a_loss_trains() -> None:
     _, head, student = _models()
     captured = capture(student, lambda m, x: head(m(x), x[:, :3]), (torch.randn(8, 4),), {})
     with pytest.raises(MeshError, match=r"calls the model 'head', which the step trains.*head.requires_grad_\(False\)"):
-        check_partners(captured, student, Mesh((("pp", 2),)), Choices())
+        check_partners(captured, student, Mesh((("pp", 2),)), StepOptions())
     d = autopar.parallelize(Net(3, 1), "dp=1", loss_fn=lambda m, x: m(x).sum())
     captured = capture(student, lambda m, x: d(m(x)).mean(), (torch.randn(8, 4),), {})
     with pytest.raises(MeshError, match=r"calls the parallel model 'd'.*Use a mesh without pp\."):
-        check_partners(captured, student, Mesh((("pp", 2),)), Choices())
+        check_partners(captured, student, Mesh((("pp", 2),)), StepOptions())
     with pytest.raises(CaptureError, match="give verify a loss function of plain modules"):
         autopar.verify(student, "dp=2", loss_fn=lambda m, x: d(m(x)).mean(), batch=torch.randn(8, 4))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
+from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.passes import run_passes
 from autopar.passes.pipeline.cut import Limits, _Line, forward_nodes
@@ -42,7 +43,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 def line_of(limits: Limits, microbatches: int = 2) -> _Line:
     torch.manual_seed(0)
     captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
-    program = run_passes(captured.program, Plan(mesh_of("pp=2"), microbatches=microbatches))[-1][1]
+    program = run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
     return _Line(program, times_of(program, microbatches), limits)
 
 
@@ -99,7 +100,7 @@ def test_a_later_program_keeps_parameters_where_they_are():
 def test_every_forward_node_has_a_stage_and_values_flow_forwards():
     pipeline = compiled_as("pp=4", 4).pipeline
     assert pipeline is not None
-    program = run_passes(subject().captured.program, Plan(mesh_of("pp=4"), microbatches=4))[-1][1]
+    program = run_passes(subject().captured.program, Plan(mesh_of("pp=4"), options=StepOptions(microbatches=4)))[-1][1]
     times = times_of(program, 4)
     forward = {node.name for node in forward_nodes(program, times)}
     owners: dict[str, int] = {}

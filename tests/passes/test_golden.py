@@ -1,27 +1,25 @@
 """Golden programs: what a pass makes of a small one, as text, compared and executed.
 
-`tests/passes/golden/<pass>/<case>.txt` holds a title, the plan (`mesh:`, and where it matters `layout:` of a parameter,
-`bucket_bytes:`, `zero:`, `recompute:`, `precision:`, `reduce_dtype:`), a program, `---`, and the program after the
-pass. `make golden` writes the latter anew.
+`tests/passes/golden/<pass>/<case>.txt` holds a title, the plan (see `plan_text.py`), a program, `---`, and the program
+after the pass. `make golden` writes the latter anew.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from plan_text import read_plan
 from torch import Tensor, fx
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.ir.layout import Layout, combine, local_part, parse_layout, replica_error
-from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.ops import is_mesh_op
-from autopar.ir.plan import DTYPES, Memory, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
@@ -55,23 +53,8 @@ def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start = next(i for i, line in enumerate(lines) if " program" in line and line.split()[0] in Level.__members__)
     cut = lines.index("---\n")
-    mesh, layouts, memory = Mesh(()), dict[str, Layout](), Memory()
-    for line in lines[1:start]:
-        key, _, value = line.strip().partition(": ")
-        if key == "mesh":
-            mesh = parse_mesh(value)
-        elif key == "layout":
-            parameter, _, layout = value.partition(" ")
-            layouts[parameter] = parse_layout(layout)
-        elif key == "precision":
-            memory = replace(memory, precision=value)
-        elif key == "reduce_dtype":
-            memory = replace(memory, reduce_dtype=DTYPES[value])
-        else:
-            assert key in ("bucket_bytes", "recompute", "zero"), line
-            memory = replace(memory, **{key: ast.literal_eval(value)})
     head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
-    return Case(lines[0].strip(), head, Plan(mesh, layouts, memory=memory), given, expected)
+    return Case(lines[0].strip(), head, read_plan(lines[1:start]), given, expected)
 
 
 def passed(name: str, case: Case) -> Program:
@@ -122,7 +105,7 @@ def compare(given: str, expected: str, plan: Plan, seed: int) -> None:
     print(f"seed {seed}")
     before, after = parse_program(given), parse_program(expected)
     random = torch.Generator().manual_seed(seed)
-    rounds = plan.memory.sums_dtype is not None
+    rounds = plan.options.sums_dtype is not None
     if not rounds:
         before, after = in_float64(before), in_float64(after)
     inputs = [draw(record(node).type.shape, record(node).type.dtype, random, rounds) for node in before.placeholders]

@@ -1,7 +1,7 @@
 """Golden pipelines: what becomes of a small captured program, as text, compared and executed.
 
-`tests/passes/golden_pipeline/<case>.txt` holds a title, the plan (`mesh:`, `microbatches:`, `schedule:`), a CAPTURED
-program, `---`, and every graph and list of the pipeline. `make golden` writes the latter anew.
+`tests/passes/golden_pipeline/<case>.txt` holds a title, the plan (see `plan_text.py`), a CAPTURED program, `---`, and
+every graph and list of the pipeline. `make golden` writes the latter anew.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_text import read_plan
 from test_golden import draw, on_one_device
 from torch import Tensor
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiled import Compiled
-from autopar.compiler.meshes import mesh_of
 from autopar.ir.layout import Layout, combine, local_part, replica_error
 from autopar.ir.mesh import MICROBATCH
-from autopar.ir.plan import Plan, Staging
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import Plan
 from autopar.ir.program import Input, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes import make_pipeline, run_passes
@@ -43,10 +44,8 @@ class Case:
 def read(name: str) -> Case:
     lines = (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True)
     start, cut = lines.index("CAPTURED program\n"), lines.index("---\n")
-    said = dict(line.strip().split(": ", 1) for line in lines[1:start])
-    staging = Staging(said["schedule"])
-    plan = Plan(mesh_of(said["mesh"]), microbatches=int(said["microbatches"]), staging=staging)
-    return Case(*("".join(lines[:start]), plan), *("".join(lines[a:b]) for a, b in ((start, cut), (cut + 1, None))))
+    head, given, expected = ("".join(part) for part in (lines[:start], lines[start:cut], lines[cut + 1 :]))
+    return Case(head, read_plan(lines[1:start]), given, expected)
 
 
 def compiled(case: Case) -> Compiled:
@@ -54,11 +53,10 @@ def compiled(case: Case) -> Compiled:
     return Compiled(case.plan, history, make_pipeline(history[-1][1], case.plan))
 
 
-def text_of(found: Compiled) -> str:
-    assert found.pipeline is not None
-    graphs = [f"graph {stage}{kind}\n{print_program(graph)}" for (stage, kind), graph in found.pipeline.graphs.items()]
+def text_of(pipeline: Pipeline) -> str:
+    graphs = [f"graph {stage}{kind}\n{print_program(graph)}" for (stage, kind), graph in pipeline.graphs.items()]
     lists = []
-    for rank, instructions in enumerate(found.pipeline.lists):
+    for rank, instructions in enumerate(pipeline.lists):
         lists.append(f"rank {rank}\n")
         for line in instructions:
             frees = f"   # frees {', '.join(line.frees)}" if line.frees else ""
@@ -69,7 +67,9 @@ def text_of(found: Compiled) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_text(name: str):
     case = read(name)
-    made = text_of(compiled(case))
+    pipeline = compiled(case).pipeline
+    assert pipeline is not None
+    made = text_of(pipeline)
     if os.environ.get("AUTOPAR_GOLDEN") == "write":
         (FOLDER / f"{name}.txt").write_text(f"{case.head}{case.given}---\n{made}")
         return

@@ -13,7 +13,9 @@ from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import Choices, choices_of
+from autopar.compiler.options import options_of
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed
 from autopar.verification.verify import verify_compiled
 
 DEPTH = 4
@@ -34,11 +36,11 @@ def batch_of(size: int, length: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 10, (size, length)), torch.randn(size, 4).double()
 
 
-def bound(choices: Choices, first: Compiled) -> Choices:
+def bound(options: StepOptions, first: Compiled) -> tuple[StepOptions, Fixed]:
     """As `Programs` binds every program but the first."""
     known = {name: str(layout) for name, layout in first.searched.items()}
     owners = first.pipeline.owners if first.pipeline is not None else None
-    return replace(choices, shard=known, uneven=True, staging=replace(choices.staging, owners=owners))
+    return replace(options, shard=known), Fixed(owners=owners, uneven=True)
 
 
 CASES: dict[str, tuple[str, dict[str, Any], int, tuple[int, ...]]] = {
@@ -58,12 +60,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int, tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_size_trains_as_one_device(name: str) -> None:
     mesh, options, first_size, sizes = CASES[name]
-    choices, parsed = choices_of(**options), mesh_of(mesh)
+    chosen, parsed = options_of(**options), mesh_of(mesh)
     first: Compiled | None = None
     for size in (first_size, *sizes):
         batch = batch_of(size, length=4 if size != 13 else 5)
         captured = capture(network(), loss_fn, batch, {})
-        compiled = lower(captured, parsed, choices if first is None else bound(choices, first))
+        compiled = lower(captured, parsed, *((chosen,) if first is None else bound(chosen, first)))
         if first is None:
             first = compiled
         elif compiled.pipeline is not None and first.pipeline is not None:

@@ -17,12 +17,12 @@ import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import PlanError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.names import find_target
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.ir.program import is_getitem, record
 from autopar.ir.text import parse_program, print_program
 from autopar.passes.precision.kinds import Kind, kind_of
@@ -105,7 +105,7 @@ def test_no_further_from_float64_than_autocast(name: str, mesh: str, options: di
 def test_a_wrong_program_is_seen() -> None:
     """Test the tester: a sum that is not taken is far outside of what precision explains."""
     model, loss_fn, batch = gpt()
-    choices = choices_of(precision="bf16")
+    choices = options_of(precision="bf16")
     captured = capture(model, loss_fn, batch, {}, precision="bf16")
     good = lower(captured, parse_mesh("dp=2"), choices)
     sums = [node for node in good.program.graph.nodes if "all_reduce" in str(node.target)]
@@ -265,7 +265,7 @@ class Uses(nn.Module):
 
 def gradient_of_uses(*given: list[float], **options: Any) -> float:
     model, batch = Uses(), tuple(torch.tensor(x).reshape(-1, 1) for x in given)
-    choices = choices_of(precision="bf16", **options)
+    choices = options_of(precision="bf16", **options)
     captured = capture(model, None, batch, {}, precision="bf16")
     found = lower(captured, parse_mesh("dp=1"), choices)
     virtual = Virtual(model, captured, found, lambda p: torch.optim.SGD(p, lr=0.0))
@@ -310,7 +310,7 @@ def test_a_device_without_bf16_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     with pytest.raises(PlanError) as error:
-        check_device(Memory(precision="bf16"), torch.device("cuda:0"))
+        check_device(StepOptions(precision="bf16"), torch.device("cuda:0"))
     assert str(error.value) == (
         'precision="bf16" cannot be computed on Tesla T4: it has no such instructions. Write "fp16" or "fp32".'
     )
@@ -322,4 +322,4 @@ def test_a_device_without_fp16_products_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "matmul", matmul)
     with pytest.raises(PlanError, match="cannot be computed on cpu: \"addmm_impl_cpu_\" not implemented for 'Half'"):
-        check_device(Memory(precision="fp16"), torch.device("cpu"))
+        check_device(StepOptions(precision="fp16"), torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import is_collective, op
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.ir.program import Builder, Program, is_getitem, record
 from autopar.ir.text import print_program
 from autopar.passes.pipeline.node_costs import node_times
@@ -59,8 +59,8 @@ def test_every_gradient_equals_one_device(name: str, mesh: str, policy: Any, opt
 
 def test_none_leaves_the_program_as_it_is() -> None:
     program = dict(localized("gpt", "dp=2").history)["partition"]
-    assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute="none"))) is program
-    assert recompute(program, replace(localized("gpt", "dp=2").plan, memory=Memory(recompute=1.0))) is program
+    assert recompute(program, replace(localized("gpt", "dp=2").plan, options=StepOptions(recompute="none"))) is program
+    assert recompute(program, replace(localized("gpt", "dp=2").plan, options=StepOptions(recompute=1.0))) is program
 
 
 def test_full_never_keeps_more_for_a_list_of_single_calls() -> None:
@@ -196,7 +196,7 @@ def test_budgets_are_kept_and_more_bytes_take_less_time() -> None:
         again = duplicates(program)
         assert (share - 0.25) * kept < memory_of(program).activations <= share * kept  # a layer is a fourth
         assert not any(record(node).flops or is_collective(node.target) for node in again)
-        times = node_times(program, localized("llama", "dp=2,tp=2").plan.staging.machine)
+        times = node_times(program, localized("llama", "dp=2,tp=2").plan.fixed.machine)
         spent = sum(times[node] for node in again)
         assert before is None or spent <= before
         before = spent

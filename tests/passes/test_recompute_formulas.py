@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.ir.mesh import parse_mesh
-from autopar.ir.plan import Memory
+from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.passes.recompute import recompute
 from autopar.report.inspection import memory_of
@@ -42,14 +42,14 @@ def captured(layers: int, sizes: Sizes) -> Captured:
 
 @functools.cache
 def lowered(layers: int, sizes: Sizes, t: int, sequence_parallel: bool) -> Compiled:
-    choices = choices_of(sequence_parallel=sequence_parallel)
+    choices = options_of(sequence_parallel=sequence_parallel)
     return Compiled.of(lower(captured(layers, sizes), parse_mesh(f"tp={t}"), choices))
 
 
 def with_policy(layers: int, sizes: Sizes, t: int, sequence_parallel: bool, policy: str | float) -> Program:
     """The passes up to the one that is tested are the same under every policy."""
     found = lowered(layers, sizes, t, sequence_parallel)
-    return recompute(dict(found.history)["partition"], replace(found.plan, memory=Memory(recompute=policy)))
+    return recompute(dict(found.history)["partition"], replace(found.plan, options=StepOptions(recompute=policy)))
 
 
 def of_a_layer(sizes: Sizes, t: int, sequence_parallel: bool, policy: str | float) -> int:

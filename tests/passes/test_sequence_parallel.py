@@ -19,9 +19,9 @@ from autopar.api import compile
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import Choices
 from autopar.errors import LayoutError
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.options import StepOptions
 from autopar.ir.program import record
 from autopar.passes.search.step_cost import StepCost, step_cost
 from autopar.report.inspection import memory_of
@@ -49,7 +49,7 @@ def captured(name: str, layers: int) -> Captured:
 
 
 def compiled(name: str, layers: int, mesh: str, sequence_parallel: bool = True) -> Compiled:
-    return lower(captured(name, layers), parse_mesh(mesh), Choices(sequence_parallel=sequence_parallel))
+    return lower(captured(name, layers), parse_mesh(mesh), StepOptions(sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=3,tp=2"])
@@ -112,7 +112,7 @@ def captured_layers(layers: int, b: int, s: int, h: int, a: int) -> Captured:
 
 
 def activations(layers: int, mesh: str, sequence_parallel: bool, sizes: tuple[int, int, int, int]) -> int:
-    choices = Choices(sequence_parallel=sequence_parallel)
+    choices = StepOptions(sequence_parallel=sequence_parallel)
     return memory_of(lower(captured_layers(layers, *sizes), parse_mesh(mesh), choices).program).activations
 
 
@@ -203,7 +203,7 @@ def test_the_cost_of_a_step_by_hand() -> None:
             tokens = torch.empty(rows, time, dtype=torch.int64)
             found = capture(model, token_loss, (tokens, tokens), {})
         return [
-            step_cost(lower(found, parse_mesh(f"tp={tp}"), Choices(sequence_parallel=wish)).program)
+            step_cost(lower(found, parse_mesh(f"tp={tp}"), StepOptions(sequence_parallel=wish)).program)
             for wish in (False, True)
         ]
 

@@ -17,7 +17,7 @@ import autopar
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_layout
 from autopar.ir.measure import local_type
@@ -76,12 +76,12 @@ def captured(rows: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
 
 
 def compiled(mesh: str, rows: int = 12, **options: Any) -> Compiled:
-    return Compiled.of(lower(captured(rows)[1], parse_mesh(mesh), choices_of(**options)))
+    return Compiled.of(lower(captured(rows)[1], parse_mesh(mesh), options_of(**options)))
 
 
 def check(mesh: str, rows: int, steps: int, **options: Any) -> None:
     model, found = captured(rows, torch.float64)
-    made = lower(found, parse_mesh(mesh), choices_of(**options))
+    made = lower(found, parse_mesh(mesh), options_of(**options))
     report = verify_compiled(model, found, made, loss_fn=loss_fn, batch=batch(rows), steps=steps)
     assert report.ok and report.max_error < 1e-10, str(report)
 

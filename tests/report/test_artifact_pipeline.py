@@ -17,7 +17,7 @@ import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.errors import ArtifactError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.text import print_program
@@ -65,7 +65,7 @@ def test_round_trip(compiled: Compiled, saved: Path):
     assert print_program(loaded.program) == print_program(compiled.program)
     assert [rank.instructions for rank in loaded.ranks] == [rank.instructions for rank in compiled.ranks]
     assert loaded.collectives == compiled.collectives
-    assert (loaded.plan.microbatches, loaded.plan.staging.schedule) == (4, "zb-v")
+    assert (loaded.plan.microbatches, loaded.plan.options.schedule) == (4, "zb-v")
 
 
 def test_files_are_the_same_each_time(saved: Path, tmp_path: Path):
@@ -80,7 +80,7 @@ def test_it_runs_with_the_same_numbers(mesh: str, schedule: str, tmp_path: Path)
     model = model.double()
     batch = tuple(cast(leaf, torch.float64) for leaf in batch)
     captured = capture(model, loss_fn, batch, {}, lift=torch.float64)
-    choices = choices_of(microbatches=3, schedule=schedule)
+    choices = options_of(microbatches=3, schedule=schedule)
     made = Compiled.of(lower(captured, parse_mesh(mesh), choices))
     made.save(tmp_path / "out")
     found = []

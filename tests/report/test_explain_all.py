@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +18,11 @@ import autopar
 from autopar.capture import capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
-from autopar.compiler.options import Choices
 from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.plan import Fixed
 from autopar.ir.program import record
 from autopar.passes.search.explain import CHOSEN, SIZE, Decision, _Question
 from autopar.passes.search.states import states_of
@@ -79,7 +78,7 @@ def own() -> Compiled:
 def uneven() -> Compiled:
     model, loss, (x, y) = mlp()
     captured = capture(model, loss, (x[:5], y[:5]), {})
-    return Compiled.of(lower(captured, parse_mesh("dp=2,tp=2"), replace(Choices(), uneven=True)))
+    return Compiled.of(lower(captured, parse_mesh("dp=2,tp=2"), fixed=Fixed(uneven=True)))
 
 
 CASES: dict[str, Callable[[], Compiled]] = {

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import choices_of
+from autopar.compiler.options import options_of
 from autopar.errors import PlanError
 from autopar.ir.modules import unit_of
 from autopar.report.memory.formula import (
@@ -154,7 +154,7 @@ def test_formulas_are_of_the_program_that_is_trained() -> None:
     """Under a precision too: the capture keeps what the model does in another float."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
     job = autopar.Job(model, total, (torch.randn(4, 8, 16),), precision="bf16")
-    mesh, choices = mesh_of("dp=2"), choices_of(**job.step)
+    mesh, choices = mesh_of("dp=2"), options_of(**job.step)
     built = _builder(job, mesh, choices, {"b": 4, "s": 8})({"b": 4, "s": 8})
     trained = autopar.compile(model, mesh, loss_fn=total, batch=job.batch, precision="bf16")
     assert "bf16" in built.text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import gpt
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.meshes import mesh_of
-from autopar.ir.plan import Plan, Staging
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import make_pipeline, run_passes
 from autopar.verification.verify import Plain
@@ -59,13 +61,15 @@ def subject() -> Subject:
 @functools.cache
 def _local(mesh: str, microbatches: int, sequence_parallel: bool) -> tuple[tuple[str, Program], ...]:
     """The program before it is cut: stages change nothing in it."""
-    plan = Plan(mesh_of(mesh), microbatches=microbatches, sequence_parallel=sequence_parallel)
+    options = StepOptions(microbatches=microbatches, sequence_parallel=sequence_parallel)
+    plan = Plan(mesh_of(mesh), options=options)
     return run_passes(subject().captured.program, plan)
 
 
-def compiled_as(mesh: str, microbatches: int, sequence_parallel: bool = False, **staging: object) -> Compiled:
+def compiled_as(mesh: str, microbatches: int, sequence_parallel: bool = False, **more: Any) -> Compiled:
     parsed = mesh_of(mesh)
-    plan = Plan(parsed, microbatches=microbatches, sequence_parallel=sequence_parallel, staging=Staging(**staging))  # type: ignore[arg-type]
+    options = StepOptions(microbatches=microbatches, sequence_parallel=sequence_parallel, **more)
+    plan = Plan(parsed, options=options)
     inside = ",".join(f"{axis}={size}" for axis, size in parsed.axes if axis != "pp")
     history = (
         _local(f"pp=1,{inside}" if inside else "pp=1", microbatches, sequence_parallel) if microbatches > 1 else None

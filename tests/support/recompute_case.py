@@ -19,8 +19,8 @@ from autopar.capture import Captured, capture
 from autopar.compiled import Compiled
 from autopar.compiler.compile import lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import choices_of
-from autopar.ir.plan import Memory
+from autopar.compiler.options import options_of
+from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.passes.recompute import recompute
 from autopar.verification.verify import verify_compiled
@@ -108,7 +108,7 @@ def captured(name: str, double: bool = True) -> tuple[Made, Captured]:
 
 
 def compiled(name: str, mesh: str, double: bool = True, **options: Any) -> Compiled:
-    return Compiled.of(lower(captured(name, double)[1], mesh_of(mesh), choices_of(**options)))
+    return Compiled.of(lower(captured(name, double)[1], mesh_of(mesh), options_of(**options)))
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def localized(name: str, mesh: str) -> Compiled:
 
 def with_policy(name: str, mesh: str, policy: Any) -> Program:
     found = localized(name, mesh)
-    return recompute(dict(found.history)["partition"], replace(found.plan, memory=Memory(recompute=policy)))
+    return recompute(dict(found.history)["partition"], replace(found.plan, options=StepOptions(recompute=policy)))
 
 
 def duplicates(program: Program) -> list[fx.Node]:

@@ -62,6 +62,9 @@ def view_samples() -> Samples:
         "aten.unfold.default": [sample(r(4, 6), 1, 2, 2), sample(r(4, 6), 0, 3, 1), sample(r(6), 0, 6, 1)],
         "aten.unfold_backward.default": [sample(r(4, 3, 2), [4, 6], 1, 2, 2)],
         "aten.diagonal.default": [sample(r(4, 6, 6), 0, 1, 2), sample(r(4, 6, 2), 1, 0, -2)],
+        "aten.diagonal_scatter.default": [
+            sample(r(4, 6, 6), r(4, 6), 0, 1, 2), sample(r(4, 6), r(4)), sample(r(6, 4, 6), r(4, 5), 1, 0, 2),
+        ],
         "aten.diagonal_backward.default": [sample(r(4, 6), [4, 6, 6], 0, 1, 2)],
         "aten.view_as_real.default": [sample(r(4, 6, dtype=C128))],
         "aten.view_as_complex.default": [sample(r(4, 6, 2))],
@@ -129,8 +132,9 @@ def reduction_samples() -> Samples:
     one = [sample(x, 1), sample(x, -1, True), sample(r(4, 1), 1)]
     same = [sample(x, 1), sample(x, -1), sample(r(), 0)]
     plain = [sample(x), sample(r())]
-    every = ("sum", "mean", "max", "min", "prod", "var", "std", "median", "all", "any")
-    named = ("any.dim", "all.dim", "prod.dim_int", "max.dim", "min.dim", "median.dim")
+    every = ("sum", "mean", "max", "min", "prod", "var", "std", "median", "nanmedian", "all", "any")
+    named = ("any.dim", "all.dim", "prod.dim_int", "max.dim", "min.dim", "median.dim", "nanmedian.dim",
+             "mode.default")  # fmt: skip
     along = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort")
     found: Samples = {f"aten.{name}.default": plain for name in every}
     found |= {f"aten.{name}.default": [*dims, sample(x)] for name in ("amax", "amin")}
@@ -143,7 +147,7 @@ def reduction_samples() -> Samples:
             sample(x),
             sample(x, [1], correction=0),
         ]
-        for name in ("var", "var_mean", "std")
+        for name in ("var", "var_mean", "std", "std_mean")
     }
     found |= {f"aten.{name}.dim": [sample(x, [1]), sample(x, [0, -1], False, True)] for name in ("var", "std")}
     found |= {f"aten.{name}.default": same for name in along}
@@ -229,6 +233,13 @@ def index_samples() -> Samples:
     sources = [(*s, r(*s[2].shape)) for s in scatter] + [
         (r(4, 6), 1, n(6, 4, 3).sort(1).values * 0 + torch.arange(3), r(4, 6))
     ]
+    rows = [
+        ((x, [None, n(6, 4)], [-1, 0]), r(4, 12)), ((x, [None, n(6, 4, 6)], [-2, 0]), r(4, 6, 12)),
+        ((x, [None, None, n(12, 4, 6, 2)], [-3, -2, 0]), r(4, 6, 2)), ((x, [n(4, 6), None], [0, -1]), r(12)),
+        ((x, [None, None, n(12, 4, 3)], [-2, 0, 0]), r(4, 3, 6)), ((r(4, 6), [None, -1 - n(6, 3)], [-2, 0]), r(4, 3)),
+        ((x, [None, n(6, 6)], [-2, 0]), r(4, 1, 12)), ((x, [None, None, n(12, 2, 1, 4)], [-1, 0, 0]), r(2, 1, 4, 6)),
+        ((x, [None, n(6, 4, 2), n(12, 2)], [-2, 0, 0]), r()),
+    ]  # fmt: skip
     unique = [(r(4, 6, 12), 1, torch.randperm(6)[:4], r(4, 4, 12)), (r(6), 0, torch.randperm(6)[:2], r(2))]
     weight, positions = r(12, 6), n(12, 4, 6)
     return {
@@ -253,6 +264,9 @@ def index_samples() -> Samples:
         "aten.index_put.default": [sample(*s, values, True) for s, values in puts]
         + [sample(r(4, 6, 12), [None, torch.randperm(6)[:4]], r(4, 4, 1), False)],
         "aten._unsafe_index_put.default": [sample(*s, values, True) for s, values in puts],
+        "autopar.index_of_rows.default": [sample(*s) for s, _ in rows],
+        "autopar.index_put_of_rows.default": [sample(*s, values, True) for s, values in rows]
+        + [sample(r(4, 6), [None, torch.rand(4, 6).argsort()[:, :3]], [-2, 0], r(4, 3), False)],
         "aten.gather.default": [sample(*s) for s in gather],
         "aten.scatter.src": [sample(*s) for s in sources],
         "aten.scatter.value": [sample(*s, v) for s in scatter for v in (0, 2.5)],
@@ -269,6 +283,7 @@ def index_samples() -> Samples:
         "aten.index_select.default": [sample(x, 1, n(6, 4)), sample(x, -1, n(12)), sample(r(), 0, n(1))],
         "aten.index_add.default": [sample(*s) for s in unique] + [sample(r(4, 6), 1, n(6, 4), r(4, 4), alpha=2)],
         "aten.index_copy.default": [sample(*s) for s in unique],
+        "aten.index_reduce.default": [sample(*s, kind) for s in unique for kind in ("prod", "amax", "mean")],
         "aten.index_fill.int_Scalar": [sample(*s[:3], 2.5) for s in unique],
         "aten.index_fill.int_Tensor": [sample(*s[:3], r()) for s in unique],
     }  # fmt: skip
@@ -290,7 +305,16 @@ def creation_samples() -> Samples:
         "aten.arange.default": [sample(12)],
         "aten.arange.start": [sample(2, 8)],
         "aten.arange.start_step": [sample(2, 8, 2)],
-        "aten.linspace.default": [sample(0, 1, 12)],
+        **{
+            f"aten.{name}.{overload}": [sample(*ends, 12)]
+            for name in ("linspace", "logspace")
+            for overload, ends in {
+                "default": (0, 1),
+                "Tensor_Scalar": (r(), 1),
+                "Scalar_Tensor": (0, r()),
+                "Tensor_Tensor": (r(), r()),
+            }.items()
+        },
         "aten.eye.default": [sample(6)],
         "aten.eye.m": [sample(4, 6)],
         "aten.triu_indices.default": [sample(4, 6, 1)],

@@ -12,6 +12,14 @@ from rule_samples import (
     reduction_samples,
     view_samples,
 )
+from rule_samples_linalg import (
+    ctc_samples,
+    distance_samples,
+    linalg_samples,
+    lookup_samples,
+    margin_samples,
+    place_samples,
+)
 from rule_samples_nn import (
     attention_samples,
     convolution_samples,
@@ -37,6 +45,12 @@ _MAKERS = (
     spatial_samples,
     loss_samples,
     random_samples,
+    linalg_samples,
+    distance_samples,
+    place_samples,
+    lookup_samples,
+    margin_samples,
+    ctc_samples,
 )
 
 

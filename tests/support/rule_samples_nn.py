@@ -123,7 +123,9 @@ def spatial_samples() -> Samples:
     found["aten.adaptive_max_pool2d.default"] = [sample(x, [2, 2])]
     found["aten.adaptive_max_pool2d_backward.default"] = [sample(torch.rand_like(out), x, where)]
     resizings = [("upsample_nearest1d", 1, ()), ("upsample_nearest2d", 2, ()), ("upsample_nearest3d", 3, ())]
-    resizings += [("_upsample_nearest_exact2d", 2, ()), ("upsample_linear1d", 1, (True,))]
+    resizings += [(f"_upsample_nearest_exact{dim}d", dim, ()) for dim in (1, 2, 3)]
+    resizings += [("upsample_linear1d", 1, (True,)), ("_upsample_bilinear2d_aa", 2, (False,))]
+    resizings += [("_upsample_bicubic2d_aa", 2, (False,))]
     resizings += [("upsample_bilinear2d", 2, (False,)), ("upsample_bicubic2d", 2, (True,))]
     resizings += [("upsample_trilinear3d", 3, (False,))]
     for name, dim, align in resizings:
@@ -267,6 +269,8 @@ def special_samples() -> Samples:
         "aten.polar.default": [sample(x, r(4, 6, 12))],
         "aten.real.default": [sample(z)],
         "aten.imag.default": [sample(z)],
+        "aten.polygamma.default": [sample(1, x), sample(2, r(6))],
+        "aten.mvlgamma.default": [sample(x + 2, 2)],
         "aten.lerp.Scalar": [sample(x, y, 0.3)],
         "aten.round.decimals": [sample(x, decimals=1)],
         "aten.logit_backward.default": _backward(1, 0.1),

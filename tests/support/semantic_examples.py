@@ -11,6 +11,8 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
     """By the name of the op; small, in float32."""
     q, index = torch.randn(2, 4, 6, 8), torch.randint(0, 8, (2, 4, 6))
     out, lse = attention(q, q, q, None, True, 0.4)
+    speech = torch.randn(6, 3, 5).log_softmax(-1)
+    ctc = (torch.randint(1, 5, (3, 2)), torch.tensor([6, 5, 4]), torch.tensor([2, 1, 2]), 0)
     return {
         "einsum": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
         "attention": (q, q, q, None, True, 0.4),
@@ -24,6 +26,10 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "embedding_backward": (torch.randn(2, 4, 6, 3), index, 8, -1),
         "expert_mm": (torch.randn(6, 3), torch.randn(8, 3, 2), index[0, 0]),
         "expert_mm_backward": (torch.randn(6, 3), torch.randn(6, 2), index[0, 0], 8),
+        "ctc_loss": (speech, *ctc),
+        "ctc_loss_backward": (torch.randn(3), speech, *ctc, False),
+        "index_of_rows": (q, [None, None, index[:, :, 0] % 6], [-2, -1, 0]),
+        "index_put_of_rows": (q, [None, index[:, 0] % 4], [-2, 0], torch.randn(2, 6, 6, 8), True),
         "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

@@ -13,7 +13,8 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, lower
 from autopar.compiler.meshes import mesh_of
-from autopar.compiler.options import StepKeywords, choices_of
+from autopar.compiler.options import options_of
+from autopar.ir.options import StepKeywords
 from autopar.torch_compat import tree_map
 from autopar.verification.reference import OptimizerFactory
 from autopar.verification.verify import Report, cast, verify_compiled
@@ -35,7 +36,7 @@ def verified(
     captured = capture(model, loss_fn, *batch_arguments(batch), lift=torch.float64)
     found = []
     for mesh in meshes:
-        compiled = lower(captured, mesh_of(mesh), choices_of(**options))
+        compiled = lower(captured, mesh_of(mesh), options_of(**options))
         report = verify_compiled(
             model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
         )

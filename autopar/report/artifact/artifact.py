@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import ArtifactError, AutoparError
+from autopar.errors import ArtifactError, AutoparError, BatchError
 from autopar.ir.mesh import PIPELINE, Mesh, parse_mesh
+from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -54,7 +55,7 @@ class Artifact:
         """The mesh that the layouts of the programs name."""
         if self.pipeline is None:
             return self.mesh
-        return Plan(self.mesh, microbatches=self.pipeline.microbatches).layout_mesh
+        return Plan(self.mesh, options=StepOptions(microbatches=self.pipeline.microbatches)).layout_mesh
 
 
 def save_programs(directory: str | os.PathLike[str], artifact: Artifact) -> None:
@@ -144,13 +145,14 @@ def load_programs(directory: str | os.PathLike[str], custom_ops: frozenset[str] 
         mesh = parse_mesh(index["mesh"]) if index["mesh"] else Mesh(())
         meta = {str(key): str(value) for key, value in index["meta"].items()}
         content = _read_json(folder / PIPELINE_FILE, files[PIPELINE_FILE]) if PIPELINE_FILE in files else None
-        plan = Plan(mesh, microbatches=1 if content is None else int(content["microbatches"]))
+        count = 1 if content is None else int(content["microbatches"])
+        plan = Plan(mesh, options=StepOptions(microbatches=count))
         inner = mesh if content is None else plan.layout_mesh
         programs = []
         for number, entry in enumerate(index["programs"]):
             graphs = {graph: load_graph(f"program_{number}_{graph}", graph, inner) for graph in entry["graphs"]}
             programs.append((parse_ranges(entry["ranks"], mesh), graphs))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, BatchError) as error:
         raise ArtifactError(f"'{folder / INDEX}' has a wrong entry: {type(error).__name__} {error}.") from None
     everyone = [rank for ranks, _ in programs for rank in ranks]
     if not programs:

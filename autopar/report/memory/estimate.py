@@ -52,7 +52,7 @@ def memory_report(
     if not 0 <= rank < compiled.mesh.size:
         raise RankError(f"there is no rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     if device is None:
-        device = CPU_DEVICE if compiled.plan.staging.machine == CPU else GPU_DEVICE
+        device = CPU_DEVICE if compiled.plan.fixed.machine == CPU else GPU_DEVICE
     if device not in (CPU_DEVICE, GPU_DEVICE):
         raise PlanError(f"memory on device {device!r}: write {one_of((CPU_DEVICE, GPU_DEVICE))}.")
     make = optimizer or torch.optim.AdamW

@@ -10,9 +10,9 @@ import torch
 from autopar.capture.containers import map_tensors, take_call_apart
 from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.options import Choices
 from autopar.errors import AutoparError
 from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.options import StepOptions
 from autopar.job import Job
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.formula import Sizes, activation_formulas, states_formula
@@ -36,7 +36,7 @@ def memory_texts(compiled: Lowered, rank: int, optimizer: OptimizerMaker | None,
 
 
 def formula_texts(
-    job: Job, mesh: Mesh, choices: Choices, compiled: Lowered, rank: int, device: str | None
+    job: Job, mesh: Mesh, options: StepOptions, compiled: Lowered, rank: int, device: str | None
 ) -> Iterator[str]:
     """Bytes of states a parameter, and what a layer keeps for the backward pass as a polynomial in the batch's sizes.
 
@@ -50,7 +50,7 @@ def formula_texts(
     if "b" not in example:
         yield "  activations: the batch has no tensor with a dim, so there is nothing to vary."
         return
-    build = _builder(job, mesh, choices, example)
+    build = _builder(job, mesh, options, example)
     attempts = [_rows_and_sequence(example), _rows(example)] if "s" in example else [_rows(example)]
     for symbols, monomials, points in attempts:
         try:
@@ -89,7 +89,7 @@ def _rows_and_sequence(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
     return "bs", ["b*s**2", "b*s", "b", "s**2", "s", "1"], points
 
 
-def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable[[Sizes], Lowered]:
+def _builder(job: Job, mesh: Mesh, options: StepOptions, example: Sizes) -> Callable[[Sizes], Lowered]:
     def build(sizes: Mapping[str, int]) -> Lowered:
         def resize(leaf: torch.Tensor) -> torch.Tensor:
             if not leaf.ndim or leaf.shape[0] != example["b"]:
@@ -100,6 +100,6 @@ def _builder(job: Job, mesh: Mesh, choices: Choices, example: Sizes) -> Callable
             return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
         args, kwargs = map_tensors(resize, batch_arguments(job.batch))
-        return compile_step(job.model, job.loss_fn, args, kwargs, mesh, choices)[1]
+        return compile_step(job.model, job.loss_fn, args, kwargs, mesh, options)[1]
 
     return build

@@ -1,0 +1,75 @@
+"""What a trace takes apart, because the parts can be split where the whole could not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from autopar.torch_compat import decompositions_of
+
+aten = torch.ops.aten
+
+# Written by torch with views, sums and elementwise ops.
+_BY_TORCH = (
+    aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.trace, aten.block_diag,
+    aten.diag_embed, aten.addr, aten.nansum, aten.count_nonzero, aten.dist, aten.narrow_copy,
+    aten.linalg_cross, aten.norm,
+)  # fmt: skip
+
+
+@cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Means become sums over a count, so that a piece's part of them is right on its own."""
+    return {
+        **decompositions_of(_BY_TORCH),
+        aten.mean.dim: _mean,
+        aten.mean.default: lambda x, *, dtype=None: _mean(x, list(range(x.ndim)), dtype=dtype),
+        aten.addmm.default: _addmm,
+        aten.addbmm.default: _addbmm,
+        aten.linalg_vector_norm.default: _vector_norm,
+        aten._linalg_solve_ex.default: _solve_ex,
+    }
+
+
+def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
+    count = 1
+    for d in dims:
+        count = operator.mul(count, x.shape[d])
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    product = torch.mm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    product = torch.bmm(a, b).sum(0)
+    return (product if alpha == 1 else product * alpha) + (bias if beta == 1 else bias * beta)
+
+
+def _vector_norm(
+    x: torch.Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """The length of all of a tensor by a sum of squares, of which each rank has its part."""
+    is_all = dim is None or len(set(dim)) in (0, x.ndim)
+    if order != 2 or not is_all or x.ndim == 0 or x.dtype not in (torch.float32, torch.float64) or dtype is not None:
+        return NotImplemented
+    return (x * x).sum(list(range(x.ndim)), keepdim).sqrt()
+
+
+def _solve_ex(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+    """As torch does it: columns are solved apart, but a matrix is factored once. The factors are those of the
+    transposed matrix where that is how it lies in memory, and torch's gradient takes them for that."""
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    turned = a.is_contiguous() and not a.is_complex()
+    lu, pivots, info = aten.linalg_lu_factor_ex(a.mT if turned else a, check_errors=check_errors)
+    sides = b.unsqueeze(-1) if is_vector else b
+    x = aten.linalg_lu_solve(lu, pivots, sides, left=left, adjoint=turned)
+    return (x.squeeze(-1) if is_vector else x), lu, pivots, info

@@ -1,0 +1,251 @@
+"""The options of a training step: what each may be and what it means, for the API, `Job`, the command line and docs.
+
+All of an option stands in this file: its entry in the docstring of `StepOptions`, its field, and its line in
+`StepKeywords`. Passes read it as `plan.options.NAME`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
+
+import torch
+
+from autopar.errors import AutoparError, BatchError, LayoutError, PlanError, ScheduleError, one_of
+from autopar.ir.layout import Layout
+from autopar.ir.schedule import Action, Costs
+
+RECOMPUTE = ("none", "selective", "full")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS = tuple(DTYPES)
+Policy = str | int | float
+Recompute = Policy | Mapping[str, Policy]
+Shard = Mapping[str, "str | Layout"]
+SequenceParallel = bool | Literal["auto"]
+# Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
+UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
+ScheduleLike = str | Path | UserSchedule
+
+_ENTRY = re.compile(r"^([a-z_]+): (.*(?:\n {2}.*)*)", re.MULTILINE)  # "name: meaning", further lines indented
+_SENTENCE_END = re.compile(r"\. (?=[\"A-Z])|\.$")
+
+
+def read_stages(entries: Sequence[str]) -> tuple[str, ...]:
+    """`a,b;c,d`, or several of these, as the modules of each stage."""
+    return tuple(part.strip() for entry in entries for part in entry.split(";") if part.strip())
+
+
+def read_recompute(text: str) -> Recompute:
+    """`full`, `1000000`, `0.5` or `blocks.0-3=full,*=selective`."""
+    if "=" not in text:
+        return _policy(text)
+    pairs = (entry.partition("=") for entry in text.split(","))
+    return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+
+
+def _policy(text: str) -> Policy:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the command line has an option. kind: of what it is given, of which `read` makes the value. more: what its
+    help says behind the option's meaning."""
+
+    kind: Any = bool
+    metavar: str | None = None
+    read: Callable[[Any], Any] = lambda value: value
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Valid:
+    """What an option may be: a value that `allows` takes. Else `error` says to `write` something else.
+    parts: of the option, that are checked one by one."""
+
+    allows: Callable[[Any], bool]
+    write: str
+    error: type[AutoparError] = PlanError
+    parts: Callable[[Any], Iterable[Any]] = lambda value: (value,)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise the error for the first part of a value that is not allowed."""
+        for part in self.parts(value):
+            if not self.allows(part):
+                raise self.error(f"{name}={part!r}: write {self.write}.")
+
+
+def option(default: Any, valid: Valid | None = None, flag: Flag | None = None) -> Any:
+    """A field of `StepOptions`; without a flag it is none of the command line's."""
+    return field(default=default, metadata={"valid": valid, "flag": flag})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_list(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(entry, str) for entry in value)
+
+
+def _is_policy(value: Any) -> bool:
+    if isinstance(value, (bool, str)):
+        return value in RECOMPUTE
+    return isinstance(value, (int, float)) and 0 <= value <= (1 if isinstance(value, float) else math.inf)
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+_COUNT = "a number of 1 or more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a training step is computed: keyword arguments of `parallelize`, `compile`, `verify` and `Job`, and options
+    of the command line, which are made of these fields.
+
+    shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
+    sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
+      stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks
+      no longer all compute outweighs the starts of more collectives (`passes/search/step_cost.py`); a note says so.
+    specialize: take values that the model reads from tensors (`if mask.any():`, `.item()`) from the first batch of each
+      signature. Each step is checked to have the same; BatchError if not. Needs batch="global".
+    microbatches: parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
+      of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
+    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or a CSV file of actions
+      such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473 for 1f1b
+      and interleaved-1f1b, 2401.10241 for the others.)
+    stages: modules of the stages. A list, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by
+      default the cut with the fastest slowest stage.
+    chunks: stages on each rank.
+    stage_memory: bytes that a stage may hold.
+    zero: split optimizer states (1), and gradients (2), and parameters (3) over a data axis (arXiv 1910.02054). With
+      two data axes, "dp=2,fsdp=4", they are split over fsdp and replicated over dp; an axis fsdp means zero=3 if
+      nothing else is said. Parameters are DTensors of the parts: any element-wise optimizer works.
+    reshard_after_forward: drop what zero=3 gathered after its use, and gather it again in the backward pass. False
+      keeps it until then.
+    recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,
+      the bytes that a rank may keep (an int), or their part of what "none" keeps (a float). Or those by pattern of
+      modules, e.g. `{"blocks.0-3": "full", "*": "selective"}`.
+    precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
+    reduce_dtype: of the sums of gradients over ranks and micro-batches.
+    bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
+    """
+
+    shard: Shard | None = option(None)
+    sequence_parallel: SequenceParallel = option(
+        False, Valid(lambda value: value in (True, False, "auto"), 'True, False or "auto"'), Flag()
+    )
+    specialize: bool = option(False, flag=Flag())
+    microbatches: int | None = option(None, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
+    schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
+    chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
+    stages: Sequence[str] | None = option(
+        None,
+        Valid(_is_list, 'a list of modules, a stage an entry: ["blocks.0-3", "blocks.4-7"]', LayoutError),
+        Flag(list[str], '"a,b;c,d"', read_stages, "';' between stages; or once for each stage"),
+    )
+    stage_memory: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "BYTES"))
+    zero: int | None = option(
+        None,
+        Valid(
+            lambda value: not isinstance(value, bool) and value in (0, 1, 2, 3),
+            "0, 1 (optimizer states are split), 2 (and gradients) or 3 (and parameters)",
+        ),
+        Flag(int, "0-3"),
+    )
+    reshard_after_forward: bool = option(True, flag=Flag())
+    recompute: Recompute = option(
+        "none",
+        Valid(
+            _is_policy,
+            f"{one_of(RECOMPUTE)}, a number of bytes (an int), or the part of what 'none' saves that may be saved "
+            f"(a float from 0.0 to 1.0)",
+            parts=lambda value: value.values() if isinstance(value, Mapping) else (value,),
+        ),
+        Flag(str, "none|selective|full|BYTES|PART|MODULE=...,MODULE=...", read_recompute),
+    )
+    precision: str | None = option(
+        None,
+        Valid(lambda value: value in PRECISIONS, f"{one_of(PRECISIONS)}, or None to compute as the model is"),
+        Flag(str, "bf16|fp16|fp32"),
+    )
+    reduce_dtype: torch.dtype = option(
+        torch.float32,
+        Valid(lambda value: value in DTYPES.values(), "torch.float32, torch.bfloat16 or torch.float16"),
+        Flag(str, "fp32|bf16|fp16", lambda text: DTYPES.get(text, text)),
+    )
+    bucket_bytes: int | None = option(
+        None, Valid(_is_count, "a number of bytes, 1 or more, or None"), Flag(int, "BYTES")
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(StepOptions):
+            valid, value = each.metadata["valid"], getattr(self, each.name)
+            if valid is not None and not (value is None and each.default is None):
+                valid.check(each.name, value)
+
+    @property
+    def step(self) -> StepKeywords:
+        """These options alone, as keyword arguments of `autopar.parallelize` and others."""
+        return cast(StepKeywords, {each.name: getattr(self, each.name) for each in fields(StepOptions)})
+
+    @property
+    def lines(self) -> list[str]:
+        """The same as text, a line an option. A function is told by its name: its address is another on each rank."""
+        named = {name: _name_of(value) if callable(value) else value for name, value in self.step.items()}
+        return [f"{name}={value}" for name, value in named.items()]
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The short float in which products are computed; None if they are as in the model."""
+        return DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
+
+    @property
+    def sums_dtype(self) -> torch.dtype | None:
+        """The shortest dtype in which gradients may be summed; None if they are as they come."""
+        return None if self.low_dtype is None and self.reduce_dtype == torch.float32 else self.reduce_dtype
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of `StepOptions` again: type checkers read no TypedDict off a dataclass. A test compares them."""
+
+    shard: Shard | None
+    sequence_parallel: SequenceParallel
+    specialize: bool
+    microbatches: int | None
+    schedule: ScheduleLike
+    stages: Sequence[str] | None
+    chunks: int | None
+    stage_memory: int | None
+    zero: int | None
+    reshard_after_forward: bool
+    recompute: Recompute
+    precision: str | None
+    reduce_dtype: torch.dtype
+    bucket_bytes: int | None
+
+
+@functools.cache
+def option_texts() -> Mapping[str, str]:
+    """What each option means, by name: its entry in the docstring. Empty where Python runs without docstrings."""
+    entries = _ENTRY.findall(inspect.cleandoc(StepOptions.__doc__ or ""))
+    return {name: re.sub(r"\s+", " ", text) for name, text in entries}
+
+
+def short_text(name: str) -> str:
+    """The first sentence of what an option means, for the help of the command line."""
+    return _SENTENCE_END.split(option_texts().get(name, ""))[0]

@@ -1,0 +1,105 @@
+"""Reduction the ranks of a mesh: each checks what it was given, all agree on it once, and then there are groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.compiler.compile import check_model
+from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.options import options_of
+from autopar.compiler.precision_check import check_device
+from autopar.errors import BatchError
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepKeywords, StepOptions
+from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.execution import check_compiler
+from autopar.parallel.gradients import check_plain
+from autopar.parallel.replicas import every_of
+from autopar.parallel.store import describe_state
+from autopar.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `parallelize` was asked for on this rank; see there. step: the options of a step, not checked yet."""
+
+    model: nn.Module
+    mesh: MeshLike
+    step: StepKeywords
+    batch: str
+    seed: int
+    compile: str | None
+    check_replicas: int | None
+
+    def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
+        """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
+        phase.now = "mesh"
+        mesh = mesh_of(self.mesh, world)
+        phase.texts["mesh"] = [str(mesh)]
+        phase.now = "options"
+        options = options_of(**self.step)
+        if self.batch not in ("global", "local"):
+            raise BatchError(f'batch={self.batch!r}: write "global" (each rank takes its part) or "local".')
+        every_of(self.check_replicas)
+        others = {name: getattr(self, name) for name in ("seed", "batch", "compile", "check_replicas")}
+        phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
+        phase.now = "model"
+        check_model(self.model)
+        check_plain(self.model)
+        phase.texts["model"] = describe_state(self.model)
+        phase.now = "compiler"
+        check_compiler(self.compile, device)
+        phase.now = "precision"
+        check_device(options, device)
+        return mesh, options
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks agreed on."""
+
+    agreement: Agreement
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    options: StepOptions
+
+
+def join(asked: Asked, device: str | torch.device | None) -> Agreed:
+    """Reduction the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
+
+    A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Asked.check` does, on every rank.
+    """
+    settings = Settings.read()
+    world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
+    place = _device(device, settings)
+    if world == 1:  # before a group is made for it
+        mesh_of(asked.mesh, world)
+        options_of(**asked.step)
+    if not dist.is_initialized():
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        if settings.world_size is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    agreement = Agreement(place)
+    mesh, options = agreement.together("arguments", lambda phase: asked.check(phase, world, place))
+    if isinstance(asked.mesh, DeviceMesh):
+        return Agreed(agreement, mesh, asked.mesh, options)
+    return Agreed(agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options)
+
+
+def _device(device: str | torch.device | None, settings: Settings) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    backend = dist.get_backend() if dist.is_initialized() else None
+    local = settings.local_rank or 0
+    if backend != "gloo" and torch.cuda.is_available() and local < torch.cuda.device_count():
+        return torch.device("cuda", local)
+    return torch.device("cpu")

@@ -1,0 +1,139 @@
+"""The options of a step: each is told once, in autopar/ir/options.py, for the API, `Job`, the CLI and docs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+from autopar.cli.options import FLAGS
+from autopar.compiler.options import options_of
+from autopar.errors import AutoparError
+from autopar.ir.options import StepKeywords, StepOptions, option_texts, short_text
+from autopar.passes.schedules import SCHEDULES
+
+NAMES = [each.name for each in fields(StepOptions)]
+
+
+def test_the_keywords_of_type_checkers_are_the_options() -> None:
+    given = {each.name: each.type for each in fields(StepOptions)}
+    assert {name: kind.__forward_arg__ for name, kind in StepKeywords.__annotations__.items()} == given
+
+
+def test_every_option_is_explained() -> None:
+    assert sorted(option_texts()) == sorted(NAMES)
+    assert [name for name in NAMES if not 10 < len(short_text(name)) < 200] == []
+    assert short_text("zero").endswith("over a data axis (arXiv 1910.02054)"), "a point within a number ends nothing"
+    for name, kind, _ in FLAGS:
+        assert kind.__metadata__[0].help.startswith(("do not ", short_text(name) or kind.__metadata__[0].help)), name
+
+
+def test_every_schedule_is_named() -> None:
+    assert [name for name in SCHEDULES if name not in short_text("schedule")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("sequence_parallel", ("yes", None), (True, "auto")),
+        ("microbatches", (0, True, 1.0), (3, None)),
+        ("schedule", ("1f2b",), ("zb-v", lambda *_: ())),
+        ("stages", ("a,b", [1], 3), (["a", "b"], ("a",), None)),
+        ("chunks", (0, "2"), (2, None)),
+        ("stage_memory", (-1,), (1 << 30, None)),
+        ("zero", (4, True, {"*": 1}), (0, 3, None)),
+        ("recompute", ("all", None, True, 1.5, -1, {"*": 2.0}), ("full", 10**9, 1.0, {"a": 0.5, "*": "none"})),
+        ("precision", ("fp8",), ("bf16", None)),
+        ("reduce_dtype", (torch.float64, "bf16", None), (torch.bfloat16,)),
+        ("bucket_bytes", (0, 1.5), (1, None)),
+    ],
+)
+def test_what_an_option_may_be(name: str, wrong: tuple[Any, ...], right: tuple[Any, ...]) -> None:
+    """A wrong value is named with its option; `Job` says so where it is made."""
+    for value in wrong:
+        with pytest.raises(AutoparError, match=name):
+            options_of(**{name: value})
+    for value in right:
+        options_of(**{name: value})
+
+
+def test_options_are_the_callers_no_longer() -> None:
+    stages, shard = ["a", "b"], {"*.weight": "[tp,-]"}
+    chosen = options_of(stages=stages, shard=shard)
+    stages.append("c")
+    shard["*.bias"] = "[tp]"
+    assert chosen.stages == ("a", "b") and chosen.shard == {"*.weight": "[tp,-]"}
+    with pytest.raises(TypeError, match="there is no option 'offload'; there is shard, "):
+        options_of(offload=True)  # type: ignore[call-arg]
+
+
+def test_ranks_tell_a_function_by_its_name() -> None:
+    """Its address would be another on each rank."""
+    lines = options_of(schedule=lambda *_: (), zero=2).lines
+    assert "zero=2" in lines and not any(" at 0x" in line for line in lines)
+
+
+# -- a new option touches one file ----------------------------------------------------------------------------------
+
+ENTRY = "    bucket_bytes: of gradients"
+FIELD = "    bucket_bytes: int | None = option("
+KEYWORD = "    bucket_bytes: int | None\n"
+ADDED = {
+    ENTRY: "    offload: states that lie on the host. A sentence more.\n" + ENTRY,
+    FIELD: '    offload: int | None = option(None, Valid(_is_count, _COUNT), Flag(int, "N"))\n' + FIELD,
+    KEYWORD: "    offload: int | None\n" + KEYWORD,
+}
+USER = """
+import inspect, sys
+import torch, autopar
+from autopar.cli import commands
+from autopar.ir.options import option_texts
+
+job = lambda: autopar.Job(torch.nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(4, 4), offload=3)
+if __name__ == "__main__":
+    made = autopar.compile(job().model, "dp=2", loss_fn=job().loss_fn, batch=job().batch, **job().step)
+    assert made.plan.options.offload == 3
+    assert autopar.parallelize(job().model, "dp=1", loss_fn=job().loss_fn, offload=5)
+    try:
+        autopar.Job(torch.nn.Linear(4, 4), offload=0)
+    except autopar.AutoparError as error:
+        assert str(error) == "offload=0: write a number of 1 or more.", error
+    assert commands.Options(offload=7).job(f"{__file__}:job").offload == 7
+    assert commands.Options(offload=7).arguments()[-2:] == ["--offload", "7"]
+    assert option_texts()["offload"] == "states that lie on the host. A sentence more."
+    assert "offload: states that lie on the host." in inspect.getdoc(autopar.StepOptions)
+    sys.argv = ["autopar", "verify", "--help"]
+    commands.main()
+"""
+
+
+def _package_with(folder: Path, changes: dict[str, str]) -> None:
+    """Copy our package, with changes in ir/options.py alone."""
+    package, leave = folder / "autopar", shutil.ignore_patterns("__pycache__")
+    for name, place in (("autopar", package), ("passes", package / "passes"), ("runtime", package / "runtime")):
+        shutil.copytree(ROOT / name, place, ignore=leave)
+    options = package / "ir" / "options.py"
+    text = options.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    options.write_text(text)
+
+
+def test_a_new_option_touches_one_file(tmp_path: Path) -> None:
+    _package_with(tmp_path, ADDED)
+    (tmp_path / "user.py").write_text(USER)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "160"}
+    found = subprocess.run(
+        [sys.executable, str(tmp_path / "user.py")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert "--offload" in found.stdout and "states that lie on the host" in found.stdout

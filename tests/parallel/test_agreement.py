@@ -1,0 +1,87 @@
+"""What all ranks agree on: one exchange a phase, whatever is checked in it, and an error of one is one of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Ranks
+from torch import Tensor, nn
+
+import autopar
+from autopar.parallel.agreement import WIDTH
+
+pytestmark = pytest.mark.gloo
+BATCH = torch.ones(12, 16), torch.zeros(12, 8)
+
+
+def _only(rank: int, arguments: dict[str, Any], state: str = "") -> None:
+    """Rank 1 alone is asked for something else, or given another kind of model."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, device="meta" if state == "meta" else None)
+    if rank and state == "hook":
+        model.weight.register_hook(lambda gradient: gradient * 2)
+    if rank and state == "meta":
+        model.reset_parameters = _no_reset
+    autopar.parallelize(model, **{"mesh": "dp=2", "loss_fn": models.square_loss, **(arguments if rank else {})})
+
+
+def _no_reset() -> None:
+    raise RuntimeError("no values")
+
+
+ALONE = {
+    "mesh": ({"mesh": "dp=3"}, "", "MeshError: mesh 'dp=3' has 3 ranks, but 2 are running."),
+    "options": ({"zero": 7}, "", "PlanError: zero=7: write 0, 1 (optimizer states are split), 2 (and gradients)"),
+    "options, batch": ({"batch": "mine"}, "", "BatchError: batch='mine': write "),
+    "options, replicas": ({"check_replicas": -1}, "", "AutoparError: check_replicas=-1: write a number of"),
+    "compiler": ({"compile": "gcc"}, "", "CompileError: compile='gcc': write \"inductor\""),
+    "model, hook": ({}, "hook", "CaptureError: the parameter 'weight' has a"),
+    "model, values": ({}, "meta", "RuntimeError: no values"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_alone_cannot_do_ends_all(two: Ranks, name: str) -> None:
+    """Each rank takes part in the exchange of the phase in which it failed, and they go on in step."""
+    arguments, state, said = ALONE[name]
+    mine, bad = [str(outcome.error) for outcome in two.attempt(_only, arguments, state, timeout=30)]
+    assert bad.startswith(said)
+    what = name.partition(",")[0]
+    assert mine == f"RankError: the {what} failed on some ranks, not on this one:\n  rank 1: {bad}"
+    two.run(_step)
+
+
+def parallel(**options: Any) -> autopar.ParallelModule:
+    torch.manual_seed(0)
+    return autopar.parallelize(nn.Linear(16, 8), "dp=2", loss_fn=models.square_loss, **options)
+
+
+def _step(rank: int) -> None:
+    parallel().forward_backward(*BATCH)
+
+
+def _exchanges(rank: int) -> tuple[int, int]:
+    """How often ranks compare anything while a model is made parallel, and in its first step."""
+    reduce, sizes = dist.all_reduce, []
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append((tensor.numel(), tensor.dtype))
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        model = parallel(check_replicas=None)
+        made = sizes.count((WIDTH, torch.int64))
+        model.forward_backward(*BATCH)
+    finally:
+        dist.all_reduce = reduce
+    return made, sizes.count((WIDTH, torch.int64)) - made
+
+
+def test_ranks_compare_once_a_phase(two: Ranks) -> None:
+    """Arguments, initial values; then the call and its program."""
+    assert two.run(_exchanges) == [(2, 2), (2, 2)]

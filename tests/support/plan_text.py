@@ -1,0 +1,37 @@
+"""Plans as golden files and docstrings write them: a line a field."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.layout import Layout, parse_layout
+from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.options import DTYPES, StepOptions
+from autopar.ir.plan import Plan
+
+
+def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
+    """The plan of lines such as `mesh: dp=2,tp=2`, `layout: up.weight [tp,-]`, `zero: 3`, `microbatches: 2`.
+
+    mesh: the one that counts if no line says it.
+    """
+    layouts: dict[str, Layout] = {}
+    plan, options = Plan(mesh or Mesh(())), dict[str, Any]()
+    for line in lines:
+        key, _, value = line.strip().partition(": ")
+        if key == "mesh":
+            plan = replace(plan, mesh=parse_mesh(value))
+        elif key == "layout":
+            parameter, _, layout = value.partition(" ")
+            layouts[parameter] = parse_layout(layout)
+        elif key == "reduce_dtype":
+            options[key] = DTYPES[value]
+        elif key in ("schedule", "precision"):
+            options[key] = value
+        else:
+            assert key in ("bucket_bytes", "microbatches", "recompute", "zero"), line
+            options[key] = ast.literal_eval(value)
+    return replace(plan, layouts=layouts, options=StepOptions(**options))
