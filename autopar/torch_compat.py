@@ -17,6 +17,7 @@
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
+- `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
@@ -91,6 +92,7 @@ __all__ = [
     "is_composite",
     "local_of",
     "mesh_elsewhere",
+    "no_function_modes",
     "no_torch_function",
     "on_data",
     "op_names",
@@ -121,6 +123,7 @@ def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 # The local part of a DTensor, the very memory. (An attrgetter: a function of ours would cost more than the look-up.)
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 

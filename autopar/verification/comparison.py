@@ -11,6 +11,9 @@ Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 # Of a short float: two roundings, for a tensor in which torch.autocast happens to be exact.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 WORSE = 2.0  # how many times torch.autocast's own error a precision may have
+# How many times the noise of one unit in the last place an error may be: ranks add up in another order, and a sum of
+# many terms is off by several units.
+NOISE = 8.0
 # A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
 # all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
 # enlarges the rounding, so weights get more.
@@ -24,7 +27,9 @@ class Row:
 
     error: norm of the difference over the norm of the single-device value, the worst of all steps.
     replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
-    under a precision, which is the measure there.
+    under a precision, which is the measure there. noise: the error of the plain module if each of its results is off
+    by one unit in the last place, measured where the error is above the tolerance. A row that has one and is ok is as
+    exact as the model allows (see `noise.py`).
     """
 
     kind: str
@@ -33,6 +38,7 @@ class Row:
     replicas: float
     ok: bool
     allowed: float | None = None
+    noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,12 @@ class Report:
             mark = "ok" if row.ok else "WRONG"
             replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
             told = f"  autocast {row.allowed:.2e}" if row.allowed is not None else ""
+            if row.noise is not None:
+                told += f"{': as exact as the model allows,' if row.ok else ''}  rounding alone gives {row.noise:.2e}"
             lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
+        excused = sum(row.ok and row.noise is not None for row in self.rows)
         equal = "all within it" if self.note else "all equal"
+        equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
         lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
         if self.mismatch is not None:
             lines.append(str(self.mismatch))

@@ -1,0 +1,82 @@
+"""Some steps of training, plainly and with the programs of all ranks, from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.capture import LossFn
+from autopar.compiler.lowered import Lowered
+from autopar.errors import BatchError
+from autopar.verification.comparison import Mismatch, Row, Values
+from autopar.verification.locate import locate
+from autopar.verification.noise import clear_of_noise, move_away, noise_of, with_noise
+from autopar.verification.reference import OptimizerFactory, Plain, Reference, copied
+from autopar.verification.virtual import Virtual
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What both sides are given. The model is copied by each run, and not changed."""
+
+    model: nn.Module
+    captured: Captured
+    compiled: Lowered
+    loss_fn: LossFn | None
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]  # of the loss function, behind the model
+    steps: int
+    make: OptimizerFactory
+    seed: int
+
+    def compare(self) -> tuple[Reference, list[Values]]:
+        """Train both sides; the reference holds the table, and beside it is what the plain module gave."""
+        options, partners = self.compiled.plan.options, self.captured.partners
+        plain = Reference(self.model, self.loss_fn, self.make, options, partners)
+        virtual = self._virtual()
+        steps = []
+        for drawn in self._seeds():
+            expected, given = plain.step(*self.arguments, drawn), virtual.step(*self.arguments, drawn)
+            plain.compare(expected, given, virtual.replicas)
+            steps.append(expected)
+        return plain, steps
+
+    def judged_by_noise(self, rows: Sequence[Row], tolerance: float) -> tuple[Row, ...]:
+        """The rows, of which those are right that differ by rounding alone, here and elsewhere."""
+        noise = noise_of(self._plain_steps)
+        found = with_noise(rows, noise, {(row.kind, row.name) for row in rows}, tolerance)
+        if not all(row.ok for row in found):  # one that no noise excuses: no need to look elsewhere
+            return with_noise(rows, noise, set(), tolerance)
+        try:
+            return with_noise(rows, noise, self._away()._right(), tolerance)
+        except BatchError:  # with specialize=True: elsewhere it is another program
+            return with_noise(rows, noise, set(), tolerance)
+
+    def locate(self, tolerance: float) -> Mismatch | None:
+        """The first node of the first step that differs."""
+        first = self._virtual()
+        whole = first.whole(*self.arguments, self._seeds()[0])
+        return locate(self.captured.program, self.compiled, whole, tolerance, first.dtype, first.device)
+
+    def _right(self) -> set[tuple[str, str]]:
+        reference, steps = self.compare()
+        return clear_of_noise(reference.table, noise_of(self._plain_steps), steps)
+
+    def _away(self) -> Trial:
+        model = copied(self.model)
+        return replace(self, model=model, arguments=move_away(model, self.arguments))
+
+    def _plain_steps(self) -> list[Values]:
+        plain = Plain(copied(self.model), self.loss_fn, self.make, None, self.captured.partners)
+        return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
+
+    def _virtual(self) -> Virtual:
+        return Virtual(copied(self.model), self.captured, self.compiled, self.make)
+
+    def _seeds(self) -> list[torch.Tensor]:
+        device = next(self.model.parameters()).device
+        return [torch.tensor([self.seed, step], device=device) for step in range(self.steps)]
