@@ -312,6 +312,20 @@ def _along(self: Selected, rows: list[Rows], run: Run, function: Any, args: Any,
     return run(function, *args, **kwargs), mine.dim
 
 
+def _reduced(self: Selected, rows: list[Rows], run: Run, function: Any, args: Any, kwargs: Any) -> Made:
+    """A sum or mean over other dims, which are named."""
+    mine = self._row(args[0])
+    dims = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
+    dims = [dims] if isinstance(dims, int) else dims
+    if mine is None or len(rows) > 1 or not isinstance(dims, (tuple, list)) or not dims:
+        raise Refused
+    gone = {dim % mine.tensor.ndim for dim in dims}
+    if any(isinstance(dim, bool) for dim in dims) or mine.dim in gone:
+        raise Refused
+    result = run(function, *args, **kwargs)
+    return result, mine.dim if result.ndim == mine.tensor.ndim else mine.dim - sum(dim < mine.dim for dim in gone)
+
+
 def _normed(self: Selected, rows: list[Rows], run: Run, function: Any, args: Any, kwargs: Any) -> Made:
     """Over the last dims."""
     mine = self._row(args[0])
@@ -359,6 +373,7 @@ _RULES: dict[str, Callable[..., Made]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "unsqueeze", "squeeze", "view_as", "unflatten"), _reshaped),
     **dict.fromkeys(("chunk", "split", "softmax", "log_softmax"), _along),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normed),
+    **dict.fromkeys(("sum", "mean", "amax", "amin"), _reduced),
 }
 _ELEMENTWISE = """
     abs add sub mul div neg exp log sqrt rsqrt square pow sigmoid tanh relu relu6 gelu silu mish elu selu celu softplus

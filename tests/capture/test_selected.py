@@ -94,7 +94,23 @@ def in_place(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, to
     out[token] *= 0.5
 
 
-LIBRARIES = {"in place": in_place, "mixtral": mixtral, "tutorial": tutorial, "selected": selected, "divided": divided}
+def normed(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor) -> None:
+    """RMSNorm as transformers spells it, of parts of the width too."""
+    y = expert(rows[token])
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    parts = y.unflatten(-1, (3, 4))
+    y = (parts * (parts.sum(dim=-1, keepdim=True) + parts.sum((1, 2))[:, None, None])).flatten(1)
+    out.index_add_(0, token, y * weights[token, which].unsqueeze(-1))
+
+
+LIBRARIES = {
+    "normed": normed,
+    "in place": in_place,
+    "mixtral": mixtral,
+    "tutorial": tutorial,
+    "selected": selected,
+    "divided": divided,
+}
 
 
 @pytest.mark.parametrize("by", ["chosen", "tokens"])
@@ -208,6 +224,8 @@ class Doubled(torch.autograd.Function):
 REFUSED: dict[str, tuple[Step, str]] = {
     "a mean": (through(lambda y: y + y.mean()), "here mean"),
     "a sum over rows": (through(lambda y: y + y.sum(0)), "here sum"),
+    "a sum over all": (through(lambda y: y * y.sum()), "here sum"),
+    "a mean over rows and width": (through(lambda y: y * y.mean((0, 1))), "here mean"),
     "transposed": (through(lambda y: y.T.softmax(-1).T), "here get"),
     "data": (through(lambda y: y + y.data.sum()), "here get"),
     "divided by their number": (through(lambda y: y / y.shape[0]), "how many rows a mask selects"),
