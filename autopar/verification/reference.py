@@ -26,6 +26,16 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 
 
+_KEEPS = (
+    "The model keeps a tensor that an earlier call computed, in a list or an object: give verify a model that has not "
+    "run yet, or keep x.detach()."
+)
+_HOLDS = (
+    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a function made by a "
+    "decorator) outside of the model."
+)
+
+
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
     `weight_norm` of old): torch copies no tensor that was computed. Raises CaptureError for what cannot be copied."""
@@ -34,10 +44,10 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
     except Exception as error:
+        first = str(error).split(". ")[0].split("\n")[0]
         raise CaptureError(
             f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
-            f"{type(error).__name__}: {error}. Give the class that cannot be copied a `__deepcopy__`, or keep what it "
-            f"holds (a lock, a file, a function made by a decorator) outside of the model."
+            f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"
         ) from error
 
 

@@ -72,6 +72,14 @@ class Locked(Gathered):
         self.lock = threading.Lock()
 
 
+class Keeping(Gathered):
+    """snntorch, gpytorch: what a call computed stays in a list."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = [super().forward(x)]
+        return self.kept[0]
+
+
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
 @pytest.mark.parametrize("make", [Gathered, Bytes, Marked])
@@ -90,3 +98,12 @@ def test_a_layer_that_is_made_in_forward_is_refused() -> None:
 def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(CaptureError, match=r"copy\.deepcopy of Locked fails: TypeError: cannot pickle"):
         verify(Locked(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+
+
+def test_a_model_that_keeps_what_it_computed_is_named() -> None:
+    model, x = Keeping(), torch.randn(12, 8)
+    model(x)
+    with pytest.raises(
+        CaptureError, match=r"copy\.deepcopy of Keeping fails: .*give verify a model that has not run yet"
+    ):
+        verify(model, "dp=2", loss_fn=squares, batch=x)
