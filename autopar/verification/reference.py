@@ -31,8 +31,8 @@ _KEEPS = (
     "run yet, or keep x.detach()."
 )
 _HOLDS = (
-    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a function made by a "
-    "decorator) outside of the model."
+    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a decorator's "
+    "function) outside of the model."
 )
 
 
