@@ -4,9 +4,12 @@
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --model hf_llama      # the same of transformers
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --layers 8 --mesh dp=512,tp=8
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --mesh pp=8,dp=4,tp=8 --microbatches 64 --batch 256
+    timeout 600 .venv/bin/python benchmarks/compile_speed.py --model unrolled_gru --mesh dp=2,tp=2
     timeout 600 .venv/bin/python benchmarks/compile_speed.py --profile /tmp/compile.prof
 
-Nothing is allocated and no process is started. CPU seconds are user and system time of this process, all threads.
+The other models are small, and of many nodes of which few are alike (tests/support/unlike.py): their `propagate` is
+nearly all search; --layers and --batch say nothing there. Of the large models nothing is allocated. No process is
+started. CPU seconds are user and system time of this process, all threads.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from torch import nn  # noqa: E402
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("tests/support", "examples")]
 
 from models import Llama, token_loss  # noqa: E402
+from unlike import UNLIKE, unlike  # noqa: E402
 
 from autopar.capture import capture  # noqa: E402
 from autopar.compiled import Compiled  # noqa: E402
@@ -62,6 +66,16 @@ def hf_llama(layers: int) -> tuple[nn.Module, Any]:
 MODELS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {"llama": llama, "hf_llama": hf_llama}
 
 
+def case(model_name: str, layers: int, batch: int) -> tuple[nn.Module, Any, tuple[Any, ...]]:
+    """A model, its loss function and a batch."""
+    if model_name in UNLIKE:
+        return unlike(model_name)
+    with torch.device("meta"):
+        model, loss_fn = MODELS[model_name](layers)
+        x, y = (torch.empty(batch, CONTEXT, dtype=torch.long) for _ in range(2))
+    return model, loss_fn, (x, y)
+
+
 class Stages:
     """Prints the CPU seconds since the last stage, stage by stage."""
 
@@ -77,12 +91,10 @@ class Stages:
 def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: int, schedule: str) -> None:
     stages = Stages()
     stages.done("import")
-    with torch.device("meta"):
-        model, loss_fn = MODELS[model_name](layers)
-        x, y = (torch.empty(batch, CONTEXT, dtype=torch.long) for _ in range(2))
+    model, loss_fn, args = case(model_name, layers, batch)
     stages.done("build the model")
     mesh = parse_mesh(mesh_text)
-    program = capture(model, loss_fn, (x, y), {}).program
+    program = capture(model, loss_fn, args, {}).program
     verify(program, Level.CAPTURED)
     stages.done("capture")
     print(f"  {len(program.nodes)} nodes")
@@ -116,7 +128,7 @@ def run(model_name: str, layers: int, batch: int, mesh_text: str, microbatches: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--model", choices=sorted([*MODELS, *UNLIKE]), default="llama")
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--mesh", default="dp=16,tp=8")

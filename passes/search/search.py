@@ -16,6 +16,7 @@ WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
+SHARED = 4  # a weight of as many products is tried by its strategies, see `solve.py`
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
 
@@ -178,7 +179,7 @@ def problem_of(
     rank. strict: what the intent forbids is left out or scaled; False drops this, for a model that has no other plan.
     """
     products = frozenset(i for i, item in enumerate(classes.items) if item.is_product)
-    problem = Problem([[cost for _, cost in option] for option in options], deciding=products)
+    problem = Problem([[cost for _, cost in option] for option in options], [], products, _shared(classes, options))
     results = [tuple(strategy.results for strategy, _ in option) for option in options]
     operands = [tuple(strategy.operands for strategy, _ in option) for option in options]
 
@@ -216,6 +217,12 @@ def problem_of(
         for source, result in dict.fromkeys(classes.results):
             add(source, result, len(problem.costs) - 1, (None,))
     return problem
+
+
+def _shared(classes: Classes, options: Options) -> tuple[int, ...]:
+    """What is computed from parameters alone and used at many places that need not touch, most used first."""
+    open_ = [i for i in sorted(classes.of_parameters) if len(options[i]) > 1 and len(classes.users(i)) >= SHARED]
+    return tuple(sorted(open_, key=lambda i: -len(classes.users(i))))
 
 
 def _factor(

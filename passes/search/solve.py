@@ -8,20 +8,29 @@ a value that several users want in one state is moved once (Alpa, arXiv 2201.120
 Most choices follow from a few: once the matrix products have theirs, the linear relaxation of the rest is mostly whole
 by itself. So only the `deciding` items must be whole at first, then also those that come out in fractions. Each of
 these programmes is a relaxation of the full one, so that a whole solution is its optimum.
+
+A weight that many products share (the steps of a recurrent layer) is where that ends: the relaxation splits half of it
+by rows and half by columns, each step takes the half that suits it, and cuts close the gap step by step. So the
+strategies of such `shared` items are tried one by one, the one with the lowest bound first (Land and Doig 1960); with
+one of them given, the relaxation is mostly whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 OPTIMAL, INFEASIBLE = 0, 2  # what milp says
 WHOLE = 1 - 1e-5  # a share above this is 1, within the solver's tolerance
+LARGEST = 1e6  # the largest cost, as HiGHS sees it
+EQUAL = 1e-6  # costs that differ by no more are the same: its absolute gap
 
 
 @dataclass(slots=True)
@@ -30,12 +39,14 @@ class Problem:
 
     `costs[i][s]`: the cost of strategy s of item i. An edge joins port states: `source_states[s]` is the state that
     the source's strategy s gives, `user_states[t]` the one that the user's strategy t wants; `move` maps pairs to
-    their cost (a pair that is missing is impossible). `deciding`: the items that most others follow.
+    their cost (a pair that is missing is impossible). `deciding`: the items that most others follow. `shared`: those of
+    which a choice binds many others that do not touch, the first most.
     """
 
     costs: list[Sequence[float]] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     deciding: frozenset[int] = frozenset()
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +68,41 @@ class Edge:
 def solve(problem: Problem) -> list[int] | None:
     """The index of the chosen strategy of each item, or None if no choice is possible."""
     model, chosen = _model(problem)
-    whole = set(problem.deciding)
-    while True:
-        solution = model.solve([variable for item in sorted(whole) for variable in chosen[item]])
-        if solution is None:
-            return None
-        shares = [solution[variables] for variables in chosen]
-        fractional = {item for item, share in enumerate(shares) if share.max() < WHOLE} - whole
-        if not fractional:
-            return [int(np.argmax(share)) for share in shares]
-        whole |= fractional
+    programme = _Programme(model, chosen, problem.deciding)
+    best = _branch(programme, problem.shared) if problem.shared else programme.solve()
+    return None if best is None else programme.choice(best)
+
+
+def _branch(programme: _Programme, shared: tuple[int, ...]) -> _Found | None:
+    """The optimum. The node with the lowest bound is relaxed; if that is still the lowest, it is solved, or falls into
+    one node for each strategy of a shared item that its relaxation divides."""
+    best: _Found | None = None
+    order = itertools.count()
+    nodes: list[tuple[float, int, frozenset[int], _Found | None]] = [(-np.inf, next(order), frozenset(), None)]
+    while nodes:
+        bound, _, closed, relaxed = heapq.heappop(nodes)
+        if _is_worse(bound, best):
+            break
+        if relaxed is None:
+            relaxed = programme.relax(closed)
+            if relaxed is not None:
+                heapq.heappush(nodes, (relaxed.cost, next(order), closed, relaxed))
+            continue
+        divided = programme.divided(relaxed)
+        item = next((item for item in shared if item in divided), None)
+        if item is not None:
+            for variable in sorted(set(programme.chosen[item]) - closed):
+                others = closed.union(programme.chosen[item]) - {variable}
+                heapq.heappush(nodes, (relaxed.cost + relaxed.reduced[variable], next(order), others, None))
+            continue
+        found = programme.solve(closed) if divided else relaxed
+        if found is not None and not _is_worse(found.cost, best):
+            best = found
+    return best
+
+
+def _is_worse(cost: float, best: _Found | None) -> bool:
+    return best is not None and cost >= best.cost - EQUAL
 
 
 def _model(problem: Problem) -> tuple[_Model, list[list[int]]]:
@@ -131,19 +167,79 @@ class _Model:
         self.low.append(low)
         self.high.append(high)
 
-    def solve(self, integer: list[int]) -> np.ndarray | None:
-        shape = (len(self.low), len(self.costs))
-        matrix = csr_array((self.values, (self.rows, self.columns)), shape=shape)
-        scale = max(max(self.costs, default=1.0), 1e-9) / 1e6
-        integrality = np.zeros(len(self.costs))
-        integrality[integer] = 1
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A solution of a programme: the shares of its variables, and the cost as HiGHS sees it. reduced: of a relaxation,
+    by how much at least the cost of each variable of share 0 grows if it is taken as a whole."""
+
+    shares: np.ndarray
+    cost: float
+    reduced: np.ndarray
+
+
+class _Programme:
+    """The 0-1 programme with some of its variables closed."""
+
+    def __init__(self, model: _Model, chosen: list[list[int]], deciding: Collection[int]) -> None:
+        self.chosen, self.deciding = chosen, deciding
+        shape = (len(model.low), len(model.costs))
+        matrix = csr_array((model.values, (model.rows, model.columns)), shape=shape)
+        self.constraints = LinearConstraint(matrix, np.array(model.low), np.array(model.high))
+        self.costs = np.array(model.costs) / (max(max(model.costs, default=1.0), 1e-9) / LARGEST)
+
+    def relax(self, closed: Collection[int] = ()) -> _Found | None:
+        """The linear relaxation."""
+        rows, low, high = self.constraints.A, self.constraints.lb, self.constraints.ub
+        equal, at_most = np.flatnonzero(low == high), np.flatnonzero(low != high)
+        result = linprog(
+            self.costs,
+            A_eq=rows[equal],
+            b_eq=high[equal],
+            A_ub=rows[at_most] if at_most.size else None,
+            b_ub=high[at_most] if at_most.size else None,
+            bounds=np.stack([np.zeros(len(self.costs)), self._highest(closed)], axis=1),
+            method="highs-ds",
+        )
+        assert result.status in (OPTIMAL, INFEASIBLE), result.message
+        if result.x is None:
+            return None
+        return _Found(result.x, float(result.fun), np.maximum(result.lower.marginals, 0.0))
+
+    def solve(self, closed: Collection[int] = ()) -> _Found | None:
+        """The optimum: whole in what decides at first, then also in what comes out divided."""
+        whole = set(self.deciding)
+        while True:
+            integrality = np.zeros(len(self.costs))
+            integrality[[variable for item in sorted(whole) for variable in self.chosen[item]]] = 1
+            found = self._milp(integrality, closed)
+            if found is None:
+                return None
+            divided = self.divided(found) - whole
+            if not divided:
+                return found
+            whole |= divided
+
+    def divided(self, found: _Found) -> set[int]:
+        """The items of which a solution takes several strategies in part."""
+        return {i for i, variables in enumerate(self.chosen) if found.shares[variables].max() < WHOLE}
+
+    def choice(self, found: _Found) -> list[int]:
+        """The strategy of each item in a solution that divides none."""
+        return [int(np.argmax(found.shares[variables])) for variables in self.chosen]
+
+    def _milp(self, integrality: np.ndarray, closed: Collection[int]) -> _Found | None:
         result = milp(
-            np.array(self.costs) / scale,
-            constraints=LinearConstraint(matrix, np.array(self.low), np.array(self.high)),
-            bounds=Bounds(0, 1),
+            self.costs,
+            constraints=self.constraints,
+            bounds=Bounds(0, self._highest(closed)),
             integrality=integrality,
             options={"mip_rel_gap": 0.0},  # no time limit: a plan must not depend on the machine
         )
         assert result.status in (OPTIMAL, INFEASIBLE), result.message
-        solution: np.ndarray | None = result.x
-        return solution
+        return None if result.x is None else _Found(result.x, float(result.fun), np.zeros(len(self.costs)))
+
+    def _highest(self, closed: Collection[int]) -> np.ndarray:
+        highest = np.ones(len(self.costs))
+        highest[list(closed)] = 0
+        return highest
