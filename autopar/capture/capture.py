@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.attributes import Attributes
 from autopar.capture.calls import Calls
@@ -33,6 +32,7 @@ from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of
 from autopar.capture.step import Step
+from autopar.capture.tracer import trace
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.program import PARTNER, Input, Output, Program
@@ -191,7 +191,7 @@ class _Capture:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
         with self.locator.follow(self._modules()):
-            return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
+            return trace(self._traced, fakes, self.fake, decompositions())
 
     def _known_inputs(
         self, traced: fx.GraphModule, unknown: Unknown
