@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from autopar.capture.constructs import Construct
 from autopar.capture.location import Line
+from autopar.capture.tracer import Traced
 from autopar.errors import BatchError
 
 Tensor = torch.Tensor
@@ -100,16 +100,15 @@ class Reads:
         self.tensors.append(tensor.detach())
         return read.value
 
-    def learn(self, found: Unknown, traced: fx.GraphModule, inputs: Sequence[Tensor | None]) -> None:
+    def learn(self, found: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""
         with torch.no_grad():
-            tensor = fx.Interpreter(traced).run(*inputs)[0]
+            tensor = traced.run(*inputs)[0]
         self.known.append(Read(found.function, found.line, READERS[found.function][1](tensor)))
 
 
-def needed(traced: fx.GraphModule) -> list[int]:
+def needed(traced: Traced) -> list[int]:
     """The positions of the inputs that the results depend on. Drops all else from the graph."""
     traced.graph.eliminate_dead_code()
-    traced.recompile()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if node.users]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -26,7 +27,7 @@ _TRACE = "stack_trace"
 def trace(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor], fake: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]],
-) -> fx.GraphModule:  # fmt: skip
+) -> Traced:  # fmt: skip
     """The ops of `function(*inputs)`, which returns a flat sequence of tensors and None. inputs: of the mode `fake`.
 
     decompositions: the spelling of ops in others. Each node has the tensors that it made in `meta["val"]`, and the
@@ -36,7 +37,19 @@ def trace(
     with fx_tracing(), fake, tracer, _no_autocast_cache():
         results = function(*inputs)
     tracer.graph.output(tuple(tracer.argument(result) for result in results))
-    return fx.GraphModule(tracer.root, tracer.graph)
+    return Traced(tracer.root, tracer.graph)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph of ops, whose constants are attributes of `root`."""
+
+    root: nn.Module
+    graph: fx.Graph
+
+    def run(self, *inputs: Any) -> Any:
+        """What the graph gives."""
+        return fx.Interpreter(cast(fx.GraphModule, self.root), graph=self.graph).run(*inputs)
 
 
 class _Tracer(TorchDispatchMode):
