@@ -42,6 +42,8 @@
 - `torch._functorch.config`: its `enable_autograd_cache` is off meanwhile, for a hit there never comes to
   `inner_compile`; Inductor's own cache on disk holds the code too, and stays on.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
+- `torch.fx._symbolic_trace._is_fx_tracing_flag`: what torch.fx sets while it traces; what `torch.compile` made refuses
+  to run then, and would compile itself otherwise.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/functional.py`); the public functions of
   `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
@@ -64,6 +66,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
 from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
@@ -84,6 +87,7 @@ __all__ = [
     "compile_with_inductor",
     "custom_function",
     "decompositions_of",
+    "fx_tracing",
     "global_module_hooks",
     "gradients",
     "has_cpp_compiler",
@@ -176,6 +180,17 @@ def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor,
     pass over the memory, where public functions take three."""
     if gradients:
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, factor)
+
+
+@contextmanager
+def fx_tracing() -> Iterator[None]:
+    """Say that torch.fx traces."""
+    before = _symbolic_trace._is_fx_tracing_flag
+    _symbolic_trace._is_fx_tracing_flag = True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
 
 
 def op_names() -> list[str]:

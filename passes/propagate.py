@@ -9,6 +9,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record
 from autopar.passes.search.axes import axis_searches, classes_of
+from autopar.passes.search.earlier import as_earlier
 from autopar.passes.search.items import Classes, source_of
 from autopar.passes.search.notes import axis_notes, rule_notes
 from autopar.passes.search.states import compose
@@ -36,9 +37,14 @@ def propagate(program: Program, plan: Plan) -> Program:
         %sum_1: f32[] [] partial(dp,tp) = aten.sum.default(%einsum_1)
         return loss "loss" = %sum_1 as []
 
-    The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no weight.
+    A program that differs from an earlier one in its sizes alone takes that one's layouts (`plan.fixed.decided`), if
+    they fit. The user's layouts (`plan.layouts`) are kept. Raises LayoutError if the tensor-parallel axis can split no
+    weight.
     Method: einsum-like names (GSPMD, arXiv 2105.04663) and an integer programme (Alpa, arXiv 2201.12023).
     """
+    earlier = as_earlier(program, plan)
+    if earlier is not None:
+        return earlier
     classes, mesh = classes_of(program, plan), plan.layout_mesh
     notes: list[str] = []
     for search in axis_searches(classes, plan):

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.attributes import Attributes
 from autopar.capture.calls import CHANGING, Calls, behind_of
@@ -32,6 +31,7 @@ from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of, unmoved
 from autopar.capture.step import Step
+from autopar.capture.tracer import Traced, trace
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output, Program
@@ -126,7 +126,7 @@ class _Capture:
                     before.restore()
                     with self.ran.watch():
                         self._trace(fakes)
-                traced = functional(traced, fakes)
+                traced = functional(traced, fakes, self.fake)
         except AutoparError:
             raise
         except Exception as error:
@@ -146,7 +146,7 @@ class _Capture:
         program, kept = program.with_(notes=tuple(notes)), {**kept, **constants}
         return Captured(program, kept, *self.result, reads, frozen, partners, self.ran)
 
-    def _whole_trace(self, before: Attributes) -> tuple[fx.GraphModule, list[Input], list[torch.Tensor]]:
+    def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
         """The trace of the step with its inputs: begun again after each partner and each read that it meets first."""
         while True:
             inputs, fakes = self._inputs()
@@ -158,7 +158,7 @@ class _Capture:
                     before.add(partner.traced, partner.name)
                 self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
             elif self.reads is not None and self.unknown is not None:
-                self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes), self.unknown))
+                self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes, self.fake), self.unknown))
                 before.restore()
             else:
                 return traced, inputs, fakes
@@ -189,15 +189,13 @@ class _Capture:
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
-    def _trace(self, fakes: list[torch.Tensor]) -> fx.GraphModule:
+    def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
         with self.locator.follow(self._modules()):
-            return make_fx(self._traced, decomposition_table=dict(decompositions()), tracing_mode="fake")(*fakes)
+            return trace(self._traced, fakes, self.fake, decompositions())
 
-    def _known_inputs(
-        self, traced: fx.GraphModule, unknown: Unknown
-    ) -> tuple[fx.GraphModule, list[torch.Tensor | None]]:
+    def _known_inputs(self, traced: Traced, unknown: Unknown) -> tuple[Traced, list[torch.Tensor | None]]:
         """The trace without what the value does not need, and the data that it needs."""
         given: list[tuple[str, str, Any]] = [(entry.kind, entry.name, tensor) for entry, tensor in self.state.entries]
         given += [("batch", str(i), leaf) for i, leaf in self.parts.tensors()]

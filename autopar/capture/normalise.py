@@ -9,7 +9,6 @@ import torch
 from torch import fx
 from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.capture.canonical import (
     filled,
@@ -21,10 +20,11 @@ from autopar.capture.canonical import (
     view_of_copy,
 )
 from autopar.capture.location import is_exact, place_of
+from autopar.capture.tracer import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
 from autopar.ir.program import Input, Output, Program, Record, TensorType, erase_unused, record, set_record
-from autopar.torch_compat import OpOverload
+from autopar.torch_compat import FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
 
@@ -47,39 +47,39 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def functional(traced: Traced, inputs: Sequence[Any], fake: FakeTensorMode) -> Traced:
     """The same graph without in-place ops; nodes keep their place. A mutated input comes out as a new value."""
-    if not any(is_mutable(node) for node in module.graph.nodes):
-        return module
+    if not any(is_mutable(node) for node in traced.graph.nodes):
+        return traced
 
     def run(*args: Any) -> Any:
         with fx_traceback.preserve_node_meta():
-            return fx.Interpreter(module).run(*args)
+            return traced.run(*args)
 
-    return make_fx(functionalize(run, remove="mutations"), tracing_mode="fake")(*inputs)
+    return trace(functionalize(run, remove="mutations"), inputs, fake, {})
 
 
 def normalise(
-    module: fx.GraphModule, inputs: tuple[Input, ...], outputs: tuple[Output, ...], keeps_casts: bool = False
+    traced: Traced, inputs: tuple[Input, ...], outputs: tuple[Output, ...], keeps_casts: bool = False
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """A CAPTURED program and the constants that the model made, which become inputs. keeps_casts: also those that
     change nothing.
 
     Raises CaptureError for random ops that would draw other numbers on each rank.
     """
-    return _Normaliser(module, inputs, keeps_casts).run(outputs)
+    return _Normaliser(traced, inputs, keeps_casts).run(outputs)
 
 
 class _Normaliser:
-    def __init__(self, module: fx.GraphModule, inputs: tuple[Input, ...], keeps_casts: bool) -> None:
-        self.module, self.keeps_casts = module, keeps_casts
+    def __init__(self, traced: Traced, inputs: tuple[Input, ...], keeps_casts: bool) -> None:
+        self.traced, self.keeps_casts = traced, keeps_casts
         self.inputs = list(inputs)
         self.graph = fx.Graph()
         self.value: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
 
     def run(self, outputs: tuple[Output, ...]) -> tuple[Program, dict[str, torch.Tensor]]:
-        nodes = list(self.module.graph.nodes)
+        nodes = list(self.traced.graph.nodes)
         live = _live(nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         assert len(placeholders) == len(self.inputs)
@@ -109,7 +109,7 @@ class _Normaliser:
         return node
 
     def _constant(self, node: fx.Node, names: _Names) -> None:
-        value = getattr(self.module, str(node.target))
+        value = getattr(self.traced.root, str(node.target))
         made_here = all(user.target in _LIFTS for user in node.users)  # by the trace, and no tensor of the user's
         if made_here and _is_range(value):
             self.value[node] = self._make(node, aten.arange.default, (len(value),), {"dtype": value.dtype}, like=node)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from autopar.capture.constructs import Construct
 from autopar.capture.location import Line
+from autopar.capture.tracer import Traced
 from autopar.errors import BatchError
 
 Tensor = torch.Tensor
@@ -60,17 +60,29 @@ class Read:
 
     @property
     def note(self) -> str:
-        return f"{self} is taken as {self.value}, as in the example batch; a batch for which it is not is refused"
+        return f"{self} is taken as {self.value}, as in the example batch; each step checks that it is"
+
+    def now(self, tensor: Tensor) -> Value:
+        """The value in this step."""
+        return READERS[self.function][1](tensor)
+
+    def is_(self, value: Value) -> bool:
+        """True for the value that the program was compiled for."""
+        return value == self.value or (value != value and self.value != self.value)
 
     def check(self, tensor: Tensor) -> None:
         """Raise BatchError if the value is another one in this step."""
-        now = READERS[self.function][1](tensor)
-        if now != self.value and not (now != now and self.value != self.value):
-            raise BatchError(
-                f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
-                f"(specialize=True). Nothing was changed by this step. Give batches that agree in it, or keep it a "
-                f"tensor: compute both sides and choose with torch.where."
-            )
+        now = self.now(tensor)
+        if not self.is_(now):
+            raise self.refused(now)
+
+    def refused(self, now: Value, why: str = "") -> BatchError:
+        """What is said of a batch with another value; why: no program is compiled for it."""
+        return BatchError(
+            f"{self} is {now} for this batch, but the program was compiled for {self.value}, as in the example "
+            f"(specialize=True).{why} Nothing was changed by this step. Give batches that agree in it, or keep it a "
+            f"tensor: compute both sides and choose with torch.where."
+        )
 
 
 class Unknown(BaseException):
@@ -79,6 +91,25 @@ class Unknown(BaseException):
     def __init__(self, function: Any, tensor: Tensor, line: Line | None) -> None:
         super().__init__()
         self.function, self.tensor, self.line = function, tensor, line
+
+
+class OtherValues(Exception):
+    """A step whose batch has other values than its program was compiled for. values: those of its reads, in order, up
+    to the first that differs, which is `read`."""
+
+    def __init__(self, read: Read, values: tuple[Value, ...]) -> None:
+        super().__init__(str(read))
+        self.read, self.values = read, values
+
+
+def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
+    """Raise OtherValues where this step's tensors have other values. What was read after the first of them was read on
+    a way that the model does not go."""
+    values: list[Value] = []
+    for read, tensor in zip(reads, tensors, strict=True):
+        values.append(read.now(tensor))
+        if not read.is_(values[-1]):
+            raise OtherValues(read, tuple(values))
 
 
 @dataclass(slots=True)
@@ -100,16 +131,15 @@ class Reads:
         self.tensors.append(tensor.detach())
         return read.value
 
-    def learn(self, found: Unknown, traced: fx.GraphModule, inputs: Sequence[Tensor | None]) -> None:
+    def learn(self, found: Unknown, traced: Traced, inputs: Sequence[Tensor | None]) -> None:
         """Compute the value that ended a trace; `traced` returns its tensor."""
         with torch.no_grad():
-            tensor = fx.Interpreter(traced).run(*inputs)[0]
+            tensor = traced.run(*inputs)[0]
         self.known.append(Read(found.function, found.line, READERS[found.function][1](tensor)))
 
 
-def needed(traced: fx.GraphModule) -> list[int]:
+def needed(traced: Traced) -> list[int]:
     """The positions of the inputs that the results depend on. Drops all else from the graph."""
     traced.graph.eliminate_dead_code()
-    traced.recompile()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if node.users]

@@ -11,6 +11,7 @@ from torch import fx
 from autopar.capture.constructs import COLLECTIVE, Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import Locator, place_of
+from autopar.capture.tracer import Traced
 from autopar.ir.program import Input
 from autopar.torch_compat import OpOverload
 
@@ -27,14 +28,14 @@ _KEPT = (
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
-def check_collectives(traced: fx.GraphModule, locator: Locator) -> None:
+def check_collectives(traced: Traced, locator: Locator) -> None:
     """Raise CaptureError for a collective of the user's own."""
     for node in traced.graph.nodes:
         if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise refusal(COLLECTIVE, locator.line(place_of(node)[2]))
 
 
-def check_writes(traced: fx.GraphModule, inputs: Sequence[Input], locator: Locator) -> list[str]:
+def check_writes(traced: Traced, inputs: Sequence[Input], locator: Locator) -> list[str]:
     """Notes on writes to the batch. Raises CaptureError for those that a compiled step would lose."""
     places = [node for node in traced.graph.nodes if node.op == "placeholder"]
     entries = dict(zip(places, inputs, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +14,10 @@ from autopar.ir.measure import local_type
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Decided, Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.ir.text import print_program
+from autopar.passes.search.earlier import decided_by
 
 STEP = "step"
 WAIT = op("wait")
@@ -136,6 +137,11 @@ class Lowered:
     def searched(self) -> dict[str, Layout]:
         """The layouts in which the step computes with the parameters, before ZeRO."""
         return _layouts(dict(self.history)["propagate"])
+
+    @property
+    def decided(self) -> tuple[Hashable, Decided]:
+        """The layouts of all values, for programs of the same structure and other sizes: see `Fixed`."""
+        return decided_by(dict(self.history)["propagate"], self.plan)
 
     @property
     def owners(self) -> dict[str, int | None]:

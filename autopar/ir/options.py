@@ -122,7 +122,8 @@ class StepOptions:
       stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks
       no longer all compute outweighs the starts of more collectives (`passes/search/step_cost.py`); a note says so.
     specialize: take values that the model reads from tensors (`if mask.any():`, `.item()`) from the first batch of each
-      signature. Each step is checked to have the same; BatchError if not. Needs batch="global".
+      signature. Each step is checked to have the same; if not, another program is compiled for its values, up to 8.
+      Needs batch="global".
     microbatches: parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
       of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
     schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or a CSV file of actions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -31,18 +31,28 @@ CPU = Machine(6e4, 5e3, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """The layouts of every value of a program, and those in which its nodes want their operands, in the order of its
+    nodes: for programs of the same structure and other sizes."""
+
+    layouts: tuple[tuple[Layout | None, ...], ...]
+    operands: tuple[tuple[Layout, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fixed:
     """What is decided before a plan is made, by the device and by the programs before this one.
 
     machine: what the cut of a pipeline is for. owners: the stages that keep parameters already, by name. stored: how
     parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide is computed whole
-    by every rank, and not refused.
+    by every rank, and not refused. decided: the layouts of earlier programs, by their structure.
     """
 
     machine: Machine = GPU
     owners: Mapping[str, int] | None = None
     stored: Mapping[str, Layout] = field(default_factory=dict)
     uneven: bool = False
+    decided: Mapping[Hashable, Decided] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from autopar.capture import Captured
@@ -13,7 +14,7 @@ from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.constraints import batch_ranks
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.plan import Decided, Fixed
 from autopar.parallel.batches import at_global_size, check_split, with_numbers
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Owners, as_trained, check_partners
@@ -36,6 +37,7 @@ class Builder:
 
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
+        self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
 
     def build(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> Built:
         """The program for a call with these arguments.
@@ -60,6 +62,8 @@ class Builder:
         compiled = lower(as_trained(captured), mesh, *owners.bind(*self._bound(is_first)))
         if settings.is_local:
             check_split(compiled, parts)
+        structure, decided = compiled.decided
+        self._decided.setdefault(structure, decided)
         return Built(captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device))
 
     def _bound(self, is_first: bool) -> tuple[StepOptions, Fixed]:
@@ -70,4 +74,4 @@ class Builder:
         sequence: SequenceParallel = "auto" if options.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
         bound = replace(options, shard=None, sequence_parallel=sequence)
-        return bound, replace(fixed, owners=self._store.stages, uneven=True)
+        return bound, replace(fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided))

@@ -67,8 +67,8 @@ class ParallelModule(Inlined):
                 f"forward_backward of {type(self.original).__name__} is called in the loss function of another model: "
                 f"call the model itself there, and forward_backward after it."
             )
-        running, parts = self._programs.prepare("forward_backward", args, kwargs, train=True)
-        loss, outputs = train_step(self._session, running, parts)
+        step = partial(train_step, self._session)
+        running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
         captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss
@@ -81,8 +81,7 @@ class ParallelModule(Inlined):
         traced = inlined(self)
         if traced is not None:
             return traced(*args, **kwargs)
-        running, parts = self._programs.prepare("forward", args, kwargs, train=False)
-        return forward_step(self._session, running, parts)
+        return self._programs.run("forward", args, kwargs, False, partial(forward_step, self._session))[1]
 
     __call__ = forward  # torch's would run hooks here, which the program does
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar.capture.containers import Parts
+from autopar.capture.reads import OtherValues
 from autopar.parallel.batches import describe
 from autopar.parallel.execution import Running
 from autopar.parallel.gradients import check_enabled
@@ -17,6 +19,8 @@ from autopar.parallel.session import Session
 from autopar.parallel.signatures import Signatures
 
 _log = logging.getLogger("autopar")
+VALUES = 8  # of one signature, for other values that the model reads from its tensors (specialize=True)
+T = TypeVar("T")
 PROGRAMS = 32  # compiled for as many signatures at a time; the one unused longest goes first
 
 
@@ -49,6 +53,42 @@ class Programs:
             self.running[*key, number] = self.running.pop((*key, number))  # the last used stands last
             return self.running[*key, number], parts
         return self._make(key, number, parts, train), parts
+
+    def run(
+        self, call: str, args: Any, kwargs: Any, train: bool, step: Callable[[Running, Parts], T]
+    ) -> tuple[Running, T]:
+        """What a step gives with the program of a call. If it was specialised to other values than those of the batch
+        (OtherValues), another one of this signature is taken, or compiled."""
+        known = {id(running) for running in self.running.values()}
+        running, parts = self.prepare(call, args, kwargs, train)
+        while True:
+            try:
+                return running, step(running, parts)
+            except OtherValues as found:
+                other = found
+            if id(running) not in known:
+                why = " It was compiled for this very batch: a number that is summed in another order is another one."
+                raise other.read.refused(other.values[-1], why)
+            running = self._for_values(call, parts, train, other)
+
+    def _for_values(self, call: str, parts: Parts, train: bool, other: OtherValues) -> Running:
+        """The program for a batch with these values among its reads, which every rank has found."""
+        key = self.signatures.key(parts, train)
+
+        def fits(number: int) -> bool:
+            reads = self.running[*key, number].captured.reads
+            return all(read.is_(value) for read, value in zip(reads, other.values, strict=False))
+
+        number = self.signatures.agree(call, key, parts, self.running, fits)
+        if (*key, number) in self.running:
+            self.running[*key, number] = self.running.pop((*key, number))
+            return self.running[*key, number]
+        count = sum(bool(each.captured.reads) and at[:-1] == key for at, each in self.running.items())
+        if count >= VALUES:
+            raise other.read.refused(other.values[-1], f" {count} programs were compiled for other values already.")
+        if dist.get_rank() == 0:
+            _log.warning("%s is %s for this batch and was another value: compiling again", other.read, other.values[-1])
+        return self._make(key, number, parts, train)
 
     def _make(self, key: tuple[Any, ...], number: int, parts: Parts, train: bool) -> Running:
         """Compile a program and keep it; forget the one unused longest."""

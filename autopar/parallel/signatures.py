@@ -58,10 +58,13 @@ class Signatures:
         own = train, signature_of(parts), flags, wanted
         return (*own, flags_of(self._partners.get(own, ())))
 
-    def agree(self, call: str, key: tuple[Any, ...], parts: Parts, known: Container[Any]) -> int:
+    def agree(
+        self, call: str, key: tuple[Any, ...], parts: Parts, known: Container[Any],
+        fits: Callable[[int], bool] = lambda _: True,
+    ) -> int:  # fmt: skip
         """The number of the program to run: all ranks make this call, with the same batch, modes and values.
 
-        known: the keys and numbers of programs that there are.
+        known: the keys and numbers of programs that there are. fits: whether one, by its number, will do.
         """
         session = self._session
         if key not in self.lines:
@@ -72,7 +75,7 @@ class Signatures:
         states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         fault = session.store.structure.fault()
-        number, values = (0, [fault]) if fault else self.variants.find(key)
+        number, values = (0, [fault]) if fault else self.variants.find(key, fits)
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
         digest = self._digests.vector(parts, in_full=(*key, number) not in known)
         if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):

@@ -10,6 +10,7 @@ import torch
 from autopar.capture.capture import fake_like
 from autopar.capture.containers import Parts
 from autopar.capture.raising import default_dtype
+from autopar.capture.reads import check_reads
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input
@@ -48,16 +49,16 @@ def forward_step(session: Session, running: Running, parts: Parts) -> Any:
 
 
 def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, ...]:
-    """The outputs of this rank; the values that the program was specialised to are those of this batch too."""
+    """The outputs of this rank. Raises OtherValues if the program was specialised to other values than this batch has,
+    before anything is changed."""
     for i, tensor in parts.tensors():
         if fake_like(tensor):
             where = "is on the meta device, where nothing has data"
             raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
     with default_dtype(session.settings.lift):
         outputs = running.run(_inputs(session, running, parts.leaves))
-    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-        if out.kind == "guard":
-            running.captured.reads[int(out.name)].check(value)
+    pairs = zip(running.compiled.program.outputs, outputs, strict=True)
+    check_reads(running.captured.reads, [value for out, value in pairs if out.kind == "guard"])
     return outputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,15 +122,18 @@ class Variants:
         """True if there are programs of a signature."""
         return key in self._known
 
-    def find(self, key: Key) -> tuple[int, list[str]]:
-        """The number of the program to run, a new one where none fits; and what ranks must agree on.
+    def find(self, key: Key, fits: Callable[[int], bool]) -> tuple[int, list[str]]:
+        """The number of the program to run, a new one where none fits; and what ranks must agree on. fits: whether one
+        will do, by its number.
 
         Changes nothing: the ranks may not agree, and what programs are made of must stay the same on all of them.
         """
         known = self._known.get(key, [])
         for variant in known:
-            if variant.guards.holds():
-                return variant.number, [variant.line, *variant.constants.lines()]
+            if fits(variant.number) and variant.guards.holds():
+                alike = sum(other.line == variant.line for other in known)  # they differ in the values of tensors
+                which = [f"program {variant.number}"] * (alike > 1)
+                return variant.number, [variant.line, *which, *variant.constants.lines()]
         if not known:
             return self._next + 1, [_FIRST]
         first = min(known, key=lambda variant: variant.number)
@@ -145,7 +148,7 @@ class Variants:
         self._next = number
         if known:
             changes = known[0].guards.changes()
-            if dist.get_rank() == 0:
+            if changes and dist.get_rank() == 0:
                 _log.warning("%s: compiling again", "; ".join(map(str, changes[:_NAMED])))
             self.numbers.saw(changes)
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ranks_of
+from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.reads import Read
 from autopar.errors import BatchError, CaptureError
+from autopar.parallel import programs
 
 LINE = __file__
 
@@ -103,22 +105,68 @@ def test_each_value_is_noted_and_leaves_as_a_guard() -> None:
                 if out.kind == "guard"]  # fmt: skip
 
 
-def test_a_batch_with_another_value_is_refused_and_changes_nothing() -> None:
+def plain_gradients(given: tuple[Tensor, Tensor, Tensor], body: Any = branch) -> tuple[Tensor, dict[str, Tensor]]:
+    plain = model(body).double()
+    loss = loss_fn(plain, *given)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def double(hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, mask, y = batch(hidden)
+    return x.double(), mask, y.double()
+
+
+def _alternating(rank: int, mesh: str, body: Any, options: dict[str, Any]) -> list[int]:
+    """Every loss and gradient, with how many programs there are after each step."""
+    parallel = autopar.parallelize(model(body).double(), mesh, loss_fn=loss_fn, specialize=True, **options)
+    counts = []
+    for hidden in (2, 0, 2, 0, 0, 1, 2, 1):
+        parallel.zero_grad()
+        loss = parallel.forward_backward(*double(hidden))
+        want, gradients = plain_gradients(double(hidden), body)
+        torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)  # `numbers` scales by a float32
+        found = parallel.full_gradients()
+        for name, value in gradients.items() if rank == 0 else ():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9)
+        counts.append(len(parallel.programs))
+    return counts
+
+
+def test_a_batch_with_another_value_has_a_program_of_its_own() -> None:
+    assert _alternating(0, "dp=1", branch, {}) == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_a_program_is_found_by_the_values_that_lead_to_it() -> None:
+    assert _alternating(0, "dp=1", numbers, {}) == [1, 2, 2, 2, 2, 3, 3, 3]
+
+
+def test_beyond_the_most_programs_a_batch_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "VALUES", 1)
     parallel = autopar.parallelize(model(), "dp=1", loss_fn=loss_fn, specialize=True)
-    loss = parallel.forward_backward(*batch(2))
-    torch.testing.assert_close(loss, loss_fn(model(), *batch(2)))
+    parallel.forward_backward(*batch(2))
     gradients, steps = parallel.full_gradients(), parallel.random_state.steps
     with pytest.raises(BatchError) as caught:
         parallel.forward_backward(*batch(0))
     text = str(caught.value)
     assert text.startswith(f"bool() of a tensor at {LINE}:") and "if mask.all():" not in text
     assert "is True for this batch, but the program was compiled for False, as in the example" in text
+    assert "1 programs were compiled for other values already. Nothing was changed by this step." in text
     assert parallel.random_state.steps == steps
     for name, value in parallel.full_gradients().items():
         assert torch.equal(value, gradients[name])
     torch.testing.assert_close(parallel(*batch(2)[:2]), model()(*batch(2)[:2]))
     with pytest.raises(BatchError):
         parallel(*batch(0)[:2])
+
+
+def test_a_value_that_no_program_meets_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float that is summed in another order than at the capture is not compiled for again and again."""
+    monkeypatch.setattr(Read, "is_", lambda *_: False)
+    parallel = autopar.parallelize(model(), "dp=1", loss_fn=loss_fn, specialize=True)
+    with pytest.raises(BatchError, match="It was compiled for this very batch"):
+        parallel.forward_backward(*batch(2))
+    assert len(parallel.programs) == 1
 
 
 def test_the_branch_is_the_examples() -> None:
@@ -155,19 +203,8 @@ def test_it_is_offered_and_never_taken_by_itself() -> None:
         autopar.compile(model(), "dp=2", loss_fn=loss_fn, batch=batch())
 
 
-def _step(rank: int) -> str:
-    parallel = autopar.parallelize(model(), "dp=2", loss_fn=loss_fn, specialize=True)
-    loss = parallel.forward_backward(*batch(2))
-    torch.testing.assert_close(loss, loss_fn(model(), *batch(2)))
-    try:
-        parallel.forward_backward(*batch(0))
-    except BatchError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.gloo
-def test_every_rank_refuses_together() -> None:
-    with ranks_of(2) as ranks:
-        first, second = ranks.run(_step)
-    assert first == second and "compiled for False" in first
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("pp=2", {"microbatches": 2}), ("tp=2", {})])
+def test_all_ranks_take_the_same_program(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    first, second = two.run(_alternating, mesh, branch, options, timeout=120)
+    assert first == second == [1, 2, 2, 2, 2, 2, 2, 2]

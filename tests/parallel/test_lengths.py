@@ -1,0 +1,149 @@
+"""Sequences whose length changes from step to step: traced anew, with the layouts of the first, and right."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import Ranks
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture
+from autopar.compiler.compile import lower
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed
+
+LENGTHS = (8, 12, 7, 16, 5, 20, 12)
+TOKENS, WIDTH, MOST = 24, 16, 24
+
+
+class Layer(nn.Module):
+    """Attention whose every number follows the length in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        rows, length, _ = h.shape
+        q, k, v = self.qkv(self.norm(h)).view(rows, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(length)
+        scores = scores.masked_fill(mask, -1e4).softmax(-1)
+        h = h + self.out((scores @ v).transpose(1, 2).reshape(rows, length, WIDTH))
+        return h + self.down(F.gelu(self.up(h)))
+
+
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(MOST, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.mask: Tensor
+        self.register_buffer("mask", torch.ones(MOST, MOST, dtype=torch.bool).triu(1))
+        self.far, self.near = 0.5, 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        h = self.tokens(x) + self.places(torch.arange(length)) * (1 / length)
+        if length > 10:  # another program
+            h = torch.tanh(h)
+        for layer in self.layers:
+            h = layer(h, self.mask[:length, :length])
+        # The same program with another number, that follows no size linearly.
+        h = h * (self.far if length % 3 == 0 else self.near) * length**2 * (1 + length // 4)
+        half = h[:, : length // 2].mean(1, keepdim=True)
+        return self.head(h + half)
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(3)
+    return Lengths().double()
+
+
+def batch(length: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    x, y = (torch.randint(TOKENS, (rows, length), generator=generator) for _ in range(2))
+    return x, y.masked_fill(y < 3, -100)
+
+
+def _train(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    model = autopar.parallelize(plain(), mesh, loss_fn=loss_of, **options)
+    for length in LENGTHS:
+        one = plain()
+        want = loss_of(one, *batch(length))
+        want.backward()
+        model.zero_grad()
+        found = model.forward_backward(*batch(length))
+        torch.testing.assert_close(found, want.detach(), rtol=1e-10, atol=0, msg=f"{mesh} {options} {length}")
+        gradients = model.full_gradients()
+        for name, parameter in one.named_parameters() if rank == 0 else ():
+            grad = parameter.grad
+            torch.testing.assert_close(gradients[name], grad, rtol=1e-8, atol=1e-10, msg=f"{name} {length}")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2,tp=2", {}),
+        ("dp=2,tp=2", {"sequence_parallel": True}),
+        ("dp=2,tp=2", {"microbatches": 2, "zero": 3}),
+        ("pp=2,dp=2", {"microbatches": 2}),
+    ],
+)
+def test_each_length_is_right(four: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    four.run(_train, mesh, options, timeout=170)
+
+
+def _compile(model: nn.Module, length: int, decided: Any) -> Any:
+    captured = capture(model, loss_of, batch(length), {})
+    return lower(captured, parse_mesh("dp=2,tp=2"), StepOptions(), Fixed(uneven=True, decided=decided))
+
+
+def test_a_length_has_the_layouts_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search runs for a second length, and the program is the one that a search gives."""
+    model = plain()
+    first = _compile(model, 8, {})
+    alone = _compile(model, 9, {})
+    structure, layouts = first.decided
+    assert alone.decided == (structure, layouts)
+    monkeypatch.setattr(importlib.import_module("autopar.passes.propagate"), "axis_searches", _never)
+    second = _compile(model, 9, {structure: layouts})
+    assert second.text() == alone.text()
+    with pytest.raises(AssertionError, match="searched"):  # another branch
+        _compile(model, 12, {structure: layouts})
+
+
+def test_layouts_that_do_not_fit_are_searched_for() -> None:
+    """A layout that splits what this size cannot divide is not taken over."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def loss(module: Any, x: Tensor) -> Tensor:
+        result: Tensor = (module(x) ** 2).mean()
+        return result
+
+    programs = []
+    decided: dict[Any, Any] = {}
+    for rows in (8, 7, 6):
+        fixed = Fixed(uneven=True, decided=decided)
+        made = lower(capture(model, loss, (torch.randn(rows, 8),), {}), parse_mesh("dp=2"), StepOptions(), fixed)
+        decided.setdefault(*made.decided)
+        programs.append(made.text())
+    assert "[dp,-]" in programs[0] and "[dp,-]" in programs[2]
+    assert "[dp" not in programs[1].replace("[dp]", "")
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("searched")
