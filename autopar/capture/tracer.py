@@ -9,19 +9,21 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from autopar.torch_compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, fx_tracing
+from autopar.torch_compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, fx_tracing, is_composite
 
 aten = torch.ops.aten
 _KNOWN = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes take their ops apart themselves
 # What asks for a property of a tensor and computes nothing.
 _ASKED = frozenset((torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.storage_offset.default))
 _TRACE = "stack_trace"
+_is_composite = cache(is_composite)
 
 
 def trace(
@@ -78,7 +80,7 @@ class _Tracer(TorchDispatchMode):
                 result = self._decompositions[func](*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            return func.decompose(*args, **kwargs)
+            return func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.argument(args), self.argument(kwargs)
