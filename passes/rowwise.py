@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, operand_nodes, record
+from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
 
 aten = torch.ops.aten
 MADE_BY = "rowwise"
@@ -24,10 +24,18 @@ Make = Callable[[Builder], fx.Node]
 def rowwise(program: Program, plan: Plan) -> Program:
     """CAPTURED -> CAPTURED. An index that is the row's own number is left out, so that the rows can be split.
 
+        CAPTURED program
+        %x: f32[6,4,8] = batch "0"
+        %best: i64[6] = batch "1"
         %arange: i64[6] = aten.arange.default(6)
         %index: f32[6,8] = aten.index.Tensor(%x, [%arange, %best])
+        return value "y" = %index
     becomes
+        CAPTURED program
+        %x: f32[6,4,8] = batch "0"
+        %best: i64[6] = batch "1"
         %index_of_rows: f32[6,8] = autopar.index_of_rows.default(%x, [None, %best], [-1, 0])
+        return value "y" = %index_of_rows
 
     The number of a row on a rank is another one than in the whole, so that by the numbers all rows would be gathered.
     That an index counts 0, 1, ... is not guessed from how it is made: what hangs on no input is computed and looked at.
@@ -41,15 +49,9 @@ def rowwise(program: Program, plan: Plan) -> Program:
     if not instead:
         return program
     build = Builder(MADE_BY)
-    for node in program.graph.nodes:
-        if node in instead:
-            build.value[node] = instead[node](build)
-        else:
-            build.copy(node)
-    for made in reversed(build.graph.nodes):
-        if made.op == "call_function" and not made.users:
-            build.graph.erase_node(made)
-    return program.with_(graph=build.graph)
+    made = build.rewrite(program, lambda node: instead[node](build) if node in instead else None)
+    erase_unused(made.graph)
+    return made
 
 
 class Known:

@@ -14,11 +14,7 @@ def gathered_late(program: Program, times: Times) -> Program:
     """A penalty on the parameters is added to the loss when all micro-batches are done, and a buffer that is made of
     parameters leaves then: for these the parameters are gathered once more, behind the micro-batches.
 
-        %all_gather = all_gather(%w, "dp", ..)      for the micro-batches
-        %sum = sum(%all_gather)                     of a penalty
-        %add = add(%loss, %sum)                     %loss: of all micro-batches
-    becomes
-        %all_gather_late = all_gather(%w, "dp", ..); %sum = sum(%all_gather_late); %add = add(%loss, %sum)
+    So `%all_gather`, which the micro-batches read, has a copy `%all_gather_late`, which the sum of a penalty reads.
 
     times: those in which a value may be read both by micro-batches and late.
     """
@@ -38,13 +34,11 @@ def gathered_late(program: Program, times: Times) -> Program:
             set_record(copies[node], record(node))
         return copies[node]
 
-    for node in program.nodes:
+    def put(node: fx.Node) -> fx.Node | None:
         is_late = node in times.late or node.op == "output" or times.of[node] is When.AFTER
-        if is_late and node not in twice and node.op != "placeholder":
-            build.value[node] = build.graph.node_copy(node, late)
-        else:
-            build.copy(node)
-    return program.with_(graph=build.graph)
+        return build.copy(node, late) if is_late and node not in twice and node.op != "placeholder" else None
+
+    return build.rewrite(program, put)
 
 
 def _read_early(program: Program, times: Times) -> set[fx.Node]:
