@@ -207,7 +207,7 @@ def replica_error(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> floa
     worst = 0.0
     for part, coord in zip(parts, mesh.coords(), strict=True):
         key = tuple(coord[axis] for axis in mesh.names if axis in distinct)
-        part = torch.view_as_real(part) if part.is_complex() else part
+        part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
         first = seen.setdefault(key, part)
         if first is not part and part.numel():
             same = (part == first) | (part.isnan() & first.isnan())

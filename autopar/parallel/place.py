@@ -310,7 +310,7 @@ def _meshes_of_stages(mesh: Mesh, device_mesh: DeviceMesh, mine: int) -> tuple[D
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: no backend has collectives for every dtype."""
     value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    value = torch.view_as_real(value).reshape(-1) if value.is_complex() else value
+    value = torch.view_as_real(value.resolve_conj()).reshape(-1) if value.is_complex() else value
     if value.stride(0) != 1:  # one element, of an expanded tensor
         value = value.clone(memory_format=torch.contiguous_format)
     return value.view(torch.uint8)

@@ -102,7 +102,7 @@ class Report:
 def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
     """Norm of the difference over the norm of the expected value, or over `floor` if that is larger."""
     if expected.is_complex() and given.is_complex():
-        return error_of(torch.view_as_real(given), torch.view_as_real(expected), floor)
+        return error_of(torch.view_as_real(given.resolve_conj()), torch.view_as_real(expected.resolve_conj()), floor)
     if not expected.is_floating_point():
         return 0.0 if torch.equal(given, expected) else float("inf")
     a, b = given.double(), expected.double()

@@ -223,7 +223,6 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
         "    if out.sum() > 0:  # the branch\n"
         "This line has an `if` on a tensor. Compute both sides and choose by element, e.g. torch.where(condition, a, b)"
         "; or decide before the step and pass a Python bool."
-        "\nOr specialize=True takes the value from the example batch, and checks at each step that it still holds."
     )),
     "bad shard patterns": (
         _step,

@@ -74,10 +74,10 @@ def test_nothing_is_said_where_all_is_divided() -> None:
 
 
 def test_the_notes_are_what_inspect_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    from autopar.cli.commands import _show_notes
+    from autopar.cli.show import show_notes
 
     found = compiled(Masked("batch"), "tp=2", torch.randn(6, 6), torch.randn(6, 4))
-    _show_notes(found)
+    show_notes(found)
     assert "note: axis 'tp' (size 2) divides no product: 100 %" in capsys.readouterr().out
 
 
