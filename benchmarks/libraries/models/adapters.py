@@ -69,7 +69,6 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fourierft": ("llama", "FourierFTConfig", {"n_frequency": 20, "target_modules": ["q_proj"]}),
     "ln": ("llama", "LNTuningConfig", {"target_modules": ["input_layernorm"]}),
     "hra": ("llama", "HRAConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    "poly": ("llama", "PolyConfig", {"r": 4, "target_modules": ["q_proj"], "n_tasks": 1, "n_skills": 2}),
     "bone": ("llama", "MissConfig", {"r": 4, "target_modules": ["q_proj"]}),
     "prompt": ("gpt2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
     "p_tuning": ("gpt2", "PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),

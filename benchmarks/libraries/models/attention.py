@@ -129,12 +129,6 @@ def _taylor_series_linear_attention() -> Case:
     return Case(TaylorSeriesLinearAttn(dim=32, dim_head=8, heads=2), (sequence(16),))
 
 
-def _mingru() -> Case:
-    from minGRU_pytorch import minGRULM
-
-    return Case(minGRULM(num_tokens=WORDS, dim=32, depth=1), (tokens(16),), _lm)
-
-
 def _simple_hierarchical() -> Case:
     from simple_hierarchical_transformer import HierarchicalTransformer
 
@@ -256,7 +250,6 @@ TABLE: Table = {
     "mega-pytorch": {"model": _mega},
     "gateloop-transformer": {"model": _gateloop},
     "taylor-series-linear-attention": {"model": _taylor_series_linear_attention},
-    "minGRU-pytorch": {"model": _mingru},
     "simple-hierarchical-transformer": {"model": _simple_hierarchical},
     "palm-rlhf-pytorch": {"model": _palm_rlhf},
     "block-recurrent-transformer-pytorch": {"model": _block_recurrent},

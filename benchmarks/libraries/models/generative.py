@@ -104,19 +104,6 @@ DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_num_groups": 4,
         },
     ),
-    "unet1d": (
-        "UNet1DModel",
-        {
-            "sample_size": 32,
-            "in_channels": 2,
-            "out_channels": 2,
-            "extra_in_channels": 16,
-            "block_out_channels": (16, 32),
-            "layers_per_block": 1,
-            "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
-            "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
-        },
-    ),
     "prior": (
         "PriorTransformer",
         {
@@ -185,8 +172,6 @@ def _diffusers(kind: str) -> Case:
                 "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
             },
         )
-    if kind == "unet1d":
-        return Case(model, (torch.randn(ROWS, 2, 32), time))
     if kind == "prior":
         return Case(
             model,
@@ -256,7 +241,6 @@ VQ: dict[str, tuple[str, dict[str, Any]]] = {
     "lfq": ("LFQ", {"codebook_size": 16, "dim": 32}),
     "sim": ("SimVQ", {"dim": 32, "codebook_size": 16}),
     "residual_fsq": ("ResidualFSQ", {"dim": 32, "levels": [4, 4], "num_quantizers": 2}),
-    "random": ("RandomProjectionQuantizer", {"dim": 32, "num_codebooks": 2, "codebook_dim": 8, "codebook_size": 16}),
 }
 
 
@@ -273,8 +257,6 @@ def _quantized(kind: str) -> Case:
 
         def forward(self, x: Tensor) -> Tensor:
             found = self.code(self.encode(x))
-            if not isinstance(found, tuple):
-                return F.cross_entropy(self.decode(x).flatten(0, 1)[:, :16], found.flatten() % 16)
             more = of_all(found[2:]) if len(found) > 2 else 0.0
             return F.mse_loss(self.decode(found[0]), x) + more
 
@@ -342,15 +324,6 @@ def _reverse_kld(model: Any, x: Tensor) -> Any:
     return (z.square().sum(1) / 2 - total).mean()
 
 
-def _xunet() -> Case:
-    from x_unet import XUnet
-
-    return Case(
-        XUnet(dim=16, channels=3, dim_mults=(1, 2), nested_unet_depths=(1, 1), consolidate_upsample_fmaps=True),
-        (image(16),),
-    )
-
-
 def _vae() -> Case:
     """A variational autoencoder as PyTorch's examples have it, over torch.distributions."""
     from torch.distributions import Normal, kl_divergence
@@ -380,6 +353,5 @@ TABLE: Table = {
     "vector-quantize-pytorch": {kind: partial(_quantized, kind) for kind in VQ},
     "nflows": {kind: partial(_flow, kind) for kind in ("maf", "spline", "coupling")},
     "normflows": {kind: partial(_normflow, kind) for kind in ("real_nvp", "planar", "spline", "maf")},
-    "x-unet": {"unet": _xunet},
     "torch": {"vae": _vae},
 }

@@ -42,38 +42,22 @@ def _operator(name: str) -> Case:
     return Case(model, (image(16, 1),))
 
 
-def _spiking(package: str) -> Case:
-    if package == "snntorch":
-        import snntorch as snn
+def _spiking() -> Case:
+    import snntorch as snn
 
-        class Spiking(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.leaky, self.out = nn.Linear(32, 16), snn.Leaky(beta=0.9), nn.Linear(16, 4)
-
-            def forward(self, x: Tensor) -> Tensor:
-                memory, found = self.leaky.init_leaky(), []
-                for step in range(x.shape[1]):
-                    spikes, memory = self.leaky(self.first(x[:, step]), memory)
-                    found.append(self.out(spikes))
-                return torch.stack(found, 1)
-
-        return Case(Spiking(), (sequence(4),))
-    import norse.torch as norse
-
-    class Lif(nn.Module):
+    class Spiking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = norse.SequentialState(nn.Linear(32, 16), norse.LIFCell(), nn.Linear(16, 4))
+            self.first, self.leaky, self.out = nn.Linear(32, 16), snn.Leaky(beta=0.9), nn.Linear(16, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            state, found = None, []
+            memory, found = self.leaky.init_leaky(), []
             for step in range(x.shape[1]):
-                out, state = self.model(x[:, step], state)
-                found.append(out)
+                spikes, memory = self.leaky(self.first(x[:, step]), memory)
+                found.append(self.out(spikes))
             return torch.stack(found, 1)
 
-    return Case(Lif(), (sequence(4),))
+    return Case(Spiking(), (sequence(4),))
 
 
 METRICS = (
@@ -193,9 +177,8 @@ def _sru() -> Case:
 
 
 TABLE: Table = {
-    "neuraloperator": {name: partial(_operator, name) for name in ("FNO", "TFNO", "UNO")},
-    "snntorch": {"leaky": partial(_spiking, "snntorch")},
-    "norse": {"lif": partial(_spiking, "norse")},
+    "neuraloperator": {name: partial(_operator, name) for name in ("FNO", "TFNO")},
+    "snntorch": {"leaky": _spiking},
     "pytorch-metric-learning": {name: partial(_metric, name) for name in METRICS},
     "torchdiffeq": {method: partial(_ode, method) for method in ("euler", "rk4", "dopri5")},
     "gpytorch": {"variational": _gp},

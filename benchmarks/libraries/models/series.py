@@ -111,7 +111,6 @@ TSAI = (
     "PatchTST",
     "TSiT",
     "RNN_FCNPlus",
-    "MiniRocketFeatures",
 )
 
 

@@ -96,7 +96,7 @@ def _ctc() -> Case:
     return Case(Recognised(), (sequence(12, 8), torch.randint(1, 6, (ROWS, 4))), _own)
 
 
-ASTEROID = ("ConvTasNet", "DPRNNTasNet", "DPTNet", "DCCRNet", "DCUNet", "LSTMTasNet", "DeMask", "SuDORMRFNet")
+ASTEROID = ("ConvTasNet", "DPRNNTasNet", "DPTNet", "LSTMTasNet", "DeMask", "SuDORMRFNet")
 
 
 def _asteroid(name: str) -> Case:
@@ -125,8 +125,6 @@ def _asteroid(name: str) -> Case:
         "LSTMTasNet": {"n_src": 2, "n_filters": 16, "rnn_type": "lstm", "hid_size": 8},
         "DeMask": {"hidden_dims": (16,), "n_filters": 64, "kernel_size": 64, "stride": 32},
         "SuDORMRFNet": {"n_src": 2, "bn_chan": 8, "num_blocks": 1, "upsampling_depth": 2, "n_filters": 16},
-        "DCCRNet": {"architecture": "mini"},
-        "DCUNet": {"architecture": "mini"},
     }[name]
     long = 4000 if name.startswith("DC") else TIME
     return Case(getattr(models, name)(**options), (torch.randn(ROWS, 1, long),))
@@ -237,9 +235,7 @@ TABLE: Table = {
         "ctc": _ctc,
     },
     "asteroid": {**{name: partial(_asteroid, name) for name in ASTEROID}, "pit_loss": _asteroid_loss},
-    "speechbrain": {
-        name: partial(_speech, name) for name in ("ecapa", "xvector", "crdnn", "conformer", "transformer", "ligru")
-    },
+    "speechbrain": {name: partial(_speech, name) for name in ("ecapa", "xvector", "crdnn", "conformer", "transformer")},
     "conformer": {"block": _conformer},
     "torchlibrosa": {"logmel": _torchlibrosa},
 }

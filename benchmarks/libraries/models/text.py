@@ -22,7 +22,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "scalenorm": {"use_scalenorm": True},
     "swiglu": {"ff_glu": True, "ff_swish": True},
     "qk_norm": {"attn_qk_norm": True},
-    "talking_heads": {"attn_talking_heads": True},
+    "talking_heads": {"attn_pre_talking_heads": True},
     "multi_query": {"attn_one_kv_head": True},
     "grouped": {"attn_kv_heads": 2},
     "sandwich": {"sandwich_coef": 1},
@@ -40,7 +40,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "flash": {"attn_flash": True},
     "relu_squared": {"ff_relu_squared": True},
     "no_bias_ff": {"ff_no_bias": True},
-    "value_residual": {"attn_add_value_residual": True},
+    "value_residual": {"add_value_residual": True},
     "layer_dropout": {"layer_dropout": 0.1},
     "hyper": {"num_residual_streams": 2},
 }
@@ -103,13 +103,6 @@ def _lm(model: nn.Module, words: Tensor) -> Tensor:
     out = model(words)
     out = out[0] if isinstance(out, tuple) else out
     return F.cross_entropy(out[:, :-1].flatten(0, 1), words[:, 1:].flatten())
-
-
-def _mamba(kind: str) -> Case:
-    from mambapy.lm import LM
-    from mambapy.mamba import MambaConfig
-
-    return Case(LM(MambaConfig(d_model=32, n_layers=2, d_state=4), vocab_size=WORDS), (tokens(16),), _lm)
 
 
 def _mamba_block() -> Case:
@@ -191,7 +184,7 @@ TABLE: Table = {
         "vit": _vit_wrapper,
         "continuous": _continuous,
     },
-    "mambapy": {"lm": partial(_mamba, "lm"), "sequential": _mamba_block},
+    "mambapy": {"sequential": _mamba_block},
     "mixture-of-experts": {"flat": partial(_experts, "flat"), "hierarchical": partial(_experts, "two")},
     "soft-moe-pytorch": {"soft": partial(_experts, "soft")},
     "st-moe-pytorch": {"st": partial(_experts, "st")},

@@ -255,12 +255,6 @@ def _clip(kind: str) -> Case:
     model: nn.Module
     if kind == "siglip":
         model, loss = open_clip.CustomTextCLIP(32, vision, words, init_logit_bias=-10.0), open_clip.loss.SigLipLoss()
-    elif kind == "coca":
-        words = {**words, "embed_cls": True, "output_tokens": True}
-        decoder = {"context_length": 16, "vocab_size": 64, "width": 64, "heads": 4, "layers": 2}
-        vision = {**vision, "attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True}
-        model = open_clip.CoCa(32, decoder, words, vision)
-        loss = open_clip.CoCaLoss(caption_loss_weight=1.0, clip_loss_weight=1.0)
     elif kind == "resnet":
         vision = {"image_size": 64, "layers": (1, 1, 1, 1), "width": 16, "head_width": 16}
         model = open_clip.CLIP(32, vision, words)
@@ -268,14 +262,11 @@ def _clip(kind: str) -> Case:
         model = open_clip.CLIP(32, {**vision, "patch_dropout": 0.5 if kind == "patch_dropout" else 0.0}, words)
     size = 64 if kind == "resnet" else 32
     text = torch.randint(1, 63, (ROWS, 16))
-    return Case(model, (image(size), text), partial(_pairs, loss, kind))
+    return Case(model, (image(size), text), partial(_pairs, loss))
 
 
-def _pairs(loss: Any, kind: str, model: nn.Module, x: Tensor, text: Tensor) -> Any:
+def _pairs(loss: Any, model: nn.Module, x: Tensor, text: Tensor) -> Any:
     out = model(x, text)
-    if kind == "coca":
-        found = loss(**{key: value for key, value in out.items() if key != "logit_bias"})
-        return sum(found)
     if isinstance(out, dict):
         return loss(*out.values())
     return loss(*out)
@@ -295,5 +286,5 @@ TABLE: Table = {
         **{name: partial(_smp, name) for name in SMP},
         **{name: partial(_smp_loss, name) for name in SMP_LOSSES},
     },
-    "open_clip_torch": {kind: partial(_clip, kind) for kind in ("vit", "resnet", "siglip", "coca", "patch_dropout")},
+    "open_clip_torch": {kind: partial(_clip, kind) for kind in ("vit", "resnet", "siglip", "patch_dropout")},
 }

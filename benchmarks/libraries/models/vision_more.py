@@ -122,12 +122,6 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # module, clas
             "s4_depth": 1,
         },
     ),
-    "crossformer": (
-        "crossformer",
-        "CrossFormer",
-        224,
-        {"num_classes": 8, "dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1)},
-    ),
     "regionvit": ("regionvit", "RegionViT", 224, {"dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1), "num_classes": 8}),
     "scalable_vit": (
         "scalable_vit",
@@ -188,13 +182,7 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # module, clas
         "normalized_vit",
         "nViT",
         32,
-        {"num_classes": 8, "dim": 32, "depth": 2, "heads": 4, "image_size": 32, "patch_size": 8},
-    ),
-    "look_vit": (
-        "look_vit",
-        "LookViT",
-        64,
-        {"num_classes": 8, "dim": 32, "depth": 1, "heads": 2, "image_size": 64, "patch_size": 16},
+        SQUARE,
     ),
     "jumbo_vit": ("jumbo_vit", "JumboViT", 32, {**SQUARE, "num_jumbo_cls": 1, "jumbo_cls_k": 2, "jumbo_ff_mult": 2}),
     "ats_vit": ("ats_vit", "ViT", 32, {**SQUARE, "max_tokens_per_depth": (8, 4)}),
@@ -208,24 +196,6 @@ def _vit(module: str, name: str, size: int, options: dict[str, Any]) -> Case:
     import importlib
 
     return classified(getattr(importlib.import_module(f"vit_pytorch.{module}"), name)(**options), size)
-
-
-def _encoder() -> nn.Module:
-    from vit_pytorch import ViT
-
-    return ViT(**SQUARE)
-
-
-def _mae() -> Case:
-    from vit_pytorch import MAE
-
-    return Case(MAE(encoder=_encoder(), masking_ratio=0.75, decoder_dim=32, decoder_depth=1), (image(32),), _own)
-
-
-def _simmim() -> Case:
-    from vit_pytorch.simmim import SimMIM
-
-    return Case(SimMIM(encoder=_encoder(), masking_ratio=0.5), (image(32),), _own)
 
 
 def _distilled() -> Case:
@@ -319,8 +289,6 @@ def _byol() -> Case:
 TABLE: Table = {
     "vit-pytorch": {
         **{name: partial(_vit, *row) for name, row in VIT_PYTORCH.items()},
-        "mae": _mae,
-        "simmim": _simmim,
         "distilled": _distilled,
     },
     "efficientnet-pytorch": {"b0": _efficientnet},
