@@ -5,6 +5,7 @@ The launcher ends its ranks; one that is killed cannot. So each rank looks wheth
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -34,7 +35,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from autopar.cli.commands import main as command
 
-    command()
+    try:
+        command()
+    except SystemExit as left:
+        leave(left.code)
+
+
+def leave(code: object) -> None:
+    """End the process without taking Python apart: a thread of Gloo that lets go of a tensor meanwhile would abort it."""
+    atexit._run_exitfuncs()  # what users and libraries asked for
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":
