@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def leave(code: object) -> None:
-    """End the process without taking Python apart: a thread of Gloo that lets go of a tensor meanwhile would abort it."""
+    """End the process without taking Python apart: a thread of Gloo that frees a tensor meanwhile would abort it."""
     atexit._run_exitfuncs()  # what users and libraries asked for
     sys.stdout.flush()
     sys.stderr.flush()
