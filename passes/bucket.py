@@ -69,6 +69,24 @@ class _Open:
     bytes_: int = 0
 
 
+def sums_of_gradients(program: Program) -> tuple[dict[fx.Node, None], list[fx.Node]]:
+    """(The sums by which gradients leave, read by nothing else, with two data axes one after the other; the casts by
+    which what was summed in a short float leaves)."""
+    output = program.graph.output_node()
+    leaving = {node for node, out in program.leaving if node is not None and out.kind in ("gradient", "part")}
+    sums: dict[fx.Node, None] = {}
+    casts: list[fx.Node] = []
+    for node in reversed(program.nodes):
+        users = list(node.users)
+        leaves = node in leaving and users == [output]
+        follows = len(users) == 1 and (users[0] in sums or users[0] in casts)
+        if node.target in SUMS and node.args[-1] == "sum" and (leaves or follows):
+            sums[node] = None
+        elif node.target is CAST and leaves and _is_lone_sum(node.all_input_nodes[0]):
+            casts.append(node)
+    return sums, casts
+
+
 class _Bucket:
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.plan, self.mesh = program, plan, program.mesh
@@ -77,10 +95,9 @@ class _Bucket:
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.options.bucket_bytes or BUCKET_BYTES
-        self.casts: list[fx.Node] = []  # of what was summed in a short float, by which it leaves
+        self.sums, self.casts = sums_of_gradients(program)
 
     def run(self) -> Program:
-        self.sums = self._sums()
         total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
         if self.plan.options.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
@@ -93,22 +110,6 @@ class _Bucket:
             self._flush()
             for cast in self.casts:
                 self.build.copy(cast)
-
-    def _sums(self) -> dict[fx.Node, None]:
-        """The sums by which gradients leave, read by nothing else; with two data axes one after the other."""
-        output = self.program.graph.output_node()
-        outputs = self.program.leaving
-        leaving = {node: None for node, out in outputs if node is not None and out.kind in ("gradient", "part")}
-        found: dict[fx.Node, None] = {}
-        for node in reversed(self.program.nodes):
-            users = list(node.users)
-            leaves = node in leaving and users == [output]
-            follows = len(users) == 1 and (users[0] in found or users[0] in self.casts)
-            if node.target in SUMS and node.args[-1] == "sum" and (leaves or follows):
-                found[node] = None
-            elif node.target is CAST and leaves and _is_lone_sum(node.all_input_nodes[0]):
-                self.casts.append(node)
-        return found
 
     def _add(self, node: fx.Node) -> None:
         bytes_ = local_bytes(operand_nodes(node)[0], self.mesh)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.aliasing import is_fresh
+from autopar.ir.ops import op
 from autopar.ir.program import is_getitem
+
+_WAIT = op("wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,21 @@ def lifetimes(graph: fx.Graph, given: Collection[fx.Node] = ()) -> Lifetimes:
         share_last[share[node]] = max(share_last[share[node]], last)
         if node.op != "output" and nodes[last].op != "output":
             dying[nodes[last]].append(node)
+    _extend_to_waits(nodes, position, share, share_last)
     foreign = frozenset(share[node] for node in nodes if node.op in ("placeholder", "get_attr") and node not in given)
     return Lifetimes({node: tuple(dead) for node, dead in dying.items()}, position, share, dict(share_last), foreign)
+
+
+def _extend_to_waits(
+    nodes: list[fx.Node], position: dict[fx.Node, int], share: dict[fx.Node, fx.Node], share_last: dict[fx.Node, int]
+) -> None:
+    """Until it is awaited, a collective reads what it was started with, if that is not its own from then on."""
+    for node in nodes:
+        if node.target is _WAIT:
+            (start,) = node.all_input_nodes
+            for operand in start.all_input_nodes:
+                if share_last[share[operand]] > position[start]:
+                    share_last[share[operand]] = max(share_last[share[operand]], position[node])
 
 
 def is_own(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
+from autopar.passes.overlap import overlap
 from autopar.passes.pipeline.stages import Places, split_into_stages
 from autopar.passes.prefetch import prefetch
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
@@ -72,7 +73,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     schedule = parse_schedule(wanted, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
-    graphs = {key: bucket(prefetch(graph, plan), plan) for key, graph in pipeline.graphs.items()}
+    graphs = {key: bucket(overlap(prefetch(graph, plan), plan), plan) for key, graph in pipeline.graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known

@@ -12,7 +12,7 @@ from torch import fx
 from autopar.errors import LayoutError
 from autopar.ir.plan import GPU, Machine
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.pipeline.node_costs import by_origin, local_bytes, node_times
+from autopar.passes.node_costs import by_origin, local_bytes, node_times
 from autopar.passes.pipeline.when import Times, When
 
 Stages = dict[fx.Node, int]

@@ -6,8 +6,8 @@ from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, is_getitem, record
+from autopar.passes.node_costs import local_bytes
 from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.node_costs import local_bytes
 from autopar.passes.pipeline.rematerialized import originals
 from autopar.passes.pipeline.when import Times, When
 

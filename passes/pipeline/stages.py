@@ -13,10 +13,10 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
+from autopar.passes.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
-from autopar.passes.pipeline.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import place_backward, weight_nodes
 from autopar.passes.pipeline.rematerialized import kept_across

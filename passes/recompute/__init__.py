@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_gathered_input, kept_values, root_of
-from autopar.passes.pipeline.node_costs import local_bytes
+from autopar.passes.node_costs import local_bytes
 from autopar.passes.recompute.choose import choose
 from autopar.passes.recompute.graph import is_backward
 from autopar.passes.recompute.policies import Policies, policies_of

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
-from autopar.passes.pipeline.node_costs import local_bytes, node_times
+from autopar.passes.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.when import When, times_of
 from autopar.passes.recompute.budget import Layer, within
 from autopar.passes.recompute.core import attention_core

@@ -126,6 +126,22 @@ def test_ops_of_our_own() -> None:
         assert not is_fresh(op(name)) and not is_view(op(name))
 
 
+def test_what_a_collective_moves_is_not_written_over_before_its_wait() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made, lone = graph.call_function(aten.exp.default, (x,)), graph.call_function(aten.exp.default, (x,))
+    start = graph.call_function(op("all_gather_start"), (made, "tp", 0, 1))
+    alone = graph.call_function(op("all_reduce_start"), (lone, "tp", "sum"))
+    during = graph.call_function(aten.neg.default, (made,))
+    waits = [graph.call_function(op("wait"), (one,)) for one in (start, alone)]
+    after = graph.call_function(aten.neg.default, (during,))
+    graph.output((after, *waits))
+    lives = lifetimes(graph)
+    assert not lives.may_overwrite(made, during), "the collective may still read it"
+    assert not lives.may_overwrite(made, start) and lives.may_overwrite(lone, alone)
+    assert lives.may_overwrite(during, after)
+
+
 def test_what_shares_memory_dies_together() -> None:
     """The result of an op of which the schema says "Tensor" may be written over; of one that shows its operand not."""
     graph = fx.Graph()

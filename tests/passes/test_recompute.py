@@ -18,7 +18,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Builder, Program, is_getitem, record
 from autopar.ir.text import print_program
 from autopar.parallel.padding import padded_part
-from autopar.passes.pipeline.node_costs import node_times
+from autopar.passes.node_costs import node_times
 from autopar.passes.pipeline.rematerialized import originals
 from autopar.passes.recompute import recompute
 from autopar.report.inspection import memory_of

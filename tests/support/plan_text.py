@@ -10,11 +10,12 @@ from typing import Any
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.options import DTYPES, StepOptions
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Fixed, Machine, Plan
 
 
 def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
-    """The plan of lines such as `mesh: dp=2,tp=2`, `layout: up.weight [tp,-]`, `zero: 3`, `microbatches: 2`.
+    """The plan of lines such as `mesh: dp=2,tp=2`, `layout: up.weight [tp,-]`, `zero: 3`, `microbatches: 2`,
+    `machine: 4e8 2e6 1e5 10 2`.
 
     mesh: the one that counts if no line says it.
     """
@@ -31,6 +32,8 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
             options[key] = DTYPES[value]
         elif key in ("schedule", "precision"):
             options[key] = value
+        elif key == "machine":  # its figures, in the order of its fields
+            plan = replace(plan, fixed=Fixed(machine=Machine(*map(float, value.split()))))
         else:
             assert key in ("bucket_bytes", "microbatches", "recompute", "zero"), line
             options[key] = ast.literal_eval(value)

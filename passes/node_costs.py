@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import MICROBATCH, Mesh
-from autopar.ir.ops import is_collective, is_mesh_op
+from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.plan import Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 
@@ -27,10 +27,18 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
             return 0.0
         if MICROBATCH in node.args[1:2]:  # a sum over time moves nothing
             return 0.0
-        return machine.latency_us + 2 * local_bytes(node, mesh) / machine.link_bytes_per_us
+        return machine.latency_us + _bytes_on_links(node, mesh) / machine.link_bytes_per_us
     moved = local_bytes(node, mesh) + sum(local_bytes(operand, mesh) for operand in operand_nodes(node))
     flops = record(node).flops / math.prod(mesh[axis] for axis in _axes(node))
     return max(machine.call_us, moved / machine.memory_bytes_per_us, flops / machine.flops_per_us)
+
+
+def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:
+    """What a rank sends in a collective (ring algorithms, as in search/costs.py)."""
+    known, size = collective_of(node.target), mesh[str(node.args[1])]
+    bytes_ = local_bytes(node if known.counts_result else operand_nodes(node)[0], mesh)
+    rounds = 2 if (known.has, known.gives) == ("sum", None) else 1
+    return rounds * bytes_ * (size - 1) / size
 
 
 def _axes(node: fx.Node) -> set[str]:
