@@ -237,32 +237,6 @@ def _feature_dropout(mode: Mode, input: Tensor, p: float = 0.5, training: bool =
     return input.mul_(keep) if inplace else input * keep
 
 
-def _recurrent(function: Callable[..., Any]) -> Raised:
-    """A recurrent net of several layers, layer by layer where it drops values between them: torch draws inside."""
-    cells = function is torch.lstm  # an LSTM has two states, the others one
-
-    def raised(mode: Mode, input: Tensor, *args: Any) -> Any:
-        if isinstance(args[0 if cells else 1], Tensor):
-            return NotImplemented  # packed rows
-        states, weights, *rest = args
-        biases, layers, p, trains, both_ways, *first = rest
-        if not (trains and p and layers > 1):
-            return NotImplemented
-        ways, each = 2 if both_ways else 1, len(weights) // layers
-        results = []
-        for layer in range(layers):
-            own = slice(layer * ways, (layer + 1) * ways)
-            state = tuple(one[own] for one in states) if cells else states[own]
-            held = weights[layer * each : (layer + 1) * each]
-            input, *last = function(input, state, held, biases, 1, 0.0, trains, both_ways, *first)
-            results.append(last)
-            if layer < layers - 1:
-                input = mode.dropout(input, p)
-        return input, *(torch.cat(last) for last in zip(*results, strict=True))
-
-    return raised
-
-
 RANDOM: dict[Any, Raised] = {
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
@@ -285,6 +259,5 @@ RANDOM: dict[Any, Raised] = {
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
-    **{function: _recurrent(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
 }
