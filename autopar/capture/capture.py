@@ -21,7 +21,7 @@ from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.foreign import foreign_state
 from autopar.capture.lines import line_that_changes
-from autopar.capture.location import Locator
+from autopar.capture.location import Line, Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import functional, normalise
 from autopar.capture.outside import Outside, outside_fault
@@ -33,7 +33,7 @@ from autopar.capture.state import attributes, buffer_fault, form_of, once_each, 
 from autopar.capture.step import Step
 from autopar.capture.tracer import Traced, trace
 from autopar.capture.writes import check_collectives, check_writes
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import PARTNER, Input, Output, Program
 from autopar.torch_compat import (
     FakeTensor,
@@ -67,8 +67,15 @@ def capture(
     with "fp16" the gradients are those of the loss times an input of kind "scale". Raises CaptureError with the user's
     line where the model cannot be captured.
     """
-    reads = Reads() if specialize else None
-    return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision).run()
+    sized: frozenset[Line | None] = frozenset()
+    while True:
+        reads = Reads(sized) if specialize else None
+        try:
+            return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision).run()
+        except CaptureError:
+            if reads is None or reads.selected <= sized:
+                raise
+            sized |= reads.selected  # what follows their rows in any number is at an end
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -82,7 +89,7 @@ class _Capture:
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
-        self.selects = False  # rows, by a mask
+        self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
@@ -118,8 +125,8 @@ class _Capture:
                 self._check_buffers(fakes)
                 run = lambda calls: self._again(fakes, calls)  # noqa: E731
                 standing = frozenset(name for entry, _ in entries for name in entry.names)
-                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing)
-                notes += steady.check(self.selects)
+                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing, *self.selects)
+                notes += steady.check()
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
@@ -225,7 +232,7 @@ class _Capture:
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
         mode.selected.check_leaving(result)
-        self.selects = bool(mode.selected.known)
+        self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
     def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:

@@ -47,6 +47,29 @@ def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Any:
     return input
 
 
+def setitem(input: Tensor, index: Any, value: Any) -> Any:
+    """Raise `x[mask] = value` with one value for all rows, whose gradient torch takes from rows that it counts."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim > 0
+    if not is_mask or not isinstance(value, Tensor) or input.shape[: index.ndim] != index.shape:
+        return NotImplemented
+    row = input.shape[index.ndim :]
+    if any(size != 1 for size in value.shape[: value.ndim - len(row)]):
+        return NotImplemented
+    value = value.reshape(value.shape[max(value.ndim - len(row), 0) :]).to(input.dtype)
+    input.copy_(torch.where(index.reshape(*index.shape, *(1 for _ in row)), value, input))
+    return None
+
+
+def counts_rows(function: Any, args: Any) -> bool:
+    """True for `x[mask] = rows` with a gradient: torch wants to know how many they are, though only backward."""
+    if function is not Tensor.__setitem__ or not torch.is_grad_enabled():
+        return False
+    _, index, value = args
+    items = index if isinstance(index, tuple) else (index,)
+    has_mask = any(isinstance(item, Tensor) and item.dtype == torch.bool and item.ndim for item in items)
+    return has_mask and isinstance(value, Tensor) and value.requires_grad
+
+
 def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Raise torch.where with a condition of bytes, which torch takes on a device and not in a trace."""
     if not isinstance(condition, torch.Tensor) or condition.dtype != torch.uint8 or not (args or kwargs):
