@@ -285,6 +285,8 @@ class _Capture:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
                 (constants if entry.kind == "constant" else swapped)[path] = value
             values[position] = value
+            if entry.kind == "parameter":
+                mode.inputs[id(tensor)] = value
             position += 1
         leaves = list(self.leaves)
         for i, leaf in enumerate(leaves):

@@ -38,6 +38,7 @@ from autopar.capture.raised_products import (
     with_bias_apart,
 )
 from autopar.capture.raised_random import RANDOM
+from autopar.capture.raised_recurrent import RECURRENT
 from autopar.capture.raised_windows import as_strided, average_pool_of
 from autopar.torch_compat import GROUPED_MM
 
@@ -47,6 +48,7 @@ Tensor = torch.Tensor
 # compute in float64.
 ALWAYS: dict[Any, Callable[..., Any]] = {
     **RANDOM,
+    **RECURRENT,
     F.scaled_dot_product_attention: attention,
     F.multi_head_attention_forward: multi_head_attention,
     GROUPED_MM: grouped_mm,

@@ -24,11 +24,12 @@ from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
 from autopar.capture.location import Locator, user_frame
 from autopar.capture.origins import QUERIES, STEADY, Operands
-from autopar.capture.outside import Outside
+from autopar.capture.outside import Outside, with_inputs
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised import ALWAYS, RAISED
 from autopar.capture.raised_lookups import counts_rows
 from autopar.capture.reads import READERS, Reads
+from autopar.capture.same import compared, is_idle
 from autopar.capture.selected import Selected
 from autopar.capture.specialised import specialised
 from autopar.capture.stand_in import with_tensors
@@ -78,6 +79,7 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
+        self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins, self.coins = self.calls.origins, Coins()
         self.values: list[Tensor] = []  # those whose values were read
@@ -94,7 +96,7 @@ class Raise(TorchFunctionMode):
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = with_tensors(func, args, kwargs or {})
+        args, kwargs = with_tensors(func, *with_inputs((args, kwargs or {}), self.inputs))
         if func is inlined:
             return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
         if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
@@ -115,6 +117,9 @@ class Raise(TorchFunctionMode):
             value = self.origins.answer(func, args, kwargs, before)
             if value is not NotImplemented:
                 return self._took(func, args, kwargs, value)
+            is_equal = compared(func, args)
+            if is_equal is not None:
+                return is_equal
             number = self.coins.number(func, args)
             if number is not None:
                 return number
@@ -126,6 +131,8 @@ class Raise(TorchFunctionMode):
         if self.locator:
             self._see_outside(func, args)
         if self.locator and func in REFUSED and self.locator.phase == "forward":
+            if is_idle(func, args):
+                return None
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:
             self.notes[NOTED[func].format(place[1])] = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.canonical import filled
 from autopar.capture.constructs import Construct
 from autopar.capture.location import Line
 from autopar.capture.tracer import Traced
@@ -151,7 +152,12 @@ class Reads:
 
 
 def needed(traced: Traced) -> list[int]:
-    """The positions of the inputs that the results depend on. Drops all else from the graph."""
+    """The positions of the inputs that the results depend on. Drops all else from the graph; of what asks a tensor for
+    its shape alone, that tensor too."""
+    for node in traced.graph.nodes:
+        call = filled(node) if node.op == "call_function" else None
+        if call is not None:
+            node.target, node.args, node.kwargs = call[0], call[1], {**call[2], "device": node.meta["val"].device}
     traced.graph.eliminate_dead_code()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if node.users]
