@@ -20,10 +20,11 @@ from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.foreign import foreign_state
+from autopar.capture.items import check_returned
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Line, Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.normalise import functional, normalise
+from autopar.capture.normalise import functional, normalise, without_seed
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
@@ -34,7 +35,7 @@ from autopar.capture.step import Step
 from autopar.capture.tracer import Traced, trace
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.program import PARTNER, Input, Output, Program
+from autopar.ir.program import PARTNER, Input, Output
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -142,7 +143,7 @@ class _Capture:
             before.restore()
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
-            program = _without_seed(program)
+            program = without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
         reads = tuple(self.reads.known) if self.reads else ()
         notes += [read.note for read in reads]
@@ -231,6 +232,7 @@ class _Capture:
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
+        mode.items.close()
         mode.selected.check_leaving(result)
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
@@ -315,6 +317,7 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
+            check_returned((loss,))
             check_loss(loss, self.loss_fn, bool(trainable))
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
             buffers = self._buffers()
@@ -352,6 +355,7 @@ class _Capture:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""
         what = "what loss_fn returned beside the loss" if self.train else "the result"
         parts = take_apart(result, what, lenient=not self.train)
+        check_returned(parts.leaves)
         values = list(parts.tensors())
         self.result = (parts.form, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in parts.leaves))
         self.outputs += [Output("aux" if self.train else "value", str(i)) for i, _ in values]
@@ -383,13 +387,6 @@ def _device(model: nn.Module) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device("cpu")
-
-
-def _without_seed(program: Program) -> Program:
-    for node, entry in program.entries:
-        if entry.kind == "seed":
-            program.graph.erase_node(node)
-    return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))
 
 
 def fake_like(value: Any) -> bool:

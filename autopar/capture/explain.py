@@ -57,6 +57,11 @@ def size_refusal(construct: Construct, line: Line | None, may_specialize: bool) 
     return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}{offer}")
 
 
+def read_refusal(construct: Construct, line: Line | None, may_specialize: bool, why: str) -> CaptureError:
+    """Of a value that is read from a tensor, and used so that a tensor would not do."""
+    return size_refusal(Construct(construct.name, f"{construct.instead} {why}"), line, may_specialize)
+
+
 def line_of(error: Exception) -> Line | None:
     """The innermost line of the user's that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from autopar.capture.raised_attention import attention, multi_head_attention
 from autopar.capture.raised_experts import grouped_mm
-from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, setitem, take, where, where_self
+from autopar.capture.raised_lookups import clamp, embedding_bag, fill_diagonal_, put, setitem, take, where, where_self
 from autopar.capture.raised_losses import (
     ELEMENTWISE,
     batch_norm,
@@ -70,6 +70,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
     **dict.fromkeys((torch.take, Tensor.take), take),
     **dict.fromkeys((torch.put, Tensor.put), put),
+    **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), clamp),
     Tensor.fill_diagonal_: fill_diagonal_,
     Tensor.__setitem__: setitem,
     F.cross_entropy: cross_entropy,

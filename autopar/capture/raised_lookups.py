@@ -60,6 +60,13 @@ def setitem(input: Tensor, index: Any, value: Any) -> Any:
     return None
 
 
+def clamp(input: Tensor, min: Any = None, max: Any = None) -> Any:
+    """Raise torch.clamp with a tensor (a number that is an input) and a number, which torch does not mix."""
+    if min is None or max is None or isinstance(min, Tensor) == isinstance(max, Tensor):
+        return NotImplemented
+    return input.clamp(min=min).clamp(max=max)
+
+
 def counts_rows(function: Any, args: Any) -> bool:
     """True for `x[mask] = rows` with a gradient: torch wants to know how many they are, though only backward."""
     if function is not Tensor.__setitem__ or not torch.is_grad_enabled():

@@ -22,7 +22,8 @@ from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import SIZE, refusal, wants_data
 from autopar.capture.folding import FOLDED, folded
 from autopar.capture.functions import Dropout
-from autopar.capture.location import Locator, user_frame
+from autopar.capture.items import Items
+from autopar.capture.location import Locator, is_user_code, user_frame
 from autopar.capture.origins import QUERIES, STEADY, Operands
 from autopar.capture.outside import Outside, with_inputs
 from autopar.capture.partners import Partners, check_plain, inlined
@@ -79,6 +80,7 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
+        self.items = Items()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins, self.coins = self.calls.origins, Coins()
@@ -126,8 +128,14 @@ class Raise(TorchFunctionMode):
             if is_validation(func, sys._getframe(1)):
                 self.validated[place[1] if place else ""] = None
                 return True
-        if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
-            return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
+        if func in READERS and self.locator and self.locator.phase == "forward":
+            may_specialize, line = not before.kinds & ~STEADY, user_frame(sys._getframe(1))
+            is_item = func is Tensor.item and is_user_code(sys._getframe(1))  # .tolist() calls it too
+            number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
+            if number is not NotImplemented and (self.reads is None or not may_specialize):
+                return number
+            if self.reads is not None:
+                return self.reads.take(func, args[0], line)
         if self.locator:
             self._see_outside(func, args)
         if self.locator and func in REFUSED and self.locator.phase == "forward":
