@@ -28,7 +28,7 @@ from autopar.capture.origins import QUERIES, STEADY, Operands
 from autopar.capture.outside import Outside, with_inputs
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised import ALWAYS, RAISED
-from autopar.capture.raised_lookups import counts_rows
+from autopar.capture.raised_lookups import counts_rows, looked_up
 from autopar.capture.reads import READERS, Reads
 from autopar.capture.same import compared, is_idle
 from autopar.capture.selected import Selected
@@ -217,6 +217,9 @@ class Raise(TorchFunctionMode):
             result = folded(self.origins, func, args, kwargs, before)
             if result is not NotImplemented:
                 return self._took(func, args, kwargs, result)
+            result = looked_up(func, args)
+            if result is not NotImplemented:
+                return result
             call = self._specialized(func, args, kwargs, before)
             if call is None:
                 raise

@@ -345,3 +345,34 @@ def test_an_item_that_is_returned_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"This line has \.item\(\).*The number is returned"):
         verify(Item(ITEMS["a factor"]), "dp=2", loss_fn=loss, batch=torch.randn(12, 8))
+
+
+class LookedUp(nn.Module):
+    """asteroid: the best permutation of each sample, by a loop over the numbers of the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        best = y[:, :4].argmin(1)
+        rows = torch.stack([self.table[place] for place in best[:3]])
+        first, last = best[0], best[1] - 4
+        other = self.table[..., first] + self.table[1:, last].sum() + self.table[None, first, 2:].sum()
+        return y * rows.sum(0) + other.sum() * y[0, first] + self.table[best[2], best[3]]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+def test_a_row_of_a_number_that_is_computed(mesh: str) -> None:
+    torch.manual_seed(0)
+    report = verify(LookedUp(), mesh, loss_fn=squares, batch=torch.randn(12, 8))
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: y[: y[0].argmax()], lambda y: y[y[0, 0] > 0], lambda y: y[y[0].argmax() :: 2].sum()]
+)
+def test_a_bound_or_a_condition_that_is_computed_is_refused(read: Any) -> None:
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        verify(Item(lambda m, y, x: read(y)), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
