@@ -87,6 +87,10 @@ SIZES: Mapping[Any, Construct] = {
     Tensor.__getitem__: Construct(
         "an index by a boolean mask (x[mask])", _MASKED
     ),
+    Tensor.__setitem__: Construct(
+        "rows that are written by a boolean mask (x[mask] = rows)",
+        "Compute all rows and choose by element: torch.where(mask, rows, x)."
+    ),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), Construct(
         "masked_select", _MASKED)),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), Construct(

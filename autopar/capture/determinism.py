@@ -18,7 +18,7 @@ from torch import nn
 from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
 from autopar.capture.constructs import UNSTEADY, Construct
-from autopar.capture.explain import line_of, refusal
+from autopar.capture.explain import SPECIALIZE, line_of, refusal
 from autopar.capture.foreign import foreign_state, kept, settings
 from autopar.capture.lines import Line, line_that_changes, quoted
 from autopar.errors import AutoparError, CaptureError
@@ -53,12 +53,11 @@ class Steady:
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
     drawn: Mapping[str, Any]
     standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
+    selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
+    may_specialize: bool  # this number of rows
 
-    def check(self, selects: bool = False) -> list[str]:
-        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ.
-
-        selects: the model selects rows by a mask, another number of them in the second run (see `selected.py`).
-        """
+    def check(self) -> list[str]:
+        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
         changes = self.attributes.changes()
         for name, now in self.replaced.items():
             kind = "parameter" if isinstance(now, nn.Parameter) else "value"
@@ -70,9 +69,9 @@ class Steady:
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         with kept():
-            return self._compare(changes, drawn, selects) + [self._drawn_idly(name) for name in drawn]
+            return self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
 
-    def _compare(self, changes: list[Change], drawn: list[str], selects: bool) -> list[str]:
+    def _compare(self, changes: list[Change], drawn: list[str]) -> list[str]:
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -86,7 +85,7 @@ class Steady:
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
-            raise self._unsteady(difference, selects)
+            raise self._unsteady(difference)
         return self._notes(changes)
 
     def _draws(self, name: str) -> CaptureError:
@@ -172,7 +171,7 @@ class Steady:
             f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
         )
 
-    def _unsteady(self, difference: tuple[Call | None, Call | None], selects: bool) -> CaptureError:
+    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
         one, other = difference
         call = one or other
         line = call.line if call else None
@@ -183,10 +182,11 @@ class Steady:
             pairs = [(a, b) for a, b in zip(one.numbers, other.numbers, strict=True) if repr(a) != repr(b)]
             numbers = f" ({pairs[0][0]:.6g} first, then {pairs[0][1]:.6g})" if pairs else ""
         where = f"at {quoted(line)}" if line else "at an unknown line:\n"
-        if selects and not source:
+        if self.selects and not source:
             return CaptureError(
                 f"the model computes with how many rows a mask selects{numbers}, {where}That number is data: count in "
                 f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b)."
+                f"{SPECIALIZE if self.may_specialize else ''}"
             )
         return CaptureError(
             f"the model computes with a number that is another one each time it runs{numbers}, {where}"
