@@ -33,11 +33,6 @@ class Part:
         """Its optimum; `closed` are variables of the whole."""
         return self.programme.solve(self._inside(closed))
 
-    def growth(self, closed: Collection[int]) -> float:
-        """By how much at least the cost of the whole grows if here, instead of what was closed, `closed` is."""
-        best = self.relax(closed)
-        return np.inf if best is None else best.cost - self.cost
-
     def _inside(self, closed: Collection[int]) -> list[int]:
         return np.flatnonzero(np.isin(self.columns, list(closed))).tolist()
 
@@ -46,15 +41,17 @@ def parts_of(
     whole: Programme,
     owner: np.ndarray,
     neighbours: Sequence[Sequence[int]],
-    found: Found,
+    found: Found | None,
     seeds: Sequence[Collection[int]],
 ) -> list[Part]:
     """Cut a programme into the items nearest to each of some seeds.
 
     A row whose variables lie in several parts is dropped and charged for at its price in `found` (Lagrange). What is
     left falls apart, and the optima of the parts add up to at most that of the whole (Geoffrion 1974). With the
-    variables closed that were closed in `found`, they add up to its cost.
+    variables closed that were closed in `found`, they add up to its cost. Without `found` nothing has a price.
     """
+    if found is None:
+        found = Found(np.zeros(len(whole.costs)), 0.0, np.zeros(len(whole.low)))
     nearest_ = np.array(nearest(neighbours, seeds))
     of_variable = nearest_[owner]
     entries = whole.matrix.tocoo()

@@ -100,6 +100,11 @@ class Programme:
         broken = (sums < self.low - (1 - WHOLE)) | (sums > self.high + (1 - WHOLE))
         return np.unique(self.matrix[np.flatnonzero(broken)].indices)
 
+    def preferred(self, item: int, found: Found) -> int:
+        """The variable of the strategy of which a solution takes most; of equal ones the first."""
+        own = self.chosen[item]
+        return int(own[np.argmax(found.shares[own].round(6))])  # whatever the last digits
+
     def choice(self, found: Found) -> list[int]:
         """The strategy of each item in a solution that divides none."""
         return [int(np.argmax(found.shares[variables])) for variables in self.chosen]

@@ -1,33 +1,33 @@
 """The cheapest choice of one strategy per item, exactly: branch and bound over linear relaxations (Land and Doig 1960).
 
 Most choices follow from a few: once the matrix products have theirs, the linear relaxation of the rest is mostly whole
-by itself.
+by itself. What is not is solved as a 0-1 programme, group by group.
 
 A weight that many products share (the steps of a recurrent layer) is where that ends: the relaxation splits half of it
-by rows and half by columns, and each step takes the half that suits it. So strategies are taken for such `shared`
-items, all at once, until nothing is divided. That is a plan, and its prices bound every other: the items nearest to
-each weight are cut out, and are relaxed alone with that weight's strategy forbidden. Where none of these parts gets
-cheaper the plan is the optimum, however many weights there are.
+by rows and half by columns, each step takes the half that suits it, and cuts close the gap step by step. So a strategy
+is guessed for each such `shared` item. With these the relaxation is a plan, and its prices bound all others: the items
+nearest to each weight are cut out, and relaxed alone with that weight's strategy forbidden. Where no part gets cheaper,
+the plan is the optimum, however many weights there are. Where one does, its other strategies are tried.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.passes.search.parts import Part, parts_of
-from autopar.passes.search.problem import Edge, Problem, connected, within
+from autopar.passes.search.problem import Problem, connected, within
 from autopar.passes.search.programme import WHOLE, Found, programme_of
 
-__all__ = ["Edge", "Problem", "solve"]
-
-REACHES = 2, 8  # how far around a misfit
 EQUAL = 1e-6  # costs that differ by no more are the same: HiGHS's absolute gap
+REACHES = 2, 8  # how far around a misfit strategies are chosen again
 
-Closed = frozenset[int]  # the variables that a node of the search forbids
+Closed = frozenset[int]  # variables that may not be taken
+Taken = Mapping[int, int]  # by shared item, the variable of the strategy that is taken
 
 
 def solve(problem: Problem) -> list[int] | None:
@@ -38,128 +38,123 @@ def solve(problem: Problem) -> list[int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A strategy that was taken for an item: `variable`, where `closed` was closed and nothing costs less than
-    `bound`."""
+class _Node:
+    """Plans without what is `closed`, none of which costs less than `bound`. guess: what to take first."""
+
+    bound: float
+    closed: Closed
+    guess: Taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A shared item without the strategy that was taken for it: by how much the plan gets dearer at least, and the
+    strategy that it has then."""
 
     item: int
-    variable: int
-    closed: Closed
-    bound: float
+    growth: float
+    variable: int  # -1 if there is none
 
 
 class _Search:
     """best: the cheapest plan that was found. nodes: what may hold a cheaper one, the lowest bound first."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.shared = problem.shared
         self.programme, self.owner = programme_of(problem)
         self.neighbours = problem.neighbours()
         self.best: Found | None = None
         self.order = itertools.count()
-        self.nodes: list[tuple[float, int, Closed, Found | None]] = []
+        self.nodes: list[tuple[float, int, _Node]] = []
 
     def run(self) -> Found | None:
-        """The optimum. The node with the lowest bound is relaxed; if that is still the lowest, it is dived into."""
-        self._push(-np.inf, frozenset())
+        """The optimum."""
+        self._push(_Node(-np.inf, frozenset(), self._first_guess()))
         while self.nodes:
-            bound, _, closed, relaxed = heapq.heappop(self.nodes)
-            if self._is_worse(bound):
+            _, _, node = heapq.heappop(self.nodes)
+            if self._is_worse(node.bound):
                 break
-            if relaxed is not None:
-                self._dive(closed, relaxed)
-                continue
-            relaxed = self.programme.relax(closed)
-            if relaxed is not None:
-                self._push(max(bound, relaxed.cost), closed, relaxed)
+            self._dive(node)
         return self.best
 
-    def _push(self, bound: float, closed: Closed, relaxed: Found | None = None) -> None:
-        if not self._is_worse(bound):
-            heapq.heappush(self.nodes, (bound, next(self.order), closed, relaxed))
+    def _push(self, node: _Node) -> None:
+        if not self._is_worse(node.bound):
+            heapq.heappush(self.nodes, (node.bound, next(self.order), node))
 
     def _is_worse(self, cost: float) -> bool:
         return self.best is not None and cost >= self.best.cost - EQUAL
 
-    def _dive(self, start: Closed, relaxed: Found) -> None:
-        """Take strategies for what is divided until nothing is, or no plan is possible or good enough."""
-        closed, steps = start, list[_Step]()
-        while not self._is_worse(relaxed.cost):
-            divided = self.programme.divided(relaxed)
-            if not divided:
-                self.best = relaxed
-                break
-            items = self._next(divided)
-            if not items:
-                break
-            taken, after = self._take(items, closed, relaxed)
-            found = self.programme.relax(after)
-            if found is None:
-                self._branch(items[0], closed, relaxed)
-                break
-            closed, relaxed = after, found
-            steps += taken
-        self._leave(start, closed, steps, relaxed)
+    def _with(self, closed: Closed, taken: Taken) -> Closed:
+        """What is closed when strategies are taken: all others of their items too."""
+        own = (self.programme.chosen[item].tolist() for item in taken)
+        return closed.union(*own).difference(set(taken.values()) - closed)
 
-    def _next(self, divided: set[int]) -> list[int]:
-        """Of the items that a relaxation divides, those to take a strategy for."""
-        shared = [item for item in self.problem.shared if item in divided]
-        return [item for item in shared if item in self.problem.deciding] or shared[:1]
+    def _parts(self, found: Found | None, seeds: Sequence[Collection[int]]) -> list[Part]:
+        return parts_of(self.programme, self.owner, self.neighbours, found, seeds) if seeds else []
 
-    def _take(self, items: list[int], closed: Closed, relaxed: Found) -> tuple[list[_Step], Closed]:
-        """Take the strategy of each item that has the largest share. Also gives what is closed then."""
-        steps = []
-        for item in items:
-            variables = self.programme.chosen[item]
-            shares = relaxed.shares[variables].round(6)  # of equal shares the first, whatever the last digits
-            variable = int(variables[np.argmax(shares)])
-            steps.append(_Step(item, variable, closed, relaxed.cost))
-            closed = closed.union(variables.tolist()) - {variable}
-        return steps, closed
+    def _first_guess(self) -> Taken:
+        """For each shared item the strategy that suits the items around it, as if there were no others."""
+        parts = self._parts(None, [[item] for item in self.shared])
+        others = [_other(item, part, ()) for item, part in zip(self.shared, parts, strict=True)]
+        return {other.item: other.variable for other in others if other.variable >= 0}
 
-    def _branch(self, item: int, closed: Closed, relaxed: Found) -> None:
-        """A node for each strategy of an item."""
-        variables = set(self.programme.chosen[item].tolist())
-        for variable in sorted(variables - closed):
-            self._push(relaxed.cost, closed.union(variables) - {variable})
-
-    def _leave(self, start: Closed, closed: Closed, steps: list[_Step], relaxed: Found) -> None:
-        """What a dive ends in, by parts: its plan, and the nodes that it left aside (with the steps before one of them,
-        and without its strategy).
-
-        What comes out divided without any shared item is made whole group by group.
-        """
-        divided = set() if self._is_worse(relaxed.cost) else self.programme.divided(relaxed)
-        groups = connected(self.neighbours, divided)
-        if not steps and not groups:
+    def _dive(self, node: _Node) -> None:
+        """Take strategies for the shared items, find the best plan that has them, and push what is left aside."""
+        taken, relaxed = self._take(node)
+        if relaxed is None:
             return
-        seeds = [[step.item] for step in steps] + groups
-        parts = parts_of(self.programme, self.owner, self.neighbours, relaxed, seeds)
-        bound = relaxed.cost
-        if groups:
-            bound = self._make_whole(closed, relaxed, parts[len(steps) :])
-        growth = [parts[k].growth(start | {step.variable}) for k, step in enumerate(steps)]
-        for k, step in enumerate(steps):
-            undone = sum(min(less, 0.0) for less in growth[k + 1 :])
-            self._push(max(step.bound, bound + growth[k] + undone), step.closed | {step.variable})
+        closed = self._with(node.closed, taken)
+        divided = set() if self._is_worse(relaxed.cost) else self.programme.divided(relaxed)
+        seeds = [*([item] for item in taken), *connected(self.neighbours, divided)]
+        parts = self._parts(relaxed, seeds)
+        bound = self._finish(closed, relaxed, parts[len(taken) :])
+        others = [
+            _other(item, part, node.closed | {variable})
+            for (item, variable), part in zip(taken.items(), parts, strict=False)
+        ]
+        self._leave(node, taken, bound, sorted(others, key=lambda other: other.growth))
 
-    def _make_whole(self, closed: Closed, relaxed: Found, parts: list[Part]) -> float:
-        """Solve what a relaxation divides, each part alone, and join what comes out. Gives the sum of the parts."""
+    def _take(self, node: _Node) -> tuple[Taken, Found | None]:
+        """Take what was guessed, and while a relaxation divides a shared item, what it prefers."""
+        taken = dict(node.guess)
+        relaxed = self.programme.relax(self._with(node.closed, taken))
+        if relaxed is None and taken:
+            taken = {}
+            relaxed = self.programme.relax(node.closed)
+        while relaxed is not None and not self._is_worse(relaxed.cost):
+            divided = self.programme.divided(relaxed)
+            item = next((item for item in self.shared if item in divided), None)
+            if item is None:
+                break
+            more = taken | {item: self.programme.preferred(item, relaxed)}
+            found = self.programme.relax(self._with(node.closed, more))
+            if found is None:
+                break
+            taken, relaxed = more, found
+        return taken, relaxed
+
+    def _finish(self, closed: Closed, relaxed: Found, groups: list[Part]) -> float:
+        """Make a relaxation whole where it is divided, each group alone. Gives the sum of the parts."""
+        if self._is_worse(relaxed.cost):
+            return relaxed.cost
+        if not groups:
+            self.best = relaxed
+            return relaxed.cost
         bound, shares = relaxed.cost, relaxed.shares.copy()
-        for part in parts:
-            found = part.solve(closed)
+        for group in groups:
+            found = group.solve(closed)
             if found is None:
                 return np.inf
-            bound += found.cost - part.cost
-            shares[part.columns] = found.shares
+            bound += found.cost - group.cost
+            shares[group.columns] = found.shares
         found = self._join(closed, shares, bound) or self.programme.solve(closed)
         if found is not None and not self._is_worse(found.cost):
             self.best = found
         return bound
 
     def _join(self, closed: Closed, shares: np.ndarray, bound: float) -> Found | None:
-        """Parts that were solved alone as one plan that costs no more, if there is one: with other strategies near the
-        rows alone that do not fit."""
+        """Groups that were solved alone as one plan that costs no more, if there is one with other strategies only near
+        the rows that do not fit."""
         items = set(self.owner[self.programme.misfits(shares)].tolist())
         for reach in REACHES:
             items = within(self.neighbours, items, reach)
@@ -168,3 +163,23 @@ class _Search:
             if found is not None and found.cost <= bound + EQUAL:
                 return found
         return None
+
+    def _leave(self, node: _Node, taken: Taken, bound: float, others: Sequence[_Other]) -> None:
+        """Push a node for each strategy that was taken, without it and with those before it. What comes after it is
+        open again, so that its bound is lowered by what gets cheaper there."""
+        for k, other in enumerate(others):
+            open_ = others[k + 1 :]
+            closed = self._with(node.closed, {before.item: taken[before.item] for before in others[:k]})
+            guess = {after.item: taken[after.item] for after in open_}
+            if other.variable >= 0:
+                least = bound + other.growth + sum(min(after.growth, 0.0) for after in open_)
+                guess[other.item] = other.variable
+                self._push(_Node(max(node.bound, least), closed | {taken[other.item]}, guess))
+
+
+def _other(item: int, part: Part, closed: Collection[int]) -> _Other:
+    """A shared item where some variables are closed, by the part around it."""
+    found = part.relax(closed)
+    if found is None:
+        return _Other(item, np.inf, -1)
+    return _Other(item, found.cost - part.cost, int(part.columns[part.programme.preferred(item, found)]))
