@@ -46,8 +46,9 @@
   to run then, and would compile itself otherwise.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/functional.py`); the public functions of
   `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
-- `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`: attention that returns its logsumexp, which the
-  public function hides (in `runtime/kernels.py`).
+- `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention` and
+  `_scaled_dot_product_efficient_attention`: attention that returns its logsumexp, which the public function hides (in
+  `runtime/attention_fused.py`).
 """
 
 from __future__ import annotations

@@ -41,13 +41,15 @@ def embedding_backward(
 def add_embedding_gradient(
     total: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, *, offset: int = 0
 ) -> torch.Tensor:
-    """`total += embedding_backward(...)`, without the rows that get nothing; `total` came from it."""
+    """`total += embedding_backward(...)`, in place, row by row; `total` came from it."""
     flat = index.reshape(-1)
     if rows == 0 or grad.numel() == 0:
         return total
-    if padding >= 0 or not _all_inside(flat - offset, rows):
-        return total.add_(embedding_backward(grad, index, rows, padding, offset=offset))
-    total.view(rows, -1).index_add_(0, flat - offset, grad.reshape(flat.numel(), -1))
+    row, source = flat - offset, grad.reshape(flat.numel(), -1)
+    if padding >= 0 or not _all_inside(row, rows):
+        left_out = (row < 0) | (row >= rows) | (flat == padding)  # no index is -1 but one that is outside
+        row, source = row.clamp(0, rows - 1), source.masked_fill(left_out.unsqueeze(1), 0)
+    total.view(rows, -1).index_add_(0, row, source)
     return total
 
 

@@ -1,8 +1,9 @@
 """`autopar::logsumexp`, `pick` and `cross_entropy_backward`: the three halves of a cross entropy over the last dim.
 
-loss = logsumexp(x) - pick(x, index); its gradient is exp(x - lse) - onehot(index). On CPU the rows go through in
-pieces that stay in cache, and no second [tokens, vocab] buffer exists but the backward's result (the idea of
-Liger-Kernel's fused cross entropy, arXiv:2410.10989, without its loss).
+loss = logsumexp(x) - pick(x, index); its gradient is exp(x - lse) - onehot(index). The rows go through in pieces, on a
+CPU such that stay in cache. No second [tokens, vocab] buffer exists but the backward's result, also for logits in a
+short float, which are widened piece by piece (the idea of Liger-Kernel's fused cross entropy, arXiv:2410.10989, without
+its loss).
 """
 
 from __future__ import annotations
@@ -13,23 +14,20 @@ import torch
 
 from autopar.runtime.kernel import Kernel
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES_CPU, _PIECE_BYTES = 1 << 20, 1 << 26  # of a piece in float32; off the CPU a launch must be worth its while
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """x [..., v] -> [...], in x's dtype, computed in at least float32; -inf where all of a row is."""
-    if x.numel() == 0:
-        return torch.full(x.shape[:-1], -torch.inf, dtype=x.dtype, device=x.device)
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape[0], dtype=x.dtype, device=x.device)
+    """x [..., v] -> [...] in at least float32; -inf where all of a row is."""
     wide = _wide(x.dtype)
-    buffer: torch.Tensor | None = None
-    for start, stop in _pieces(rows):
+    if x.numel() == 0:
+        return torch.full(x.shape[:-1], -torch.inf, dtype=wide, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape[0], dtype=wide, device=x.device)
+    for start, stop, buffer in _pieces(rows, wide):
         piece = rows[start:stop]
         top = piece.amax(-1, keepdim=True).to(wide)
         top = top.masked_fill_(top.abs() == torch.inf, 0)
-        if buffer is None or buffer.shape[0] != stop - start:
-            buffer = torch.empty((stop - start, rows.shape[1]), dtype=wide, device=x.device)
         total = torch.sub(piece, top, out=buffer).exp_().sum(-1)
         out[start:stop] = total.log_().add_(top.squeeze(-1))
     return out.view(x.shape[:-1])
@@ -84,13 +82,12 @@ def _cross_entropy_backward(
     shift = torch.where(shift == -torch.inf, 0, shift)
     column, outside = _columns(index.reshape(-1, 1), x.shape[-1], offset)
     taken = scale if picked is None else picked.reshape(-1, 1).to(wide)
-    one_hot = (-taken).masked_fill_(outside, 0).expand_as(column)
-    for start, stop in _pieces(rows):
-        if wide == x.dtype:
-            piece = torch.sub(rows[start:stop], shift[start:stop], out=result[start:stop])
-        else:
-            piece = torch.sub(rows[start:stop], shift[start:stop])
-        piece.exp_().mul_(scale[start:stop]).scatter_add_(-1, column[start:stop], one_hot[start:stop])
+    one_hot = taken.masked_fill(outside, 0).expand_as(column)
+    for start, stop, buffer in _pieces(rows, wide, result):
+        piece = torch.sub(rows[start:stop], shift[start:stop], out=buffer).exp_().mul_(scale[start:stop])
+        place = column[start:stop]
+        # Not scatter_add_, which has no order of its own on a GPU: torch refuses it where algorithms must have one.
+        piece.scatter_(-1, place, piece.gather(-1, place).sub_(one_hot[start:stop]))
         if wide != x.dtype:
             result[start:stop] = piece
     return out
@@ -107,16 +104,22 @@ def _columns(index: torch.Tensor, size: int, offset: int) -> tuple[torch.Tensor,
     return column, column != local
 
 
-def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Row ranges that stay in cache; all rows at once off the CPU, where launches cost and caches do not help."""
-    count = rows.shape[0]
-    step = max(1, _PIECE_BYTES // (rows.shape[1] * 4)) if rows.device.type == "cpu" else count
+def _pieces(
+    rows: torch.Tensor, wide: torch.dtype, result: torch.Tensor | None = None
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Ranges of rows, and where to compute each: in its rows of `result` if these are wide, or in the same memory."""
+    count, width = rows.shape
+    step = max(1, (_PIECE_BYTES_CPU if rows.device.type == "cpu" else _PIECE_BYTES) // (width * 4))
+    in_place = result is not None and result.dtype == wide
+    buffer = result if in_place else torch.empty((min(step, count), width), dtype=wide, device=rows.device)
+    assert buffer is not None
     for start in range(0, count, step):
-        yield start, min(start + step, count)
+        stop = min(start + step, count)
+        yield start, stop, buffer[start:stop] if in_place else buffer[: stop - start]
 
 
 def _traced_logsumexp(x: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(x.to(_wide(x.dtype)), -1).to(x.dtype)
+    return torch.logsumexp(x.to(_wide(x.dtype)), -1)
 
 
 def _traced_pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:

@@ -79,7 +79,7 @@ class CrossEntropy(Function):
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         lse = op("logsumexp")(x)
         ctx.save_for_backward(x, lse, index)
-        return lse - op("pick")(x, index)
+        return (lse - op("pick")(x, index)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -142,7 +142,7 @@ class LogSumExp(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        lse: Tensor = op("logsumexp")(x)
+        lse: Tensor = op("logsumexp")(x).to(x.dtype)
         ctx.save_for_backward(x, lse)
         return lse
 

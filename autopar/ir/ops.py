@@ -33,7 +33,7 @@ class SemanticOp:
 
     schema: str
     meta: Callable[..., Any]
-    precision: Literal["low", "high", "widest"] = "widest"
+    precision: Literal["low", "high", "inside", "widest"] = "widest"
     statistic: int | None = None
     random: bool = False
     returns_operand: bool = False
@@ -85,10 +85,10 @@ def attention_backward(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-@_semantic("logsumexp(Tensor x) -> Tensor", precision="high", gradient="LogSumExp")
+@_semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSumExp")
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dim."""
-    return x.new_empty(x.shape[:-1])
+    """Over the last dim, in at least float32."""
+    return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else x.dtype)
 
 
 @_semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
@@ -97,7 +97,7 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.
     return torch.empty_like(index)
 
 
-@_semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="high", gradient="Pick")
+@_semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="inside", gradient="Pick")
 def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """x[..., index - offset], 0 where that is outside of x."""
     return x.new_empty(index.shape)
@@ -112,7 +112,7 @@ def pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset:
 @_semantic(
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, Tensor? picked=None, *, "
     "SymInt offset=0) -> Tensor",
-    precision="high",
+    precision="inside",
 )
 def cross_entropy_backward(
     grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None,

@@ -16,6 +16,7 @@ class Kind(enum.Enum):
 
     LOW = "low"  # computes in the low dtype
     HIGH = "high"  # computes in float32
+    INSIDE = "inside"  # takes what it is given and computes in float32, element by element: nothing is copied
     SUM = "sum"  # takes what it is given, adds in float32 and gives that
     PROMOTING = "promoting"  # as WIDEST, and torch takes operands of two dtypes as they are
     WIDEST = "widest"

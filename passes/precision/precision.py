@@ -35,19 +35,19 @@ def precision(program: Program, plan: Plan) -> Program:
         %w: f32[6,4] = parameter "w"
         %x: f32[8,4] = batch "0"
         %einsum: f32[8,6] = autopar.einsum.default(%x, %w, "ca,ba->cb")
-        %logsumexp: f32[8] = autopar.logsumexp.default(%einsum)
-        return value "y" = %logsumexp
+        %exp: f32[8,6] = aten.exp.default(%einsum)
+        return value "y" = %exp
     becomes
         CAPTURED program
-        note: precision bf16: 3 of 5 values are bf16, with 3 casts; f32 stay logsumexp
+        note: precision bf16: 3 of 5 values are bf16, with 3 casts; f32 stay exp
         %w: f32[6,4] = parameter "w"
         %x: f32[8,4] = batch "0"
         %cast: bf16[8,4] = aten._to_copy.default(%x, dtype=bf16)
         %cast_1: bf16[6,4] = aten._to_copy.default(%w, dtype=bf16)
         %einsum: bf16[8,6] = autopar.einsum.default(%cast, %cast_1, "ca,ba->cb")
         %cast_2: f32[8,6] = aten._to_copy.default(%einsum, dtype=f32)
-        %logsumexp: f32[8] = autopar.logsumexp.default(%cast_2)
-        return value "y" = %logsumexp
+        %exp: f32[8,6] = aten.exp.default(%cast_2)
+        return value "y" = %exp
 
     The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter
     where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product, and
@@ -66,6 +66,7 @@ class _Precision:
         self.build, self.types = Builder(MADE_BY), ResultTypes()
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.widened: dict[fx.Node, fx.Node] = {}  # what was only made wider, and of what
+        self.copies: set[fx.Node] = set()  # new nodes: what the model itself made wider, and views of it
         self.of_parameters: set[fx.Node] = set()  # new nodes: parameters and views of them
         self.vectors: set[fx.Node] = set()  # of these, those of parameters with one dim
         self.products: set[fx.Node] = set()  # new nodes
@@ -122,8 +123,13 @@ class _Precision:
                 self._is_parameter(made, source in self.vectors)
             if source in self.products and is_getitem(made):
                 self.products.add(made)
+            if source in self.copies:
+                self.copies.add(made)
         if node.target is aten._to_copy.default:  # the model's own
             self.casts.setdefault((operands[0], record(made).type.dtype), made)
+            if (record(operands[0]).type.dtype, record(made).type.dtype) == (self.low, WIDE):
+                self.widened[made] = operands[0]
+                self.copies.add(made)
         return made
 
     def _wanted(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
@@ -141,6 +147,10 @@ class _Precision:
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
         if kind is Kind.HIGH or node in self.totals:
             return dict.fromkeys(operands, WIDE)
+        if kind is Kind.INSIDE:  # a gradient is rounded to what it is the gradient of: once, on its way into a product
+            if record(node).is_backward and not self._enters_products(node):
+                return dict.fromkeys(operands, WIDE)
+            return {old: low for old in operands if self.build.value[old] in self.copies}
         if kind is Kind.SUM:
             return {}
         bias = self._bias(node)
@@ -151,6 +161,15 @@ class _Precision:
         sized = [old for old in operands if record(old).type.shape] or operands
         widest = WIDE if any(self._dtype(old) is WIDE for old in sized) else low
         return dict.fromkeys(operands, widest)
+
+    def _enters_products(self, node: fx.Node) -> bool:
+        """True if all users compute in the low dtype, or add up what they are given."""
+
+        def takes(user: fx.Node) -> bool:
+            kind = kind_of(str(user.target))
+            return kind is Kind.SUM or (kind is Kind.LOW and user in self.weighted)
+
+        return all(self._enters_products(user) if is_view(user) else takes(user) for user in node.users)
 
     def _bias(self, node: fx.Node) -> fx.Node | None:
         """What is added to a product as its bias: a vector of the model's."""
@@ -190,7 +209,8 @@ class _Precision:
         if value in self.widened and record(self.widened[value]).type.dtype is dtype:
             return self.widened[value]
         if (value, dtype) not in self.casts:
-            made = self._view(value, dtype, user) if value in self.of_parameters else None
+            is_view_of_known = value in self.of_parameters or (value in self.copies and dtype is self.low)
+            made = self._view(value, dtype, user) if is_view_of_known else None
             self.casts[value, dtype] = made or self._cast(value, dtype, user)
         return self.casts[value, dtype]
 

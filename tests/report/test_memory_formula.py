@@ -92,6 +92,13 @@ def test_a_layer_keeps_what_korthikanti_counts_but_what_we_do_not_keep():
     assert fit(count, "bsha", TERMS, POINTS) == 32 * b * h * s + 4 * a * b * s + 8 * b * s + LOSS
 
 
+def test_a_gpu_keeps_the_same_but_for_the_norms() -> None:
+    """Whose mean and scale are fp32 there. (Heads of 8 and more, which need no padding.)"""
+    points = [point | {"h": 4 * point["h"]} for point in POINTS]
+    found = fit(functools.partial(count, device="cuda"), "bsha", TERMS, points)
+    assert found == 32 * b * h * s + 4 * a * b * s + 16 * b * s + LOSS
+
+
 def test_tensor_parallel_ranks_keep_less():
     """The paper's equation 2: what the norms and the residuals keep is on every rank, the rest is divided by t."""
     expected = (8 + 24 // 2) * b * h * s + 2 * a * b * s + 8 * b * s + LOSS

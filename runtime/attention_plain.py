@@ -1,0 +1,100 @@
+"""Attention as matrix products, where no fused kernel takes a call: in blocks of queries, so that the scores of the
+whole never exist.
+
+The backward is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1): the probabilities are recomputed
+from the logsumexp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+Mask = torch.Tensor | None
+_BLOCK_BYTES_CPU, _BLOCK_BYTES = 1 << 24, 1 << 28  # of the scores of a block
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float,
+    block_bytes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, logsumexp). `out` is dense in (b, s, h, e), as `attention` of ir/ops.py says."""
+    (b, h, s, _), e = q.shape, v.shape[3]
+    out = q.new_empty((b, s, h, e)).transpose(1, 2)
+    lse = torch.empty((b, h, s), dtype=_wide(q.dtype), device=q.device)
+    for rows, keys in _blocks(q, k, causal, block_bytes):
+        scores = _scores(q, k, mask, causal, scale, rows, keys)
+        part = torch.logsumexp(scores, -1)
+        lse[:, :, rows] = part.masked_fill_(part == -torch.inf, 0)
+        weights = scores.sub_(part.unsqueeze(-1)).exp_().to(v.dtype)
+        out[:, :, rows] = torch.matmul(_folded(weights, k), v[:, :, keys]).view(*part.shape, e)
+    return out, lse
+
+
+def plain_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, block_bytes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) in the shapes of q, k, v. What the blocks give to keys and values is summed in at least float32."""
+    wide = _wide(q.dtype)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows, keys in _blocks(q, k, causal, block_bytes):
+        weights = _scores(q, k, mask, causal, scale, rows, keys).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        folded_grad = _folded(grad[:, :, rows], k)
+        dv[:, :, keys] += torch.matmul(_folded(weights.to(v.dtype), k).mT, folded_grad)
+        # d(softmax): p * (dp - sum(p dp)), and that sum is grad . out
+        delta = (grad[:, :, rows].to(wide) * out[:, :, rows]).sum(-1, keepdim=True)
+        dweights = torch.matmul(folded_grad, v[:, :, keys].mT).view(weights.shape)
+        dscores = _folded(weights.mul_(dweights - delta).to(q.dtype), k)
+        dq[:, :, rows] = torch.matmul(dscores, k[:, :, keys]).view(dq[:, :, rows].shape) * scale
+        dk[:, :, keys] += torch.matmul(dscores.mT, _folded(q[:, :, rows], k)) * scale
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, block_bytes: int | None) -> Iterator[tuple[slice, slice]]:
+    """(queries, the keys that they may see) of each block."""
+    (b, h, s, _), t = q.shape, k.shape[2]
+    most = block_bytes or (_BLOCK_BYTES_CPU if q.device.type == "cpu" else _BLOCK_BYTES)
+    step = max(1, most // max(1, b * h * t * _wide(q.dtype).itemsize))
+    for start in range(0, s, step):
+        stop = min(start + step, s)
+        yield slice(start, stop), slice(0, min(stop, t) if causal else t)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, causal: bool, scale: float, rows: slice, keys: slice
+) -> torch.Tensor:
+    """The masked scores of a block, in at least float32. One product a key head: keys are not repeated."""
+    b, h = q.shape[:2]
+    count, seen = rows.stop - rows.start, keys.stop
+    scores = torch.matmul(_folded(q[:, :, rows] * scale, k), k[:, :, keys].mT).view(b, h, count, seen)
+    scores = scores.to(_wide(scores.dtype))
+    part = _part(mask, rows, keys)
+    if part is not None and part.dtype == torch.bool:
+        scores.masked_fill_(~part, -torch.inf)
+    elif part is not None:
+        scores += part
+    if causal:
+        hidden = torch.ones(count, seen, dtype=torch.bool, device=q.device).triu_(rows.start + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _part(mask: Mask, rows: slice, keys: slice) -> Mask:
+    """A block of the mask, each of whose dims may be 1."""
+    if mask is None:
+        return None
+    if mask.ndim > 1 and mask.shape[-2] > 1:
+        mask = mask[..., rows, :]
+    return mask[..., keys] if mask.ndim > 0 and mask.shape[-1] > 1 else mask
+
+
+def _folded(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """x [b,h,s,d] as [b,hk,g*s,d]: the query heads that share a key head, under each other."""
+    b, h, s, d = x.shape
+    return x.reshape(b, k.shape[1], h // max(k.shape[1], 1) * s, d)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
