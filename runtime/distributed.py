@@ -221,7 +221,8 @@ class DistributedDriver:
         return ",".join(f"{name}={place}" for name, place in self.coord.items())
 
 
-# Each starts a move, and gives the work with what is received once that is done.
+# Each starts a move, and gives the work with what is received once that is done. later: somebody waits for the work;
+# else there is none, and NCCL moves on the stream that computes, without the events between two.
 Started = tuple[Any, Callable[[], torch.Tensor]]
 
 
@@ -229,35 +230,35 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return on_wire(x).view(-1)
 
 
-def _reduce(move: Move, group: Group) -> Started:
+def _reduce(move: Move, group: Group, later: bool) -> Started:
     """In place only in memory that is the graph's own and dead afterwards; see `Request`."""
     alone = move.owned and move.x.is_contiguous()
     x = move.x if alone else move.x.clone(memory_format=torch.contiguous_format)
-    return dist.all_reduce(on_wire(x), op=_REDUCE[move.kind], group=group.handle, async_op=True), lambda: x
+    return dist.all_reduce(on_wire(x), op=_REDUCE[move.kind], group=group.handle, async_op=later), lambda: x
 
 
-def _gather(move: Move, group: Group) -> Started:
+def _gather(move: Move, group: Group, later: bool) -> Started:
     x = move.x.contiguous()
     out = x.new_empty((group.size, *x.shape))
-    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=True)  # Gloo wants them flat
+    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=later)  # Gloo wants them flat
     return work, lambda sent=x: group.from_stored(out)  # type: ignore[misc]  # what is sent lives as long
 
 
-def _reduce_scatter(move: Move, group: Group) -> Started:
+def _reduce_scatter(move: Move, group: Group, later: bool) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    work = _scatter_reduced(_flat(out), _flat(parts), op=_REDUCE[move.kind], group=group.handle, async_op=True)
+    work = _scatter_reduced(_flat(out), _flat(parts), op=_REDUCE[move.kind], group=group.handle, async_op=later)
     return work, lambda sent=parts: out  # type: ignore[misc]
 
 
-def _exchange(move: Move, group: Group) -> Started:
+def _exchange(move: Move, group: Group, later: bool) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = torch.empty_like(parts)
-    work = dist.all_to_all_single(_flat(out), _flat(parts), group=group.handle, async_op=True)
+    work = dist.all_to_all_single(_flat(out), _flat(parts), group=group.handle, async_op=later)
     return work, lambda sent=parts: group.from_stored(out)  # type: ignore[misc]
 
 
-_PRIMITIVES: Mapping[str, Callable[[Move, Group], Started]] = {
+_PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
     "reduce": _reduce,
     "gather": _gather,
     "reduce_scatter": _reduce_scatter,
@@ -268,16 +269,15 @@ _PRIMITIVES: Mapping[str, Callable[[Move, Group], Started]] = {
 def _finished(step: Step, group: Group) -> torch.Tensor:
     """The result of a collective, move after move."""
     while isinstance(step, Move):
-        work, receive = _PRIMITIVES[step.primitive](step, group)
-        work.wait()
+        _, receive = _PRIMITIVES[step.primitive](step, group, False)
         then, received = step.then, receive()
-        del work, receive, step  # what was sent may die now
+        del receive, step  # what was sent may die now
         step = then(received)
     return step
 
 
 def _pending(move: Move, group: Group, node: fx.Node) -> _Pending:
     """The first move of a collective, under way."""
-    work, receive = _PRIMITIVES[move.primitive](move, group)
+    work, receive = _PRIMITIVES[move.primitive](move, group, True)
     then = move.then
     return _Pending(work, lambda: _finished(then(receive()), group), node)
