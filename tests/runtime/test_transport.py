@@ -13,8 +13,9 @@ from torch import fx
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.report.memory.fake_group import FakeGroup
-from autopar.runtime.distributed import DistributedDriver, Group
+from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
+from autopar.runtime.groups import Group
 
 
 class Recording(FakeGroup):
@@ -71,3 +72,15 @@ def test_only_what_is_awaited_later_is_asked_for_as_work(overlap: bool) -> None:
     awaited = Counter(name for name, later in group.asked if later)
     assert awaited == (Counter([*started, "all_reduce"]) if overlap else Counter())
     assert len(group.asked) == 4 + 3 + 2
+
+
+def test_sums_that_are_scattered_have_a_queue_of_their_own() -> None:
+    """Red before: across nodes they waited behind the gathers of the next layer."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(tuple(graph.call_function(op(name), (x, *rest)) for name, rest in COLLECTIVES.items()))
+    first, second = Recording(), Recording()
+    driver = DistributedDriver(parse_mesh("tp=2"), {"tp": Group(first, 2, None, second)}, rank=0)
+    driver.run(Executable(graph), [torch.ones(4, 4)])
+    assert [name for name, _ in second.asked] == ["reduce_scatter"]
+    assert [name for name, _ in first.asked] == ["all_reduce", "all_gather", "all_to_all"]
