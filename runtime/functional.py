@@ -67,7 +67,8 @@ def _gather(move: Move, group: Group) -> Any:
 
 
 def _reduce_scatter(move: Move, group: Group) -> Any:
-    return _c10d.reduce_scatter_tensor(group.to_stored(move.x).contiguous(), move.kind, group.size, _name(group.of_sums))
+    parts = group.to_stored(move.x).contiguous()
+    return _c10d.reduce_scatter_tensor(parts, move.kind, group.size, _name(group.of_sums))
 
 
 def _exchange(move: Move, group: Group) -> Any:
