@@ -119,7 +119,7 @@ def searches(name: str, *sizes: int) -> list[tuple[AxisSearch, Problem]]:
 
 
 @pytest.mark.parametrize(
-    "name, sizes", [("unrolled_gru", (6,)), ("temporal_fusion", (4, 4, 2)), ("dual_path", (1, 3, 3))]
+    "name, sizes", [("unrolled_gru", (6,)), ("temporal_fusion", (4, 4, 2)), ("dual_path", (1, 4, 4))]
 )
 def test_models_of_unlike_nodes_get_what_highs_finds_alone(name: str, sizes: tuple[int, ...]):
     data, tensor = searches(name, *sizes)
