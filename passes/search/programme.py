@@ -193,9 +193,7 @@ class _Rows:
         for edge, wanted in zip(edges, users, strict=True):
             self._use(edge, given, wanted, moves)
 
-    def _moved(
-        self, given: dict[Hashable, list[int]], moves: dict[tuple[Hashable, Hashable], int], once: bool
-    ) -> None:
+    def _moved(self, given: dict[Hashable, list[int]], moves: dict[tuple[Hashable, Hashable], int], once: bool) -> None:
         """Only what is there is moved; to one state alone, if there is one user."""
         for state, strategies in given.items():
             found = [move for (s, _), move in moves.items() if s == state]

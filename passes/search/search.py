@@ -16,7 +16,7 @@ WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
-SHARED = 4  # a weight of as many products is tried by its strategies, see `solve.py`
+SHARED = 6  # a weight that as many products multiply has its layout guessed first, see `solve.py`
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
 
