@@ -80,11 +80,11 @@ def verify_compiled(
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
     trial = Trial(model, captured, compiled, loss_fn, batch_arguments(batch), steps, optimizer or descent, seed)
-    reference, _ = trial.compare()
+    reference, given = trial.compare()
     table = reference.table
     rows = table.rows()
     if not all(row.ok for row in rows) and reference.short is None:
-        rows = trial.judged_by_noise(rows, table.tolerance)
+        rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
     return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note)

@@ -19,9 +19,9 @@ from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, set_record
 from autopar.passes import run_passes
-from autopar.verification import trial
+from autopar.verification import noise
 from autopar.verification.comparison import NOISE, Report, Row, Table
-from autopar.verification.noise import clear_of_noise, with_noise
+from autopar.verification.noise import Rounded, clear_of_noise, with_noise
 from autopar.verification.verify import verify_compiled
 
 Case = tuple[nn.Module, tuple[Tensor, Tensor]]
@@ -60,12 +60,21 @@ def test_what_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> No
     def asked(_: object) -> None:
         raise AssertionError("the noise was measured")
 
-    monkeypatch.setattr(trial, "noise_of", asked)
+    monkeypatch.setattr(noise, "Rounded", asked)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     assert autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=(torch.randn(12, 16), torch.randn(12, 4))).ok
     model_, batch = norms_of_equal_rows(*SPREADS[0])
     with pytest.raises(AssertionError, match="the noise was measured"):
         autopar.verify(model_, "dp=2,tp=2", loss_fn=square_loss, batch=batch)
+
+
+def test_a_sample_that_excuses_all_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample is a whole training of the plain module, and with a large one they take most of the time of `verify`."""
+    drawn = []
+    monkeypatch.setattr(noise, "Rounded", lambda seed: drawn.append(seed) or Rounded(seed))
+    model, batch = norms_of_equal_rows(3, 1e-9)
+    assert autopar.verify(model, "dp=3", loss_fn=square_loss, batch=batch).ok
+    assert drawn == [0, 0], "one here, one elsewhere"
 
 
 # Sabotages
