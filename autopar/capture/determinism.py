@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -41,13 +41,19 @@ _DRAWN = (
 )
 
 
+class Run(Protocol):
+    """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
+
+    def __call__(self, calls: Calls, is_watched: bool = True) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Two runs of a model, whose modules `find` gives by path. `run(calls)` runs forward and loss on shapes; `drawn` is
+    """Two runs of a model, whose modules `find` gives by path. `run(calls)` makes another one; `drawn` is
     the state of the generators of Python and numpy before the first run, whose calls are `first`."""
 
     find: Callable[[str], nn.Module]
-    run: Callable[[Calls], object]
+    run: Run
     first: Calls
     attributes: Attributes
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
@@ -154,7 +160,7 @@ class Steady:
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()
-        return line_that_changes(lambda: self.run(Calls()), state)
+        return line_that_changes(lambda: self.run(Calls(), is_watched=False), state)
 
     def _line_of(self, change: Change) -> Line | None:
         """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
