@@ -17,7 +17,8 @@ from torch import nn
 
 from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
-from autopar.capture.constructs import UNSTEADY, Construct
+from autopar.capture.coins import numbers_drawn
+from autopar.capture.constructs import DRAWN_NUMBER, UNSTEADY, Construct
 from autopar.capture.explain import line_of, refusal
 from autopar.capture.foreign import foreign_state, kept, settings
 from autopar.capture.lines import Line, line_that_changes, quoted
@@ -76,7 +77,9 @@ class Steady:
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         with kept():
-            return self._compare(changes, drawn, selects) + [self._drawn_idly(name) for name in drawn]
+            notes = self._compare(changes, drawn, selects) + [self._drawn_idly(name) for name in drawn]
+            self._check_floats()
+            return notes
 
     def _compare(self, changes: list[Change], drawn: list[str], selects: bool) -> list[str]:
         second, error = self._second()
@@ -108,8 +111,17 @@ class Steady:
                 raise self._draws(name)
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
-    def _second(self) -> tuple[Calls, Exception | None]:
+    def _check_floats(self) -> None:
+        """Raise CaptureError where it matters what a draw is that the model makes a float of."""
+        for draws in numbers_drawn() if self.first.drawn else ():
+            self._start_anew()
+            calls, error = self._second(draws)
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise refusal(DRAWN_NUMBER, self.first.drawn[0])
+
+    def _second(self, draws: Callable[[], float] | None = None) -> tuple[Calls, Exception | None]:
         calls = Calls(self.first)
+        calls.draws = draws or calls.draws
         try:
             self.run(calls)
         except AutoparError:
