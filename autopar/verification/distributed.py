@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,7 +83,7 @@ class _Trial:
 
         return plain, Trained(plain.table, steps, again)
 
-    def judged_by_noise(self, rows: Sequence[Row], trained: Trained) -> Sequence[Row]:
+    def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere: on rank 0, but every
         rank must call this."""
         is_asked = dist.get_rank() == 0 and not all(row.ok for row in rows)
