@@ -59,6 +59,7 @@ class Lengths:
     def __init__(self, mesh: str, options: StepOptions) -> None:
         self.model, self.mesh, self.options = model(), parse_mesh(mesh), options
         self.decided: dict[Hashable, Decided] = {}
+        self.sequence: bool | None = None
 
     def seconds(self, length: int) -> dict[str, float]:
         """CPU seconds of each part for one more length."""
@@ -72,9 +73,10 @@ class Lengths:
         done("capture")
         Guards(self.model, loss, captured.ran)
         done("guards")
-        fixed = Fixed(uneven=bool(self.decided), decided=dict(self.decided))
+        fixed = Fixed(uneven=bool(self.decided), decided=dict(self.decided), sequence=self.sequence)
         compiled = lower(captured, self.mesh, self.options, fixed)
         self.decided.setdefault(*compiled.decided)
+        self.sequence = compiled.sequence if self.sequence is None else self.sequence
         done("passes")
         list(compiled.lines())
         done("text")
