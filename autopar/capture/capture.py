@@ -124,7 +124,7 @@ class _Capture:
                 check_collectives(traced, self.locator)
                 notes = self.notes + check_writes(traced, inputs, self.locator)
                 self._check_buffers(fakes)
-                run = lambda calls: self._again(fakes, calls)  # noqa: E731
+                run = partial(self._again, fakes)
                 standing = frozenset(name for entry, _ in entries for name in entry.names)
                 steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing, *self.selects)
                 notes += steady.check()
@@ -237,15 +237,16 @@ class _Capture:
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
-    def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:
-        """Forward and loss once more, on shapes alone; what the model prints is printed already."""
+    def _again(self, inputs: list[torch.Tensor], calls: Calls, is_watched: bool = True) -> None:
+        """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
+        looked for meanwhile, which another trace function does."""
         if self.reads is not None:
             self.reads.start()
         with self.fake, redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            with self.ran.watch():
+            with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
-            self.ran.is_whole = True
+            self.ran.is_whole |= is_watched
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -253,7 +254,7 @@ class _Capture:
             fault = buffer_fault(name, old[name], new)
             if fault is not None:
                 state = partial(self._form_of_buffer, name)
-                line = line_that_changes(lambda: self._again(inputs, Calls()), state)
+                line = line_that_changes(lambda: self._again(inputs, Calls(), is_watched=False), state)
                 raise refusal(fault, line)
 
     def _form_of_buffer(self, name: str) -> tuple[Any, ...]:

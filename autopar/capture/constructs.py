@@ -147,7 +147,7 @@ SEEDED = Construct(
 )
 
 DRAWN_NUMBER = Construct(
-    "a random number that is taken out of a tensor (.item())",
+    "a random number that is taken out of a tensor (.item(), float())",
     "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
     "torch.where(torch.rand(()) < p, a, b).",
 )

@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
-from autopar.capture.constructs import UNSTEADY, Construct
+from autopar.capture.coins import numbers_drawn
+from autopar.capture.constructs import DRAWN_NUMBER, UNSTEADY, Construct
 from autopar.capture.explain import SPECIALIZE, line_of, refusal
 from autopar.capture.foreign import foreign_state, kept, settings
 from autopar.capture.lines import Line, line_that_changes, quoted
@@ -41,13 +42,19 @@ _DRAWN = (
 )
 
 
+class Run(Protocol):
+    """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
+
+    def __call__(self, calls: Calls, is_watched: bool = True) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Two runs of a model, whose modules `find` gives by path. `run(calls)` runs forward and loss on shapes; `drawn` is
+    """Two runs of a model, whose modules `find` gives by path. `run(calls)` makes another one; `drawn` is
     the state of the generators of Python and numpy before the first run, whose calls are `first`."""
 
     find: Callable[[str], nn.Module]
-    run: Callable[[Calls], object]
+    run: Run
     first: Calls
     attributes: Attributes
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
@@ -69,7 +76,9 @@ class Steady:
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         with kept():
-            return self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            notes = self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            self._check_floats()
+            return notes
 
     def _compare(self, changes: list[Change], drawn: list[str]) -> list[str]:
         second, error = self._second()
@@ -101,8 +110,17 @@ class Steady:
                 raise self._draws(name)
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
-    def _second(self) -> tuple[Calls, Exception | None]:
+    def _check_floats(self) -> None:
+        """Raise CaptureError where it matters what a draw is that the model makes a float of."""
+        for draws in numbers_drawn() if self.first.drawn else ():
+            self._start_anew()
+            calls, error = self._second(draws)
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise refusal(DRAWN_NUMBER, self.first.drawn[0])
+
+    def _second(self, draws: Callable[[], float] | None = None) -> tuple[Calls, Exception | None]:
         calls = Calls(self.first)
+        calls.draws = draws or calls.draws
         try:
             self.run(calls)
         except AutoparError:
@@ -153,7 +171,7 @@ class Steady:
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()
-        return line_that_changes(lambda: self.run(Calls()), state)
+        return line_that_changes(lambda: self.run(Calls(), is_watched=False), state)
 
     def _line_of(self, change: Change) -> Line | None:
         """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""

@@ -275,8 +275,7 @@ def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
     """What a call wrote into: by torch's own count, which leaves out tensors of inference mode and lists of tensors."""
     pairs = zip(before.tensors, before.versions, strict=True)
     found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
-    name = getattr(function, "__name__", "")
-    if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
+    if writes_first(function):
         found.update((id(leaf), leaf) for leaf in _leaves(args[:1]) if isinstance(leaf, Tensor))
     return list(found.values())
 
@@ -294,6 +293,12 @@ def _by_form(
 def _of_form(function: Any, like: tuple[torch.Size, torch.dtype, torch.device], *args: Any, **kwargs: Any) -> Any:
     shape, dtype, device = like
     return function(torch.empty((), dtype=dtype, device=device).expand(shape), *args, **kwargs)
+
+
+def writes_first(function: Any) -> bool:
+    """True for a function that by its name writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_undecided(function: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
-from autopar.capture.casts import TO_WIDE, lifted, traced
+from autopar.capture.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.coins import COMPARISONS, Coins
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import SIZE, refusal, wants_data
@@ -47,7 +47,8 @@ class Raise(TorchFunctionMode):
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
-    all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
+    all floating-point casts in the model go to instead of their own, and tensors of the user's that have another (see
+    `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
@@ -107,6 +108,7 @@ class Raise(TorchFunctionMode):
             func, args, kwargs = traced(func, args, kwargs)
         if self.lift is not None:
             func, args, kwargs = lifted(func, args, kwargs, self.lift)
+            args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
         if self.locator and self.keeps_casts:
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
@@ -125,6 +127,8 @@ class Raise(TorchFunctionMode):
             number = self.coins.number(func, args)
             if number is not None:
                 return number
+            if self.coins.is_float(func, args):
+                return self.calls.draw(user_frame(sys._getframe(1)))
             if is_validation(func, sys._getframe(1)):
                 self.validated[place[1] if place else ""] = None
                 return True
