@@ -212,7 +212,7 @@ class _Capture:
             if kind in STEADY and not fake_like(tensor):
                 found[position] = tensor.to(self.device)  # the trace makes its own tensors there
                 continue
-            raise refusal(not_steady(kind, name), unknown.line)
+            raise refusal(not_steady(kind, name, unknown.function), unknown.line)
         return traced, found
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
