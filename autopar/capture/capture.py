@@ -20,9 +20,10 @@ from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.foreign import foreign_state
+from autopar.capture.forks import Forks, captured
 from autopar.capture.items import check_returned
 from autopar.capture.lines import line_that_changes
-from autopar.capture.location import Line, Locator
+from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import functional, normalise, without_seed
 from autopar.capture.outside import Outside, outside_fault
@@ -34,7 +35,7 @@ from autopar.capture.state import attributes, buffer_fault, form_of, once_each, 
 from autopar.capture.step import Step
 from autopar.capture.tracer import Traced, trace
 from autopar.capture.writes import check_collectives, check_writes
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output
 from autopar.torch_compat import (
     FakeTensor,
@@ -68,15 +69,11 @@ def capture(
     with "fp16" the gradients are those of the loss times an input of kind "scale". Raises CaptureError with the user's
     line where the model cannot be captured.
     """
-    sized: frozenset[Line | None] = frozenset()
-    while True:
-        reads = Reads(sized) if specialize else None
-        try:
-            return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision).run()
-        except CaptureError:
-            if reads is None or reads.selected <= sized:
-                raise
-            sized |= reads.selected  # what follows their rows in any number is at an end
+
+    def run(reads: Reads | None, forks: Forks) -> Captured:
+        return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks).run()
+
+    return captured(run, specialize)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -85,8 +82,9 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None, reads: Reads | None, precision: str | None,
+        lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
     ) -> None:  # fmt: skip
+        self.forks = forks
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
@@ -214,14 +212,14 @@ class _Capture:
             if kind in STEADY and not fake_like(tensor):
                 found[position] = tensor.to(self.device)  # the trace makes its own tensors there
                 continue
-            raise refusal(not_steady(kind, name), unknown.line)
+            raise refusal(not_steady(kind, name, unknown.function), unknown.line)
         return traced, found
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
-        if self.reads is not None:
-            self.reads.start()
+        mode.forks = self.forks
+        self._start()
         try:
             result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
         except (Unknown, UnknownPartner) as found:
@@ -237,13 +235,19 @@ class _Capture:
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
+    def _start(self) -> None:
+        """A run begins."""
+        self.forks.start()
+        if self.reads is not None:
+            self.reads.start()
+
     def _again(self, inputs: list[torch.Tensor], calls: Calls, is_watched: bool = True) -> None:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
-        if self.reads is not None:
-            self.reads.start()
+        self._start()
         with self.fake, redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
+            mode.forks = self.forks
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched

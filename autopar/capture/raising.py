@@ -21,6 +21,7 @@ from autopar.capture.coins import COMPARISONS, Coins
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
 from autopar.capture.explain import SIZE, refusal, wants_data
 from autopar.capture.folding import FOLDED, folded
+from autopar.capture.forks import Forks
 from autopar.capture.functions import Dropout
 from autopar.capture.items import Items
 from autopar.capture.location import Locator, is_user_code, user_frame
@@ -81,7 +82,7 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
-        self.items = Items()
+        self.items, self.forks = Items(), Forks()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins, self.coins = self.calls.origins, Coins()
@@ -138,6 +139,10 @@ class Raise(TorchFunctionMode):
             number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
             if number is not NotImplemented and (self.reads is None or not may_specialize):
                 return number
+            is_known = self.reads is not None and may_specialize
+            side = self.forks.take(line) if func is Tensor.__bool__ and not is_known else None
+            if side is not None:
+                return side
             if self.reads is not None:
                 return self.reads.take(func, args[0], line)
         if self.locator:

@@ -34,18 +34,22 @@ COUNT = "count"  # of what a function gives, in place of a function that reads
 STEADY = ("batch", "constant", "buffer")
 
 
-def not_steady(kind: str, name: str) -> Construct:
+def not_steady(kind: str, name: str, function: Any) -> Construct:
     """A read that nothing is known of: what it depends on changes with each step, or has no data."""
+    read = "a size that is read" if function is COUNT else "a value that is read"
     if kind in STEADY:
         return Construct(
-            f"a value that is read from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
+            f"{read} from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
             "Give an example batch on a real device with specialize=True.",
         )
     what = "random numbers" if kind == "seed" else f"parameter '{name}'"
-    return Construct(
-        f"a value that is read from a tensor and depends on {what}: each step has another",
-        "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b).",
-    )
+    instead = "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b)."
+    if function is COUNT:
+        instead = (
+            "Keep all rows, and leave those out that do not count: torch.where(mask, rows, x) in place of "
+            "x[mask] = rows, (x * mask).sum() / mask.sum() in place of x[mask].mean()."
+        )
+    return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
 
 
 _SIZE: tuple[str, Callable[[Tensor], Value]] = ("the size of what this gives", int)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
@@ -179,6 +180,30 @@ def test_as_many_rows_need_no_other_program() -> None:
     assert len(parallel.programs) == 1
 
 
+def _trained(rank: int, mesh: str) -> list[int]:
+    """Losses of batches with as many rows, and with others; how many programs there are after each."""
+    body, counts = BODIES["x[mask]"], []
+    parallel = autopar.parallelize(model(body).double(), mesh, specialize=True)
+    x, numbers, marks = batch()
+    for given in (marks, marks.roll(5), batch(3)[2], marks):
+        parallel.zero_grad()
+        loss = parallel.forward_backward(x.double(), numbers, given)
+        want, gradients = plain(body, (x, numbers, given))
+        torch.testing.assert_close(loss, want)
+        found = parallel.full_gradients()
+        for key, value in gradients.items() if rank == 0 else ():
+            torch.testing.assert_close(found[key], value)
+        counts.append(len(parallel.programs))
+    return counts
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_all_ranks_take_the_same_program(two: Ranks, mesh: str) -> None:
+    first, second = two.run(_trained, mesh, timeout=120)
+    assert first == second == [1, 1, 2, 2]
+
+
 # --- what must be refused
 
 
@@ -190,7 +215,7 @@ def test_a_size_that_depends_on_weights_is_refused() -> None:
     with pytest.raises(CaptureError) as without:
         autopar.compile(model(by_weights), "dp=2", batch=batch())
     assert "specialize" not in str(without.value) and "an index by a boolean mask" in str(without.value)
-    with pytest.raises(CaptureError, match=r"depends on parameter 'up\..*': each step has another"):
+    with pytest.raises(CaptureError, match=r"a size .* on parameter 'up\..*': each step has another\. Keep all rows"):
         autopar.compile(model(by_weights), "dp=2", batch=batch(), specialize=True)
 
 
