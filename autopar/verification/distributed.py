@@ -20,6 +20,7 @@ from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Values
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.reference import SCALE, Reference, short_of, values_of
+from autopar.verification.sums import wrong_sums
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
@@ -76,4 +77,5 @@ def _compare(
         table.rows(),
         None,
         plain.note,
+        wrong_sums(parallel.programs[-1].compiled),
     )
