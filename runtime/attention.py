@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -48,7 +49,7 @@ def attention_backward(
 def _flash_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     # An empty dim is a division by zero (SIGFPE) in the flash kernel of torch 2.13.
     sizes = (*q.shape, k.shape[2])
-    return q.device.type == "cpu" and q.is_floating_point() and k.shape[3] == v.shape[3] and 0 not in sizes
+    return host.on_host(q) and q.is_floating_point() and k.shape[3] == v.shape[3] and 0 not in sizes
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
 
 _PIECE_BYTES = 1 << 20
@@ -90,7 +91,10 @@ def _cross_entropy_backward(
             piece = torch.sub(rows[start:stop], shift[start:stop], out=result[start:stop])
         else:
             piece = torch.sub(rows[start:stop], shift[start:stop])
-        piece.exp_().mul_(scale[start:stop]).scatter_add_(-1, column[start:stop], one_hot[start:stop])
+        piece.exp_().mul_(scale[start:stop])
+        # No addition by place, which torch refuses on a GPU under deterministic algorithms: a row has one column.
+        place = column[start:stop]
+        piece.scatter_(-1, place, piece.gather(-1, place).add_(one_hot[start:stop]))
         if wide != x.dtype:
             result[start:stop] = piece
     return out
@@ -110,7 +114,7 @@ def _columns(index: torch.Tensor, size: int, offset: int) -> tuple[torch.Tensor,
 def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Row ranges that stay in cache; all rows at once off the CPU, where launches cost and caches do not help."""
     count = rows.shape[0]
-    step = max(1, _PIECE_BYTES // (rows.shape[1] * 4)) if rows.device.type == "cpu" else count
+    step = max(1, _PIECE_BYTES // (rows.shape[1] * 4)) if host.on_host(rows) else count
     for start in range(0, count, step):
         yield start, min(start + step, count)
 
