@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Asked:
     compile: str | None = None
     check_replicas: int | None = CHECK_EVERY
     lift: torch.dtype | None = None
+    weights: str | Path | None = None
 
     def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
         """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
