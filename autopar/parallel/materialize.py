@@ -126,7 +126,8 @@ class _Filling:
             (entry, tensor) for entry, tensor in state_of(self.model).entries if inside.intersection(entry.names)
         ]
         split = [(entry, tensor) for entry, tensor in entries if isinstance(tensor, ParameterTensor)]
-        whole = [nn.Parameter(tensor.detach().full_tensor(), tensor.requires_grad) for _, tensor in split]
+        with torch.no_grad():
+            whole = [nn.Parameter(tensor.full_tensor(), tensor.requires_grad) for _, tensor in split]
         for (entry, _), value in zip(split, whole, strict=True):
             self._put(entry, value)
         yield

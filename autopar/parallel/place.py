@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import AutoparError, RankError
-from autopar.ir.layout import Layout, combine, local_shape, padded_shape, replicated
+from autopar.ir.layout import Layout, combine_grid, local_shape, padded_shape, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, padded_part, with_padding, without_padding
 from autopar.runtime.distributed import all_gather_flat
@@ -243,7 +243,7 @@ class Place:
         if not any(rest) and first == tuple(axes):
             return grid.view(-1).view(like.dtype).reshape(-1, *like.shape[1:]) if axes else _from_bytes(grid[0], like)
         split = Mesh(tuple((axis, self.mesh[axis]) for axis in axes))
-        return combine([_from_bytes(row, like) for row in grid.unbind(0)], self.layout, split)
+        return combine_grid(grid.view(-1).view(like.dtype).reshape(len(grid), *like.shape), self.layout, split)
 
     def ranks_that_count(self, shape: torch.Size) -> list[int]:
         """The ranks whose parts together are the whole, each element once; those with elements only."""

@@ -115,8 +115,17 @@ def test_no_more_than_one_parameter_is_ever_whole(eight: int, mesh: str, source:
         at_once = tracker.peak_bytes()
         model.prepare(BATCH)
     assert at_once <= 1.05 * (whole / 8 + largest * 9 / 8)
-    print(mesh, source, whole, largest, held(model), at_once, tracker.peak_bytes())
     assert tracker.peak_bytes() <= 1.05 * (max(held(model), whole / 8) + largest * 9 / 8)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4"])
+def test_a_size_that_no_axis_divides_costs_one_more_copy_of_that_parameter(eight: int, mesh: str) -> None:
+    plain = on_meta(lambda: Stack(odd=1))
+    whole, largest = sizes(plain)
+    with Real() as tracker:
+        model = autopar.parallelize(plain, mesh, loss_fn=loss_fn, zero=3)
+        model.prepare(BATCH)
+    assert tracker.peak_bytes() <= 1.05 * (max(held(model), whole / 8) + largest * 17 / 8)
 
 
 def save(model: nn.Module, folder: Path) -> None:
