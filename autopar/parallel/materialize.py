@@ -37,8 +37,11 @@ def materialize(
     Modules reset bottom-up, so that an outer module may have the last word; one that also holds real tensors resets
     only if it owns a meta tensor itself. Tied tensors stay tied; all ranks draw the numbers of one device. Raises
     CaptureError naming the tensors that nothing fills. Every rank must call it.
+
+    What is on the meta device on rank 0 counts, as its values do: what it has is sent to ranks that have none.
     """
     filled = _Filling(model, where, device, seed, weights)
+    filled.take_from_first()
     made = agreement.together("model", filled.run)
     if made and weights is None:
         _check_filled(made, device)
@@ -52,13 +55,23 @@ class _Filling:
     ) -> None:
         self.model, self.where, self.device, self.seed, self.weights = model, where, device, seed, weights
         self.world: World = where.world.alike()
+        self.entries: Made = list(state_of(model).entries)
+        self.missing = {entry.name for entry, tensor in self.entries if tensor.device.type == "meta"}
+
+    def take_from_first(self) -> None:
+        """Take from rank 0 which parameters and buffers have no values. (What is neither, each rank keeps alone.)"""
+        names = [entry.name for entry, _ in self.entries if entry.kind != "constant"]
+        if dist.get_world_size() > 1 and names:
+            found = torch.tensor([name in self.missing for name in names], dtype=torch.uint8, device=self.device)
+            dist.broadcast(found, src=0)
+            theirs = {name for name, is_missing in zip(names, found.tolist(), strict=True) if is_missing}
+            self.missing = self.missing.difference(names) | theirs
 
     def run(self, phase: Phase) -> Made:
         """The tensors with values, in the model already. Moves data between ranks only where a module's
         `reset_parameters()` reads whole values."""
-        entries = [(entry, tensor) for entry, tensor in state_of(self.model).entries if tensor.device.type == "meta"]
-        source = "reset_parameters" if self.weights is None else "files"
-        phase.texts["source of values"] = [source, *(f"{entry.name} on the meta device" for entry, _ in entries)]
+        entries = [pair for pair in self.entries if pair[0].name in self.missing]
+        phase.texts["source of values"] = ["reset_parameters" if self.weights is None else "weights"]
         if self.weights is not None:
             return self._read(entries, Weights.open(self.weights))
         made = [(entry, self._put(entry, self._empty(entry, tensor))) for entry, tensor in entries]

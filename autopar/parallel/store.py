@@ -61,7 +61,8 @@ class ParameterStore:
             if isinstance(tensor, ParameterTensor):
                 part = self.distributor.made_alike(local_of(tensor), tensor.place.layout, tensor.shape)
                 return nn.Parameter(part, requires_grad=tensor.requires_grad)
-            value = tensor.detach().to(self.device)
+            is_missing = tensor.device.type == "meta"  # and rank 0 has it
+            value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
             if dist.get_world_size() > 1:
                 value = value.contiguous()
                 dist.broadcast(on_wire(value), src=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,6 +186,22 @@ def _reset(rank: int, mesh: str) -> None:
     for make in (Stack, Odd):
         made = autopar.parallelize(on_meta(make), mesh, seed=7, loss_fn=loss_fn)
         equal(rank, made.full_state_dict(), by_hand(make, 7))
+
+
+def _unlike(rank: int, on_first: bool) -> None:
+    torch.manual_seed(3)
+    plain = Stack(layers=1)
+    expected = by_hand(lambda: Stack(layers=1), 7) if on_first else copy.deepcopy(plain.state_dict())
+    given = on_meta(lambda: Stack(layers=1)) if (rank == 0) == on_first else plain
+    made = autopar.parallelize(given, "dp=2,tp=2", seed=7, loss_fn=loss_fn)
+    equal(rank, made.full_state_dict(), expected)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("on_first", [False, True])
+def test_what_the_first_rank_has_counts(four: Ranks, on_first: bool) -> None:
+    """One rank loads a model, and the others have it on the meta device; or the other way round."""
+    four.run(_unlike, on_first)
 
 
 def _read(rank: int, mesh: str, folder: str) -> None:
