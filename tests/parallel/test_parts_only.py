@@ -119,6 +119,18 @@ def test_no_more_than_one_parameter_is_ever_whole(eight: int, mesh: str, source:
     assert tracker.peak_bytes() <= 1.05 * (max(held(model), whole / 8) + largest * 9 / 8)
 
 
+def test_what_the_user_had_is_given_up_one_by_one(eight: int) -> None:
+    """A model in this process's memory and its parts are never there together."""
+    plain = Stack()
+    whole, largest = sizes(plain)
+    with Real() as tracker:
+        for parameter in plain.parameters():
+            tracker.add(parameter.detach(), "given")
+        model = autopar.parallelize(plain, "dp=8", loss_fn=loss_fn, zero=3)
+        assert tracker.total <= 1.05 * held(model)
+    assert tracker.peak_bytes() <= 1.05 * (whole + largest / 8)
+
+
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4"])
 def test_a_size_that_no_axis_divides_costs_one_more_copy_of_that_parameter(eight: int, mesh: str) -> None:
     plain = on_meta(lambda: Stack(odd=1))
