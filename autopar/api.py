@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
@@ -33,6 +34,7 @@ class Options(StepKeywords, total=False):
     device: str | torch.device | None
     compile: Compiler | None
     check_replicas: int | None
+    weights: str | Path | None
 
 
 @overload
@@ -51,6 +53,7 @@ def parallelize(
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
     check_replicas: int | None = CHECK_EVERY,
+    weights: str | Path | None = None,
     **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -67,6 +70,8 @@ def parallelize(
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
+    weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
+      meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
 
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
 
@@ -75,7 +80,7 @@ def parallelize(
     """
     asked = functools.partial(
         Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device, compile=compile,
-        check_replicas=check_replicas,
+        check_replicas=check_replicas, weights=weights,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

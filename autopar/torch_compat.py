@@ -36,6 +36,7 @@
 - `torch._ops.OpOverload`: the type of the targets of a traced graph; it has no public name.
 - `OpOverload._schema`: what an op writes and what its results show; torch itself reads it there, and has no other way.
 - `torch._C.DispatchKey.CompositeImplicitAutograd`: whether torch puts an op together from others.
+- `torch._assert_async`: a check that the device makes, which nobody waits for; no public function does.
 - `torch._grouped_mm`: what the public `F.grouped_mm` calls; it alone is seen by a torch function mode.
 - `torch._inductor.compile_fx.compile_fx`, `compile_fx_inner`: Inductor on a graph that is traced already.
   `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
@@ -83,6 +84,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "TreeSpec",
+    "assert_async",
     "backward",
     "change_in_place",
     "compile_with_inductor",
@@ -115,6 +117,8 @@ __all__ = [
 ]
 
 GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
+# Of a tensor of one bool, with a message. A GPU asserts it when its stream comes there; the CPU raises at once.
+assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 

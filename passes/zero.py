@@ -133,10 +133,14 @@ class _Zero:
         return self.build.copy(node, like=found.with_(types=(type_,), layouts=(layout,), operands=operands))
 
     def _is_late(self, node: fx.Node) -> bool:
-        """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves."""
+        """True for the cast of a sum in a short float, by which a gradient of a split parameter leaves. A cast that is
+        itself partial stands before its sum, which is then taken in the dtype that it casts to."""
         if node.target is not CAST or len(node.users) != 1 or len(self.leaving.get(node, ())) != 1:
             return False
-        return any(axis == self.axis for axis, _ in record(node.all_input_nodes[0]).layout.partial)
+        return self._is_partial(node.all_input_nodes[0]) and not self._is_partial(node)
+
+    def _is_partial(self, node: fx.Node) -> bool:
+        return any(axis == self.axis for axis, _ in record(node).layout.partial)
 
     def _scatter_first(self, node: fx.Node) -> fx.Node:
         """So that the sum is scattered, and this rank's part is cast."""

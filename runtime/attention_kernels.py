@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.runtime import attention_fused as fused
+from autopar.runtime import host
 from autopar.runtime.attention_plain import plain, plain_backward
 
 Mask = torch.Tensor | None
@@ -19,13 +20,17 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 class Device(NamedTuple):
-    """What is there to compute with. capability: of an NVIDIA GPU, (8, 0) is Ampere. off: the kernels that the user
-    switched off by `torch.backends.cuda.enable_flash_sdp(False)` and `enable_mem_efficient_sdp(False)`."""
+    """What is there to compute with.
+
+    capability: of an NVIDIA GPU, (8, 0) is Ampere. off: the kernels that the user switched off by
+    `torch.backends.cuda.enable_flash_sdp(False)` and `enable_mem_efficient_sdp(False)`. is_host: the CPU's kernels.
+    """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     is_hip: bool = False
     off: frozenset[str] = frozenset()
+    is_host: bool = False
 
 
 class Call(NamedTuple):
@@ -107,7 +112,7 @@ def _is_aligned(x: torch.Tensor, grain: int) -> bool:
 
 def _cpu_flash_takes(call: Call) -> bool:
     # An empty dim is a division by zero (SIGFPE) in this kernel of torch 2.13.
-    return call.device.type == "cpu" and call.dtype.is_floating_point and not call.empty
+    return call.device.is_host and call.dtype.is_floating_point and not call.empty
 
 
 def _cuda_flash_takes(call: Call) -> bool:
@@ -161,8 +166,8 @@ def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causa
 
 
 def _device(device: torch.device) -> Device:
-    if device.type not in ("cuda", "meta"):
-        return Device(device.type)
+    if host.on_host(device) or device.type not in ("cuda", "meta"):
+        return Device(device.type, is_host=host.on_host(device))
     kernels = torch.backends.cuda
     switches = {"flash": kernels.flash_sdp_enabled(), "efficient": kernels.mem_efficient_sdp_enabled()}
     off = frozenset(name for name, is_on in switches.items() if not is_on)

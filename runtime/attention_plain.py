@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.runtime import host
+
 Mask = torch.Tensor | None
 _BLOCK_BYTES_CPU, _BLOCK_BYTES = 1 << 24, 1 << 28  # of the scores of a block
 
@@ -55,7 +57,7 @@ def plain_backward(
 def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, block_bytes: int | None) -> Iterator[tuple[slice, slice]]:
     """(queries, the keys that they may see) of each block."""
     (b, h, s, _), t = q.shape, k.shape[2]
-    most = block_bytes or (_BLOCK_BYTES_CPU if q.device.type == "cpu" else _BLOCK_BYTES)
+    most = block_bytes or (_BLOCK_BYTES_CPU if host.on_host(q) else _BLOCK_BYTES)
     step = max(1, most // max(1, b * h * t * _wide(q.dtype).itemsize))
     for start in range(0, s, step):
         stop = min(start + step, s)

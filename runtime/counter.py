@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.runtime import host
+
 PIECE = 1 << 17  # elements: with less, PyTorch's cost per call outweighs the nearer cache (measured)
 _GRAIN = 1 << 15  # elements: with fewer, PyTorch computes on one thread
 M1, M2, M3 = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B1
@@ -76,7 +78,7 @@ class Counters:
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns that stay in cache; all at once off the CPU."""
         count, width = self.runs.count, self.runs.width
-        if self.starts.device.type != "cpu" or count * width <= PIECE:
+        if not host.on_host(self.starts) or count * width <= PIECE:
             yield slice(0, count), slice(0, width)
             return
         height, length = PIECE // width or 1, min(width, PIECE)
@@ -88,7 +90,7 @@ class Counters:
         """int32 [rows, columns]: 32 random bits for each element, in memory of their own."""
         count = (rows.stop - rows.start) * (columns.stop - columns.start)
         alone = torch.get_num_threads() == 1 or count <= _GRAIN
-        if self.starts.device.type == "cpu" and not self.runs.wide and alone:
+        if host.on_host(self.starts) and not self.runs.wide and alone:
             return self._bits_of_numpy(keys, rows, columns)
         return self._bits_of_torch(keys, rows, columns)
 
@@ -158,7 +160,7 @@ def _word(key: Any, device: torch.device) -> torch.Tensor:
 
 def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:
     """Two 32-bit keys: numbers on CPU; elsewhere tensors, because reading them would wait for the device."""
-    if seed.device.type == "cpu":
+    if host.on_host(seed):
         return _keys((*seed.tolist(), *numbers))
     return _keys((*seed.unbind(), *numbers))
 

@@ -30,7 +30,7 @@ from autopar.runtime.recorder import Recorder
 from autopar.runtime.wire import on_wire
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_reduced = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -177,7 +177,7 @@ def _reduce(move: Move, group: Group, later: bool) -> Started:
 def _gather(move: Move, group: Group, later: bool) -> Started:
     x = move.x.contiguous()
     out = x.new_empty((group.size, *x.shape))
-    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=later)  # Gloo wants them flat
+    work = all_gather_flat(_flat(out), _flat(x), group=group.handle, async_op=later)  # Gloo wants them flat
     return work, lambda sent=x: group.from_stored(out)  # type: ignore[misc]  # what is sent lives as long
 
 

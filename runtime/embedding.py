@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
 
 
@@ -73,7 +74,7 @@ def _sums(grad: torch.Tensor, flat: torch.Tensor, rows: int, padding: int, offse
 
 def _all_inside(row: torch.Tensor, rows: int) -> bool:
     """True if known that no index is outside. Off the CPU the question would wait for the device: say no."""
-    if row.device.type != "cpu":
+    if not host.on_host(row):
         return False
     low, high = torch.aminmax(row)
     return low.item() >= 0 and high.item() < rows

@@ -103,7 +103,7 @@ def _steps(code: Code, items: list[Any], observe: Observe | None) -> Steps:
         return (yield from code.function(items, observe))
     except BatchError as error:  # a kernel found a value that does not fit; it cannot know where it stands
         node = _failed_node(error, code)
-        raise BatchError(f"{error}\n  In {describe(node)}" if node is not None else str(error)) from None
+        raise BatchError(f"{error}\n  In {describe_read(node)}" if node is not None else str(error)) from None
     except AutoparError:
         raise
     except Exception as error:
@@ -121,6 +121,14 @@ def describe(node: fx.Node) -> str:
     known = record(node)
     place = "  ".join(part for part in (known.module, known.source) if part)
     return f"{text}  (made by {known.made_by})" + (f"  # {place}" if place else "")
+
+
+def describe_read(node: fx.Node) -> str:
+    """The same, and the input whose values a node reads: itself, cast, cut or seen otherwise."""
+    source = node
+    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
+        (source,) = source.all_input_nodes
+    return describe(node) + (f", of %{source.name}" if source is not node and source.op == "placeholder" else "")
 
 
 def target_name(node: fx.Node) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
 from autopar.torch_compat import GROUPED_MM
 
@@ -26,7 +27,7 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: 
     """x [s,k], w [g,k,n], index [s] -> [s,n]"""
     groups, _, columns = w.shape
     own = _own(index, groups, offset)
-    if not is_grouped(x, columns) and reads_freely(x):
+    if not is_grouped(x, columns) and host.on_host(x):
         return _loop(x, w, own)
     found = _Grouped.of(own, groups, _grain(x, columns, groups))
     rows = found.spread(x)
@@ -43,7 +44,7 @@ def expert_mm_backward(
 ) -> torch.Tensor:
     """x [s,k], grad [s,n], index [s] -> [groups,k,n]"""
     own = _own(index, groups, offset)
-    if not is_grouped(x, grad.shape[1]) and reads_freely(x):
+    if not is_grouped(x, grad.shape[1]) and host.on_host(x):
         return _loop_backward(x, grad, own, groups)
     found = _Grouped.of(own, groups, _grain(x, grad.shape[1], groups))
     rows, grads = found.spread(x), found.spread(grad)
@@ -60,11 +61,6 @@ def is_grouped(x: torch.Tensor, columns: int) -> bool:
         return False
     # On older devices, and on small ones, torch has a loop that reads the offsets.
     return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-
-
-def reads_freely(x: torch.Tensor) -> bool:
-    """Whether a number on a tensor's device is read without waiting."""
-    return x.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,26 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import BatchError
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
+from autopar.torch_compat import assert_async
 
 
 def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
     """The index itself. Raises BatchError if a value is neither in 0..size-1 nor `ignored`.
 
-    Off the CPU the question would wait for the device at every step: nothing is checked there.
+    Off the CPU an answer would wait for the device at every step: the device itself asserts it, as torch's own lookups
+    do, and whatever is read next raises its error.
     """
-    if index.device.type != "cpu" or index.numel() == 0:
+    if index.numel() == 0:
+        return index
+    if not host.on_host(index):
+        assert_async(_inside(index, size, ignored).all(), f"an index is out of range: the table has {size} entries")
         return index
     low, high = (int(bound) for bound in torch.aminmax(index))
     if low >= 0 and high < size:
         return index
-    outside = (index < 0) | (index >= size)
-    if ignored is not None:
-        outside &= index != ignored
+    outside = ~_inside(index, size, ignored)
     if not outside.any():
         return index
     value = int(index[outside].flatten()[0])
@@ -32,6 +36,11 @@ def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.
         f"index {value} is out of range: the table has {size} entries, so an index is 0 to {size - 1}{also}. "
         f"Correct the token ids or labels, or enlarge the table."
     )
+
+
+def _inside(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    inside = (index >= 0) & (index < size)
+    return inside if ignored is None else inside | (index == ignored)
 
 
 # Opaque to a compiler: it is an error and no value. `runtime/decompositions.py` says where it stands.

@@ -26,7 +26,7 @@ from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import Program
 from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
-from autopar.runtime.executor import Outputs, describe, schema_arguments
+from autopar.runtime.executor import Outputs, describe_read, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
@@ -132,7 +132,7 @@ class _RankTrace(fx.Interpreter):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if creates(n.target):
                 kwargs = {**kwargs, "device": self._device}
-            return decomposed(n.target, describe(n))(*args, **kwargs)
+            return decomposed(n.target, describe_read(n))(*args, **kwargs)
         return super().run_node(n)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Instruction
+from autopar.runtime import host
 from autopar.runtime.groups import Group
 from autopar.runtime.pipeline import Send
 from autopar.runtime.wire import on_wire
@@ -58,7 +59,7 @@ class Peers:
 
     @property
     def in_order(self) -> bool:
-        return self.device.type != "cpu"
+        return not host.on_host(self.device)
 
     def send(self, message: Send) -> None:
         """Nobody waits in a circle even if every send blocks (`with_transfers`): so old ones may be waited for."""

@@ -28,14 +28,16 @@ def dropout(
     source, out: contiguous, may be the same. seed: int64 [2].
     """
     arguments, tiles, grid = _launch(runs)
-    _dropout[grid](source, out, seed, key, 2 * threshold, scale, *arguments, **tiles)
+    with torch.cuda.device_of(out):  # a launch of Triton's goes to the current device
+        _dropout[grid](source, out, seed, key, 2 * threshold, scale, *arguments, **tiles)
 
 
 def bits(seed: torch.Tensor, key: int, stream: int, runs: Runs) -> torch.Tensor:
     """int32 [count, width]: 32 random bits for each element, of one of the streams of a key."""
     out = torch.empty(runs.count, runs.width, dtype=torch.int32, device=seed.device)
     arguments, tiles, grid = _launch(runs)
-    _bits[grid](out, seed, key, stream, *arguments, **tiles)
+    with torch.cuda.device_of(out):
+        _bits[grid](out, seed, key, stream, *arguments, **tiles)
     return out
 
 

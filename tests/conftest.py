@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ for folder in (
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from processes import Ranks, ranks_of  # noqa: E402  # it lies in one of these folders
+from off_host import off_host  # noqa: E402  # these lie in one of the folders
+from processes import Ranks, ranks_of  # noqa: E402
 
 # pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
 # all tensors that a capture meets, each with its stack.
@@ -34,6 +36,13 @@ def _repeatable() -> None:
     """Each test starts from one seed, on one thread: the models are small and the cores few."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["host", "device"])
+def each_side(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once as on the CPU, and once with the branches that a GPU takes."""
+    with off_host() if request.param == "device" else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -155,7 +155,13 @@ def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tens
 
     Replicas are taken from the ranks with coordinate 0; `replica_error` says whether they agree.
     """
-    grid = torch.stack(parts).reshape((*mesh.shape, *parts[0].shape))
+    return combine_grid(torch.stack(parts), layout, mesh)
+
+
+def combine_grid(parts: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """As `combine`, of the parts in one tensor, a rank a row."""
+    local = parts.shape[1:]
+    grid = parts.reshape((*mesh.shape, *local))
     names = list(mesh.names)
     for axis, kind in layout.partial:
         grid = reduce_dim(grid, names.index(axis), kind)
@@ -166,7 +172,6 @@ def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tens
     # grid dims: the splitting axes, then the local dims. Put each axis where its factor stands.
     order: list[int] = []
     shape: list[int] = []
-    local = parts[0].shape
     grid_shape = list(grid.shape[: len(names)])
     for size, factors in zip(local, layout.dims, strict=True):
         integers = [f for f in factors if isinstance(f, int)]

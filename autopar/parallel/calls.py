@@ -34,15 +34,16 @@ class Call:
         given: dict[int, Any] = {}
         made: dict[int, Any] = {}
 
-        def ours(value: Any) -> Any:
-            if isinstance(value, DTensor):
-                if id(value) not in made:
-                    made[id(value)] = value if isinstance(value, PlacedTensor) else placed(value, first)
-                    given[id(made[id(value)])] = value
-                return made[id(value)]
-            return type(value)(map(ours, value)) if type(value) in (list, tuple) else value
+        def ours(value: torch.Tensor) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            if id(value) not in made:
+                made[id(value)] = value if isinstance(value, PlacedTensor) else placed(value, first)
+                given[id(made[id(value)])] = value
+            return made[id(value)]
 
-        return Call(func, op, ours(tuple(args)), {name: ours(value) for name, value in kwargs.items()}, first, given)
+        options = {name: _each(value, ours) for name, value in kwargs.items()}
+        return Call(func, op, _each(tuple(args), ours), options, first, given)
 
     @property
     def world(self) -> World:
@@ -67,14 +68,12 @@ class Call:
         """The arguments with other tensors, each changed once."""
         memo: dict[int, Any] = {}
 
-        def one(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if id(value) not in memo:
-                    memo[id(value)] = change(value)
-                return memo[id(value)]
-            return type(value)(map(one, value)) if type(value) in (list, tuple) else value
+        def once(value: torch.Tensor) -> Any:
+            if id(value) not in memo:
+                memo[id(value)] = change(value)
+            return memo[id(value)]
 
-        return tuple(map(one, self.args)), {name: one(value) for name, value in self.kwargs.items()}
+        return _each(self.args, once), {name: _each(value, once) for name, value in self.kwargs.items()}
 
     def agree(self) -> None:
         """Check that plain operands are the same on every rank."""
@@ -121,15 +120,13 @@ class Call:
             if isinstance(tensor, PlacedTensor) and self.whole(tensor).shape != shape:
                 raise self._other_shape(shape)
 
-        def result(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                known = before.get(id(value))
-                if known is not None and (self.op.writes or known is value):
-                    return self.given.get(id(known), known)
-                return self.wrap_whole(value)
-            return type(value)(map(result, value)) if type(value) in (list, tuple) else value
+        def result(value: torch.Tensor) -> Any:
+            known = before.get(id(value))
+            if known is not None and (self.op.writes or known is value):
+                return self.given.get(id(known), known)
+            return self.wrap_whole(value)
 
-        return result(out)
+        return _each(out, result)
 
     def _other_shape(self, shape: torch.Size) -> AutoparError:
         return AutoparError(f"'{self.name}' would change the shape of a tensor of a parallel model, {shape}.")
@@ -156,6 +153,14 @@ class Call:
             assert out.shape == local_of(like).shape, (self.name, out.shape, like.shape)
             return like.around(out, like.place, like.shape)
         return type(out)(self.wrap_parts(item, like) for item in out) if isinstance(out, (list, tuple)) else out
+
+
+def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A value with other tensors, in its lists and tuples too. (No closure that calls itself: it would be a circle, and
+    keep whole values until Python looks for those.)"""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)(_each(item, change) for item in value) if type(value) in (list, tuple) else value
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.capture.containers import Parts
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.intents import INTENTS
+from autopar.runtime import host
 from autopar.torch_compat import FakeTensor
 
 SAMPLE = 1 << 14  # elements of a tensor that each step reads
@@ -76,7 +77,7 @@ class Digests:
         known = self._factors.get(device)
         if known is None or len(known) < len(words):
             factors = _odd_numbers(max(len(words), SAMPLE))
-            known = factors if device.type == "cpu" else torch.from_numpy(factors).to(device)
+            known = factors if host.on_host(device) else torch.from_numpy(factors).to(device)
             self._factors[device] = known
         mixed = words >> 32  # of a float that is a round number only high bits differ: bring them down
         mixed *= _FOLD
@@ -110,7 +111,7 @@ def _chunks(tensor: torch.Tensor, call: int | None) -> Iterator[Any]:
     raw: Any = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
-    if raw.device.type == "cpu":
+    if host.on_host(raw):
         raw = raw.numpy()
     whole = len(raw) // 8 * 8
     words = raw[:whole].view(np.int64 if isinstance(raw, np.ndarray) else torch.int64)

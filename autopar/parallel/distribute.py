@@ -15,8 +15,11 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, with_padding, without_padding
 from autopar.parallel.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.place import World
+from autopar.passes.zero import stored_layout
 from autopar.runtime.wire import on_wire
 from autopar.torch_compat import local_of, swap_in_place
+
+SMALL = 1 << 16  # elements: a parameter with fewer waits whole, for a collective would cost more than its memory
 
 
 class Distributor:
@@ -35,6 +38,33 @@ class Distributor:
         place = self.world.place(layout, owner)
         part = tensor.detach().contiguous() if place.is_replicated else place.part(tensor.detach())
         return parameter_tensor(part, place, tensor.shape)
+
+    def waiting(self, shape: torch.Size, least: int = SMALL) -> Layout:
+        """How a parameter of `shape` lies until the first program decides its layout: split over all axes.
+
+        Rows in the order of the ranks, if they can be: what is gathered is then the whole value, without a copy.
+        """
+        mesh, axes = self.mesh, tuple(axis for axis, size in self.mesh.axes if size > 1)
+        found = replicated(len(shape))
+        if shape.numel() < max(least, mesh.size) or not axes:
+            return found
+        dim = next((dim for dim, size in enumerate(shape) if size % mesh.size == 0), None)
+        if dim is None and len(axes) == 1:
+            dim = max(range(len(shape)), key=lambda dim: (shape[dim] >= mesh.size, -dim))
+        if dim is not None:
+            return Layout((*found.dims[:dim], axes, *found.dims[dim + 1 :]))
+        for axis in sorted(axes, key=lambda axis: -mesh[axis]):
+            found = stored_layout(tuple(shape), found, mesh, axis) or found
+        return found
+
+    def made_alike(self, part: torch.Tensor, layout: Layout, shape: torch.Size) -> ParameterTensor:
+        """As `split`, of a part that every rank made itself from one seed. Ranks that hold the same part take it from
+        one of them: machines may differ in the last digit. Every rank must call this."""
+        for axis, size in self.mesh.axes:
+            if size > 1 and axis not in layout.axes:
+                source = self.mesh.rank({**self.coord, axis: 0})
+                dist.broadcast(on_wire(part), src=source, group=self.device_mesh.get_group(axis))
+        return parameter_tensor(part, self.world.place(layout), shape)
 
     def parameter(self, tensor: torch.Tensor, layout: Layout, owner: int | None = None) -> nn.Parameter:
         """As `split`, as a parameter that requires a gradient if `tensor` does."""

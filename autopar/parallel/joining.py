@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.devices import compute_on, device_of_rank
 from autopar.parallel.execution import check_compiler
 from autopar.parallel.gradients import check_plain
 from autopar.parallel.replicas import every_of
@@ -41,6 +43,7 @@ class Asked:
     compile: str | None = None
     check_replicas: int | None = CHECK_EVERY
     lift: torch.dtype | None = None
+    weights: str | Path | None = None
 
     def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
         """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
@@ -82,13 +85,12 @@ def join(asked: Asked) -> Agreed:
     """
     settings = Settings.read()
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
-    place = _device(asked.device, settings)
+    place = device_of_rank(asked.device, settings)
     if world == 1:  # before a group is made for it
         mesh_of(asked.mesh, world)
         options_of(**asked.step)
+    compute_on(place)
     if not dist.is_initialized():
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
         backend = "nccl" if place.type == "cuda" else "gloo"
         if settings.world_size is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -99,13 +101,3 @@ def join(asked: Asked) -> Agreed:
     if isinstance(asked.mesh, DeviceMesh):
         return Agreed(agreement, mesh, asked.mesh, options)
     return Agreed(agreement, mesh, init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names), options)
-
-
-def _device(device: str | torch.device | None, settings: Settings) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    backend = dist.get_backend() if dist.is_initialized() else None
-    local = settings.local_rank or 0
-    if backend != "gloo" and torch.cuda.is_available() and local < torch.cuda.device_count():
-        return torch.device("cuda", local)
-    return torch.device("cpu")

@@ -18,6 +18,7 @@ from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners
 from autopar.parallel.session import Session
+from autopar.runtime import host
 from autopar.runtime.groups import Group, connect, make_groups
 from autopar.runtime.inputs import slots_of
 
@@ -65,10 +66,10 @@ class Maker:
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
         where, device = self._store.distributor, self._settings.device
-        twice = (compiled.plan.zero_axis, PIPELINE) if device.type != "cpu" else ()
+        twice = (compiled.plan.zero_axis, PIPELINE) if not host.on_host(device) else ()
         made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
         self._groups.update(made)
-        if device.type != "cpu":
+        if not host.on_host(device):
             with lost_peers("connecting"):
                 connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import AutoparError, RankError
-from autopar.ir.layout import Layout, combine, local_shape, padded_shape, replicated
+from autopar.ir.layout import Layout, combine_grid, local_shape, padded_shape, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, padded_part, with_padding, without_padding
+from autopar.runtime.distributed import all_gather_flat
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
 
 
@@ -34,6 +35,7 @@ class World:
     stages: tuple[DeviceMesh, ...]
     coord: Mapping[str, int]
     announce: Callable[[str], None]
+    seeded: bool = False  # the generators of all ranks stand alike, and so does what ranks compute of them
     _places: dict[tuple[Layout, int | None], Place] = field(default_factory=dict)
 
     @staticmethod
@@ -42,6 +44,10 @@ class World:
         coord = mesh.coord(dist.get_rank())
         stages = _meshes_of_stages(mesh, device_mesh, coord[PIPELINE]) if PIPELINE in mesh else ()
         return World(mesh, device_mesh, stages, coord, announce)
+
+    def alike(self) -> World:
+        """The same while all ranks run one initialisation from one seed: what is plain or drawn is taken as equal."""
+        return replace(self, seeded=True, _places={})
 
     @property
     def inner(self) -> Mesh:
@@ -85,7 +91,7 @@ class World:
 
     def agree(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Raise RankError on every rank if plain tensors that are mixed with distributed ones differ between ranks."""
-        if self.mesh.size == 1 or not tensors:
+        if self.mesh.size == 1 or self.seeded or not tensors:
             return
         digests = [_digest(tensor) for tensor in tensors]
         self.talk(what)
@@ -206,24 +212,38 @@ class Place:
         value = part.detach().to(world.device)
         if self.is_here:
             value = with_padding(value, tuple(shape), self.layout, self.mesh)
-            grid = _as_bytes(value) if axes else _as_bytes(value).clone()  # what leaves is memory of its own
-            for axis in reversed(axes):
-                parts = grid.new_empty((self.mesh[axis], *grid.shape))
-                dist.all_gather(list(parts.unbind(0)), grid.contiguous(), group=world.device_mesh.get_group(axis))
-                grid = parts
-            grid = grid.reshape(-1, grid.shape[-1])
+            grid = self._grid(_as_bytes(value), axes)
         else:
             count = math.prod(self.mesh[axis] for axis in axes)
             grid = torch.empty((count, math.prod(padded) * part.element_size()), dtype=torch.uint8, device=world.device)
         if self.owner is not None and world.mesh[PIPELINE] > 1:
             source = world.mesh.rank({**world.coord, PIPELINE: self.owner})
             dist.broadcast(grid, src=source, group=world.device_mesh.get_group(PIPELINE))
-        like = value.new_empty(padded)
-        split = Mesh(tuple((axis, self.mesh[axis]) for axis in axes))
-        made = combine([_from_bytes(row, like) for row in grid.unbind(0)], self.layout, split) if axes else (
-            _from_bytes(grid[0], like)
-        )  # fmt: skip
+        made = self._combined(grid, value.new_empty(padded), axes)
         return beginning(made, tuple(shape)).contiguous().to(device)
+
+    def _grid(self, mine: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The bytes of all ranks of some axes: a row for each coordinate."""
+        if not axes:
+            return mine.clone().unsqueeze(0)  # what leaves is memory of its own
+        device_mesh, grid = self.world.device_mesh, mine
+        if all(size == 1 or axis in axes for axis, size in self.world.mesh.axes):  # at once: nothing in between is kept
+            grid = mine.new_empty(self.mesh.size, len(mine))
+            all_gather_flat(grid.view(-1), mine)
+            return grid
+        for axis in reversed(axes):
+            parts = grid.new_empty((self.mesh[axis], *grid.shape))
+            all_gather_flat(parts.view(-1), grid.view(-1), group=device_mesh.get_group(axis))
+            grid = parts
+        return grid.reshape(-1, grid.shape[-1])
+
+    def _combined(self, grid: torch.Tensor, like: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """The whole padded value: the very memory of the grid where the parts are its rows in their order."""
+        first, *rest = self.layout.dims or ((),)
+        if not any(rest) and first == tuple(axes):
+            return grid.view(-1).view(like.dtype).reshape(-1, *like.shape[1:]) if axes else _from_bytes(grid[0], like)
+        split = Mesh(tuple((axis, self.mesh[axis]) for axis in axes))
+        return combine_grid(grid.view(-1).view(like.dtype).reshape(len(grid), *like.shape), self.layout, split)
 
     def ranks_that_count(self, shape: torch.Size) -> list[int]:
         """The ranks whose parts together are the whole, each element once; those with elements only."""

@@ -57,6 +57,6 @@ def open_session(asked: Asked) -> Session:
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     scale = LossScale() if options.precision == "fp16" else None
-    store.distribute(agreement, asked.seed)
+    store.distribute(agreement, asked.seed, asked.weights)
     announcer.watch(asked.model.parameters())
     return Session(settings, store, agreement, announcer, replicas, RandomState(asked.seed), scale)

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.parallel.parameter import ParameterTensor
-from autopar.parallel.placed import PlacedTensor, placed
+from autopar.parallel.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.store import ParameterStore
-from autopar.torch_compat import local_of
 
 
 class States:
@@ -52,22 +51,25 @@ class States:
         found = [
             (states, key, value, parameter)
             for parameter, states in known
-            if parameter.ndim > 0 and not parameter.place.is_replicated
+            if parameter.ndim > 0
             for key, value in states.items()
-            if _is_whole(value, parameter)
+            if _is_elsewhere(value, parameter)
         ]
         plain = [value for _, _, value, _ in found if not isinstance(value, DTensor)]
         self._world.agree(f"{type(optimizer).__name__}.load_state_dict", plain)
         for states, key, value, parameter in found:
-            whole = local_of(value) if isinstance(value, DTensor) else value.to(parameter.device)
+            whole = whole_value(value, key) if isinstance(value, PlacedTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
     def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._world
 
 
-def _is_whole(value: Any, parameter: ParameterTensor) -> bool:
-    """Whether a state goes element by element with its parameter, and lies whole on every rank."""
+def _is_elsewhere(value: Any, parameter: ParameterTensor) -> bool:
+    """Whether a state goes element by element with its parameter, but is whole on every rank or lies as the parameter
+    did before the first program."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
-    return value.place.is_replicated if isinstance(value, ParameterTensor) else not isinstance(value, DTensor)
+    if isinstance(value, ParameterTensor):
+        return value.place is not parameter.place
+    return not isinstance(value, DTensor) and not parameter.place.is_replicated

@@ -19,6 +19,7 @@ from autopar.parallel.execution import Running
 from autopar.parallel.gradients import finished, guarded
 from autopar.parallel.loss_scale import give_gradients
 from autopar.parallel.session import Session
+from autopar.runtime import host
 from autopar.runtime.inputs import StepInputs, inputs_of
 
 
@@ -80,6 +81,6 @@ def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepIn
         leaf = leaves[int(entry.name)].detach()
         part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
-        return part.to(device, non_blocking=device.type != "cpu" and leaf.is_pinned())
+        return part.to(device, non_blocking=not host.on_host(device) and leaf.is_pinned())
 
     return inputs_of(running.slots, value_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
 from autopar.parallel.materialize import assign, assign_inside, materialize
+from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
 from autopar.torch_compat import local_of
 
 
 class ParameterStore:
-    """What this rank holds of a module. Parameters are whole DTensors until the first compilation decides layouts."""
+    """What this rank holds of a module. Until the first compilation decides layouts parameters are split over all axes,
+    and small ones whole."""
 
     def __init__(self, model: nn.Module, distributor: Distributor, device: torch.device) -> None:
         self.model, self.distributor, self.device = model, distributor, device
@@ -36,29 +39,40 @@ class ParameterStore:
 
     # -- making it ----------------------------------------------------------------------------------------------
 
-    def distribute(self, agreement: Agreement, seed: int) -> None:
-        """Parameters become DTensors with rank 0's values, whole; buffers lie whole on every rank. Every rank must call
-        this, with models of the same state."""
-        model = self.model
-        agreement.together("model", lambda _: materialize(model, self.device, seed))
+    def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
+        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. Every rank must call this,
+        with models of the same state. No more than one parameter is whole on the device at a time.
+
+        weights: the files of what is on the meta device; None for `reset_parameters`.
+        """
+        materialize(self.model, self.distributor, self.device, agreement, seed, weights)
+        entries = self.entries()[::-1]
         parameters: dict[int, torch.Tensor] = {}  # by the id of the one that each replaces
-        entries = self.entries()
-        for entry, tensor in entries:
-            value = tensor.detach().to(self.device)
+        while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
+            entry, tensor = entries.pop()
+            made = self._distributed(entry, tensor)
+            if isinstance(made, ParameterTensor):
+                self.layouts[entry.name], self.owners[entry.name] = made.place.layout, None
+                parameters[id(tensor)] = made
+            for name in entry.names:
+                assign(self.model, name, made, entry.kind)
+        assign_inside(self.model, parameters)
+        self.structure = Structure(self.model)
+
+    def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
+        with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
+            if isinstance(tensor, ParameterTensor):
+                part = self.distributor.made_alike(local_of(tensor), tensor.place.layout, tensor.shape)
+                return nn.Parameter(part, requires_grad=tensor.requires_grad)
+            is_missing = tensor.device.type == "meta"  # and rank 0 has it
+            value = torch.empty_like(tensor, device=self.device) if is_missing else tensor.detach().to(self.device)
             if dist.get_world_size() > 1:
                 value = value.contiguous()
-                with lost_peers(f"sending {entry.kind} '{entry.name}' from rank 0"):
-                    dist.broadcast(on_wire(value), src=0)
-            made: torch.Tensor = value
-            if entry.kind == "parameter":
-                made = self.distributor.parameter(value, replicated(value.ndim))
-                made.requires_grad_(tensor.requires_grad)
-                parameters[id(tensor)] = made
-                self.layouts[entry.name], self.owners[entry.name] = replicated(value.ndim), None
-            for name in entry.names:
-                assign(model, name, made, entry.kind)
-        assign_inside(model, parameters)
-        self.structure = Structure(model)
+                dist.broadcast(on_wire(value), src=0)
+        if entry.kind != "parameter":
+            return value
+        value.requires_grad_(tensor.requires_grad)
+        return self.distributor.parameter(value, self.distributor.waiting(value.shape))
 
     def adopt(self, compiled: Lowered, prefix: str = "") -> None:
         """Take the layouts and owner stages that the first program wants, which knows the parameters with a prefix.

@@ -70,10 +70,11 @@ class Report:
     rows: tuple[Row, ...]
     mismatch: Mismatch | None = None
     note: str = ""  # what was compared with what, if not equals in one dtype
+    sums: tuple[str, ...] = ()  # a line for each sum of gradients in a dtype that was not asked for
 
     @property
     def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
+        return all(row.ok for row in self.rows) and not self.sums
 
     @property
     def max_error(self) -> float:
@@ -94,6 +95,7 @@ class Report:
         equal = "all within it" if self.note else "all equal"
         equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
         lines.append(f"{equal if self.ok else 'NOT EQUAL'}: max error {self.max_error:.2e}")
+        lines += [f"WRONG: {text}" for text in self.sums]
         if self.mismatch is not None:
             lines.append(str(self.mismatch))
         return "\n".join(lines)

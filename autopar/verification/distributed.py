@@ -25,6 +25,7 @@ from autopar.verification.comparison import Report, Row, Values
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.noise import Trained, confirmed, excused, move_away
 from autopar.verification.reference import SCALE, Plain, Reference, copied, short_of, values_of
+from autopar.verification.sums import wrong_sums
 
 
 def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
@@ -35,7 +36,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     trial = _Trial(model, job, mesh, batch_arguments(batch), steps, seed, dtype if is_exact else None)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
-        plain, trained = trial.run()
+        plain, trained, sums = trial.run()
         rows = trained.table.rows()
         if is_exact:
             rows = trial.judged_by_noise(rows, trained)
@@ -43,7 +44,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
         return None
     where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
     shown = f"{mesh_of(mesh, dist.get_world_size())} {where}"
-    return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note)
+    return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ class _Trial:
     seed: int
     lift: torch.dtype | None
 
-    def run(self) -> tuple[Reference, Trained]:
-        """Train both sides. The table, and what the plain module gave, are rank 0's."""
+    def run(self) -> tuple[Reference, Trained, tuple[str, ...]]:
+        """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
+        have another dtype than was asked for."""
         job, (args, kwargs) = self.job, self.arguments
         plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step))
         parallel = self._parallel()
@@ -81,7 +83,7 @@ class _Trial:
             other = Plain(copied(self.model), job.loss_fn, job.make_optimizer, None, partners)
             return [other.step(args, kwargs, drawn) for drawn in self._seeds()]
 
-        return plain, Trained(plain.table, steps, again)
+        return plain, Trained(plain.table, steps, again), wrong_sums(parallel.programs[-1].compiled)
 
     def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere: on rank 0, but every
@@ -93,7 +95,7 @@ class _Trial:
         model = copied(self.model)
         away = replace(self, model=model, arguments=move_away(model, self.arguments))
         try:
-            _, elsewhere = away.run()
+            _, elsewhere, _ = away.run()
         except BatchError:  # with specialize=True: elsewhere it is another program
             return confirmed(found, None)
         return confirmed(found, elsewhere) if dist.get_rank() == 0 else found

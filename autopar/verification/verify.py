@@ -21,6 +21,7 @@ from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.reference import OptimizerFactory, Plain, copied, short_of
+from autopar.verification.sums import wrong_sums
 from autopar.verification.trial import Trial
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -45,7 +46,8 @@ def verify(
     (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. So do
     float tensors outside of parameters, buffers and batch, where an op meets them (class weights in the loss). Under
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
-    twice what torch.autocast is on one device (see `Reference`). The model is copied and not changed; `optimizer` makes
+    twice what torch.autocast is on one device (see `Reference`), and every sum of gradients must be in `reduce_dtype`
+    (see `sums.py`). The model is copied and not changed; `optimizer` makes
     one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`.
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within `NOISE` times that is right, if it is right too from weights and a batch that rounding moves less
@@ -87,7 +89,9 @@ def verify_compiled(
         rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
-    return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note)
+    return Report(
+        str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, wrong_sums(compiled)
+    )
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

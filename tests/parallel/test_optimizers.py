@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from off_host import off_host
 from processes import server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,36 +84,41 @@ def _join(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
 
 
+def _steps_of_every_optimizer(rank: int, mesh: str) -> None:
+    batch = _batch()
+    model = autopar.parallelize(_model(), mesh, loss_fn=_loss)
+    start = _model().state_dict()
+    for name, options in OPTIMIZERS:
+        plain = _model()
+        model.load_state_dict(start)
+        options = copy.deepcopy(options)
+        theirs = getattr(torch.optim, name)(plain.parameters(), **copy.deepcopy(options))
+        ours = getattr(torch.optim, name)(model.parameters(), **options)
+        for _ in range(3):
+            _loss(plain, *batch).backward()
+            model.forward_backward(*batch)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-10, atol=0)
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        found = model.full_state_dict()
+        for key, value in plain.state_dict().items() if rank == 0 else ():
+            torch.testing.assert_close(
+                found[key],
+                value,
+                rtol=1e-9,
+                atol=1e-12,
+                msg=lambda text: f"{name} {options} {mesh} {key}: {text}",  # noqa: B023
+            )
+
+
 def _every_optimizer(rank: int, path: str) -> None:
     _join(rank, path)
-    batch = _batch()
-    for mesh in ("tp=2", "dp=2"):
-        model = autopar.parallelize(_model(), mesh, loss_fn=_loss)
-        start = _model().state_dict()
-        for name, options in OPTIMIZERS:
-            plain = _model()
-            model.load_state_dict(start)
-            options = copy.deepcopy(options)
-            theirs = getattr(torch.optim, name)(plain.parameters(), **copy.deepcopy(options))
-            ours = getattr(torch.optim, name)(model.parameters(), **options)
-            for _ in range(3):
-                _loss(plain, *batch).backward()
-                model.forward_backward(*batch)
-                expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-10, atol=0)
-                for optimizer in (theirs, ours):
-                    optimizer.step()
-                    optimizer.zero_grad()
-            found = model.full_state_dict()
-            for key, value in plain.state_dict().items() if rank == 0 else ():
-                torch.testing.assert_close(
-                    found[key],
-                    value,
-                    rtol=1e-9,
-                    atol=1e-12,
-                    msg=lambda text: f"{name} {options} {mesh} {key}: {text}",  # noqa: B023
-                )
+    for mesh, side in (("tp=2", nullcontext), ("dp=2", nullcontext), ("tp=2", off_host)):
+        with side():  # as on the CPU, and with the branches that a GPU takes
+            _steps_of_every_optimizer(rank, mesh)
     dist.destroy_process_group()
 
 

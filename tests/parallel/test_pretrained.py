@@ -11,7 +11,7 @@ from processes import Ranks
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
@@ -97,3 +97,25 @@ def _checkpointed(rank: int) -> None:
 
 def test_gradient_checkpointing_of_transformers(two: Ranks) -> None:
     two.run(_checkpointed)
+
+
+def _from_files(rank: int, folder: str, mesh: str, tied: bool) -> None:
+    plain = llama(tied)
+    with torch.device("meta"):
+        bare = llama(tied)
+    with pytest.raises(CaptureError, match=r"'model.rotary_emb.inv_freq'.* are on the meta device and in no file"):
+        autopar.parallelize(bare, mesh, loss_fn=_loss, weights=folder)
+    bare.model.rotary_emb = type(bare.model.rotary_emb)(bare.config)  # what no checkpoint keeps
+    model = autopar.parallelize(bare, mesh, loss_fn=_loss, weights=folder)
+    x = torch.arange(32).view(4, 8)
+    torch.testing.assert_close(model.forward_backward(x), _loss(plain, x).detach())
+    weights = model.full_state_dict()
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_a_model_on_the_meta_device_reads_those_files_by_part(two: Ranks, tmp_path: Path, tied: bool) -> None:
+    llama(tied).save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    two.run(_from_files, str(tmp_path), "tp=2", tied)

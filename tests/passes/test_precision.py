@@ -191,19 +191,6 @@ def test_the_program_says_what_is_short(program: Compiled) -> None:
     assert print_program(parse_program(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [({}, F32), ({"reduce_dtype": BF16}, BF16), ({"precision": None, "reduce_dtype": BF16}, BF16)],
-)
-def test_gradients_are_summed_in_reduce_dtype(options: dict[str, Any], dtype: torch.dtype) -> None:
-    found = compiled("gpt", "dp=2", **{"precision": "bf16", **options})
-    rows = [row for row in found.collectives if row.phase == "backward" and row.shape]
-    assert rows
-    assert {row.dtype for row in rows} == {dtype}
-    parameters = sum(p.numel() for p in gpt()[0].parameters())
-    assert sum(row.bytes for row in rows) == parameters * dtype.itemsize, "each gradient once, in a bucket"
-
-
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_torch_computes_what_may_come_short(name: str, samples: Any) -> None:
     """Ops that are not kept in float32 have kernels for bf16 here."""

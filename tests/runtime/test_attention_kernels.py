@@ -26,7 +26,7 @@ DEVICES = {
     "H100": Device("cuda", (9, 0)),
     "T4": Device("cuda", (7, 5)),
     "MI300": Device("cuda", (9, 4), is_hip=True),
-    "CPU": Device("cpu"),
+    "CPU": Device("cpu", is_host=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": D}
 H100 = DEVICES["H100"]

@@ -12,6 +12,8 @@ import torch
 from autopar.runtime.counter import Counters, Runs, keys_of
 from autopar.runtime.dropout import dropout, dropout_inplace
 
+pytestmark = pytest.mark.usefixtures("each_side")
+
 
 def _whole_dropout(x: torch.Tensor, key: int = 5, p: float = 0.3, seed: tuple[int, int] = (1, 2)) -> torch.Tensor:
     return dropout(x, torch.tensor(seed), key, p, list(x.shape), list(x.shape), [0] * x.ndim)
@@ -108,7 +110,7 @@ def test_dropout_masks_are_independent() -> None:
 def test_dropout_masks_of_two_keys_are_not_shifts_of_each_other() -> None:
     """The first key only shifts the index; without the second, one mask would be a piece of the other."""
     n, seed = 4096, torch.tensor([1, 2])
-    first = [keys_of(seed, key)[0] for key in range(20)]
+    first = [int(keys_of(seed, key)[0]) for key in range(20)]
     shift, a, b = next(
         (d, a, b) for a, b in itertools.permutations(range(20), 2) if 0 < (d := (first[b] - first[a]) % 2**32) < 2**30
     )

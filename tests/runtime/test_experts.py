@@ -10,7 +10,7 @@ from experts import experts_case
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.runtime import experts
+from autopar.runtime import experts, host
 from autopar.runtime.experts import expert_mm, expert_mm_backward
 from autopar.verification.verify import verify
 
@@ -54,7 +54,7 @@ def test_off_the_cpu_the_host_reads_nothing(
     dtype: torch.dtype, k: int, n: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red before: a read and a loop in every product."""
-    monkeypatch.setattr(experts, "reads_freely", lambda x: False)
+    monkeypatch.setattr(host, "on_host", lambda x: False)
     x, w, grad, index = _case(rows, dtype, k, n)
     want, want_grad = _wanted(x, w, grad, index)
     with NoReads() as seen:
@@ -108,7 +108,7 @@ def test_without_data_the_shapes_are_known(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
 def test_a_step_without_reads_is_that_of_one_device(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts split over ranks, whose rows fall behind the last offset elsewhere."""
-    monkeypatch.setattr(experts, "reads_freely", lambda x: False)
+    monkeypatch.setattr(host, "on_host", lambda x: False)
     model, batch = experts_case("sort")
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from autopar.runtime.kernels import KERNELS
 from autopar.runtime.losses import cross_entropy_backward, cross_entropy_backward_inplace, logsumexp, pick
 from autopar.torch_compat import tree_map
 
+pytestmark = pytest.mark.usefixtures("each_side")
+
 D = torch.float64
 
 # --- einsum

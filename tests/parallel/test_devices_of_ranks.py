@@ -1,0 +1,127 @@
+"""Which GPU a rank takes, and that its process computes there: with torch.cuda stubbed, since there is none here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.parallel import joining
+from autopar.parallel.devices import device_of_rank
+from autopar.parallel.joining import Asked, join
+from autopar.settings import Settings
+
+
+class Gpus:
+    """Stands in for torch.cuda of a machine with some GPUs."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
+        self.count, self.current, self.calls = count, 0, []
+        patch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        patch.setattr(torch.cuda, "device_count", lambda: count)
+        patch.setattr(torch.cuda, "current_device", lambda: self.current)
+        patch.setattr(torch.cuda, "set_device", self._set)
+
+    calls: list[Any]
+
+    def _set(self, device: Any) -> None:
+        index = torch.cuda._utils._get_device_index(device)  # raises for a "cuda" without an index, as torch does
+        self.calls.append(f"set_device {index}")
+        self.current = index
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    """Four GPUs; what `join` would do with groups is written down and not done."""
+    made = Gpus(monkeypatch, 4)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.calls.append(f"group {args[0]}"))
+
+    def agreement(place: torch.device) -> Any:
+        made.calls.append(f"agree on {place}")
+        raise StopIteration
+
+    monkeypatch.setattr(joining, "Agreement", agreement)
+    yield made
+
+
+def joined(device: str | None) -> None:
+    with pytest.raises(StopIteration):
+        join(Asked(nn.Linear(2, 2), "dp=2", {}, device=device))
+
+
+def as_rank(patch: pytest.MonkeyPatch, local: int) -> None:
+    for name, value in (("RANK", local), ("WORLD_SIZE", 2), ("LOCAL_RANK", local)):
+        patch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:2", 2), (None, 3)])
+@pytest.mark.parametrize("has_group", [False, True])
+def test_the_process_computes_on_its_gpu(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, device: str | None, index: int, has_group: bool
+) -> None:
+    """Before a group is made, and also if the user made it."""
+    as_rank(monkeypatch, 3)
+    if has_group:
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    joined(device)
+    group = [] if has_group else ["group nccl"]
+    assert gpus.calls == [f"set_device {index}", *group, f"agree on cuda:{index}"]
+
+
+def test_a_rank_on_the_cpu_touches_no_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 1)
+    joined("cpu")
+    assert gpus.calls == ["group gloo", "agree on cpu"]
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_all_ranks_of_a_machine_with_too_few_gpus_take_the_cpu(monkeypatch: pytest.MonkeyPatch, local: int) -> None:
+    """Not the first of them a GPU: they could not talk."""
+    Gpus(monkeypatch, 1)
+    assert device_of_rank(None, Settings(local_rank=local, local_world_size=2)) == torch.device("cpu")
+
+
+def test_without_a_launcher_the_current_gpu_is_the_users(gpus: Gpus) -> None:
+    gpus.current = 2
+    assert device_of_rank("cuda", Settings()) == torch.device("cuda", 2)
+    assert device_of_rank(None, Settings()) == torch.device("cuda", 2)
+
+
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a launcher that sets CUDA_VISIBLE_DEVICES for each."""
+    Gpus(monkeypatch, 1)
+    assert device_of_rank("cuda", Settings(local_rank=5)) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "message"),
+    [
+        (
+            "cuda", 0,
+            f'device="cuda", but torch {torch.__version__} sees no GPU (torch.cuda.is_available() is False). Install a '
+            'CUDA build of torch and a driver, or pass device="cpu".',
+        ),
+        (
+            "cuda", 4,
+            'device="cuda" and LOCAL_RANK=5, but this process sees 4 GPUs, 0 to 3. Start at most 4 processes a '
+            "machine, or show each its own by CUDA_VISIBLE_DEVICES.",
+        ),
+        (
+            "cuda:7", 4,
+            'device="cuda:7", but this process sees 4 GPUs, 0 to 3. Start at most 4 processes a machine, or show each '
+            "its own by CUDA_VISIBLE_DEVICES.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, asked: str, count: int, message: str) -> None:
+    Gpus(monkeypatch, count)
+    with pytest.raises(AutoparError) as error:
+        device_of_rank(asked, Settings(local_rank=5))
+    assert str(error.value) == message
