@@ -71,6 +71,28 @@ class Attention(Function):
         return grad_q, grad_k, grad_v, None, None, None
 
 
+class DroppedAttention(Function):
+    """Attention with dropout of its probabilities, by a mask that is drawn again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor, causal: bool, scale: float,
+        key: int, p: float,
+    ) -> Tensor:  # fmt: skip
+        shape = [*q.shape[:3], k.shape[2]]
+        ctx.rest = (causal, scale, key, p, shape, shape, [0] * 4)
+        out, lse = op("dropped_attention")(q, k, v, mask, seed, *ctx.rest)
+        ctx.save_for_backward(q, k, v, mask, out, lse, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("attention")
+        (grad,) = grads
+        grad_q, grad_k, grad_v = op("dropped_attention_backward")(grad, *ctx.saved_tensors, *ctx.rest)
+        return grad_q, grad_k, grad_v, None, None, None, None, None, None
+
+
 class CrossEntropy(Function):
     """-log softmax(x)[index] over the last dim: logsumexp(x) - x[index], both partial if the classes are split
     (vocabulary-parallel loss, arXiv 1909.08053 section 3)."""

@@ -85,6 +85,21 @@ def attention_backward(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+_DRAWN = "Tensor seed, bool causal, float scale, int key, float p, int[] whole, int[] local, SymInt[] offsets"
+# Attention with `dropout` of its probabilities [b,h,s,t]; `whole`, `local` and `offsets` say where these lie.
+dropped_attention = SemanticOp(
+    f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_DRAWN}) -> (Tensor, Tensor)",
+    lambda q, k, v, mask, seed, causal, scale, *_: attention.meta(q, k, v, mask, causal, scale),
+    precision="low", random=True, gradient="DroppedAttention",
+)  # fmt: skip
+dropped_attention_backward = SemanticOp(
+    f"dropped_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
+    f"{_DRAWN}) -> (Tensor, Tensor, Tensor)",
+    lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+    precision="low", statistic=6, random=True,
+)  # fmt: skip
+
+
 @_semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSumExp")
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """Over the last dim, in at least float32."""
@@ -241,9 +256,9 @@ def random(
 
 
 SEMANTIC = (
-    einsum, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
-    embedding, embedding_backward, expert_mm, expert_mm_backward, ctc_loss, ctc_loss_backward, index_of_rows,
-    index_put_of_rows, dropout, random,
+    einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
+    pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
+    ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None
