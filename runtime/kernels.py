@@ -23,12 +23,15 @@ from autopar.runtime import (
     experts,
     indices,
     losses,
+    norms,
     random,
     rows,
 )
 from autopar.runtime.kernel import Kernel
 
-_FILES = (attention, attention_dropout, contraction, ctc, dropout, embedding, experts, indices, losses, random, rows)
+_FILES = (
+    attention, attention_dropout, contraction, ctc, dropout, embedding, experts, indices, losses, norms, random, rows,
+)  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(
     {op(name): kernel for file in _FILES for name, kernel in file.KERNELS.items()}

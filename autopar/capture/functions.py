@@ -266,6 +266,29 @@ def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
     return op("dropout")(x, seed, key, p, shape, shape, [0] * len(shape))
 
 
+class RMSNorm(Function):
+    """x / sqrt(mean(x^2) + eps) * weight over the dims of the weight (arXiv 1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, factor = op("rms_norm")(x, weight, eps)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight, factor = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *op("rms_norm_backward")(grad, x, weight, factor), None
+        dims, rows = list(range(-weight.ndim, 0)), list(range(x.ndim - weight.ndim))
+        factor = (x.square().mean(dims, keepdim=True) + ctx.eps).rsqrt()  # hangs on x
+        normal, scaled = x * factor, grad * weight
+        grad_x = factor * (scaled - normal * (scaled * normal).mean(dims, keepdim=True))
+        return grad_x, (grad * normal).sum(rows) if rows else grad * normal, None
+
+
 class BatchNorm(Function):
     """Normalisation over all dims but 1 with the statistics of the whole batch (arXiv 1502.03167).
 

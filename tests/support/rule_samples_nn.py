@@ -83,6 +83,12 @@ def norm_samples() -> Samples:
     return {
         "aten.native_layer_norm.default": layer,
         "aten.native_layer_norm_backward.default": layer_back,
+        "autopar.rms_norm.default": [sample(x, r(12), 1e-5), sample(x, r(6, 12), 1e-5), sample(r(12), r(12), 1e-5)],
+        "autopar.rms_norm_backward.default": [
+            sample(r(4, 6, 12), x, r(12), r(4, 6, 1)),
+            sample(r(4, 6, 12), x, r(6, 12), r(4, 1, 1)),
+            sample(r(12), r(12), r(12), r(1)),
+        ],
         "aten._fused_rms_norm.default": rms,
         "aten._fused_rms_norm_backward.default": rms_back,
         "aten.native_group_norm.default": group,

@@ -22,6 +22,8 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
         "dropped_attention": (q, q, q, None, seed, True, 0.4, *drawn),
         "dropped_attention_backward": (out, q, q, q, None, dropped, dropped_lse, seed, True, 0.4, *drawn),
+        "rms_norm": (q, torch.randn(6, 8), 1e-5),
+        "rms_norm_backward": (torch.randn_like(q), q, torch.randn(8), torch.rand(2, 4, 6, 1)),
         "logsumexp": (q,),
         "checked_index": (index, 8, None),
         "pick": (q, index),
