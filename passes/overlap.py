@@ -68,6 +68,8 @@ class _Overlap:
         self.weights = _gradients_of_weights(program)
         self.starts: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # the collectives that start before a node
         self.sunk: dict[fx.Node, list[fx.Node]] = {}  # what is computed behind the start of a collective
+        self.planned: set[fx.Node] = set()
+        self.position_after: dict[fx.Node, int] = {}  # of what is sunk: behind this place
         self.under_way: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Program:
@@ -100,18 +102,20 @@ class _Overlap:
 
     def _plan(self) -> None:
         """Choose where collectives start, and what is computed later for their sake."""
-        passed, sunk = [0, 0], set[fx.Node]()  # where collectives stood
+        passed = [0, 0]  # where collectives stood
         for node in self.program.calls():
             if node.target in _MOVES and node.args[1] != MICROBATCH and node not in self.sums:
                 begin, hidden = self._begin(node)
-                weights, more = self._sinkable(
-                    node, self.nodes[passed[-WINDOW] : begin], self.times[node] - hidden, sunk
-                )
+                weights, more = self._sinkable(node, passed[-WINDOW], begin, self.times[node] - hidden)
                 if hidden + more > self.least:
-                    self.starts[self.nodes[begin]].append(node)
-                    self.sunk[node] = self._with_followers(weights, begin)
-                    sunk.update(self.sunk[node])
+                    self._plan_start(node, begin, weights)
                 passed.append(self.position[node])
+
+    def _plan_start(self, node: fx.Node, begin: int, weights: set[fx.Node]) -> None:
+        self.starts[self.nodes[begin]].append(node)
+        self.sunk[node] = self._with_followers(weights, begin)
+        self.planned.add(node)
+        self.position_after.update(dict.fromkeys(self.sunk[node], begin - 1))
 
     def _begin(self, node: fx.Node) -> tuple[int, float]:
         """(The place of the start, the time of what is computed from there to the first use).
@@ -120,28 +124,32 @@ class _Overlap:
         """
         begin, wanted = self.position[node], self.times[node]
         first_use = min(self.position[user] for user in node.users)
-        ready = max(self.position[operand] for operand in node.all_input_nodes)
+        ready = max(self.position_after.get(operand, self.position[operand]) for operand in node.all_input_nodes)
         hidden = sum(self._compute(other) for other in self.nodes[begin:first_use])
         while hidden < wanted and begin - 1 > ready:
             begin -= 1
             hidden += self._compute(self.nodes[begin])
         return begin, hidden
 
-    def _sinkable(
-        self, collective: fx.Node, nodes: list[fx.Node], missing: float, sunk: set[fx.Node]
-    ) -> tuple[set[fx.Node], float]:
-        """The last of `nodes`, all before the collective, that are gradients of weights, as many as take the time that
-        is missing; and their time."""
+    def _sinkable(self, collective: fx.Node, first: int, begin: int, missing: float) -> tuple[set[fx.Node], float]:
+        """Gradients of weights that stand between the places `first` and `begin`, the last that take the time that is
+        missing; and their time."""
         found, time, read = set[fx.Node](), 0.0, {collective}
-        for node in reversed(nodes):
+        for node in reversed(self.nodes[first:begin]):
             if time >= missing:
                 break
             if not read.isdisjoint(node.users):
                 read.add(node)  # the collective moves what is made of it
-            elif node in self.weights and node not in sunk:
+            elif self._may_wait(node, begin):
                 found.add(node)
                 time += self.times[node]
         return found, time
+
+    def _may_wait(self, node: fx.Node, begin: int) -> bool:
+        """True for the gradient of a weight that waits for nothing yet, and for which no start waits."""
+        if node not in self.weights or node in self.position_after:
+            return False
+        return self.planned.isdisjoint(self._with_followers({node}, begin))
 
     def _with_followers(self, weights: set[fx.Node], begin: int) -> list[fx.Node]:
         """Gradients, and what is made of them before `begin`, in the order of the program."""

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import whole_of
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
+from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
-from autopar.runtime.mesh_ops import WAIT, axis_coord, axis_group, is_local, local_answer
+from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
 from autopar.runtime.p2p import Peers
 from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
@@ -38,30 +37,6 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks of one axis that this rank belongs to. torch sorts a group's ranks: `order[i]` is where it keeps
-    the rank at place i of the axis, None if at i."""
-
-    handle: dist.ProcessGroup
-    size: int
-    order: tuple[int, ...] | None
-
-    def rank_at(self, place: int) -> int:
-        """Where torch keeps the rank at a place."""
-        return place if self.order is None else self.order[place]
-
-    def to_stored(self, parts: torch.Tensor) -> torch.Tensor:
-        """[size, ...] from the order of the axis to the order in which torch keeps the ranks."""
-        if self.order is None:
-            return parts
-        return torch.stack([parts[self.order.index(i)] for i in range(self.size)])
-
-    def from_stored(self, parts: torch.Tensor) -> torch.Tensor:
-        """[size, ...] from the order in which torch keeps the ranks to the order of the axis."""
-        return parts if self.order is None else torch.stack([parts[i] for i in self.order])
-
-
-@dataclass(frozen=True, slots=True)
 class _Pending:
     """What stands between a collective's start and its `wait`. It owns the memory until the work is done."""
 
@@ -72,43 +47,6 @@ class _Pending:
     def wait(self) -> torch.Tensor:
         self.work.wait()
         return self.finish()
-
-
-def make_groups(
-    mesh: Mesh, axes: Iterable[str], device_mesh: DeviceMesh | None = None, timeout: timedelta | None = None
-) -> dict[str, Group]:
-    """This rank's group of every axis. All ranks must call this with the same axes in the same order.
-
-    Groups of single axes are taken from `device_mesh`, if given; the others are made. `timeout` bounds how long a
-    rank waits for one that is alive but does not come; one that died is noticed at once (Gloo).
-    """
-    rank = dist.get_rank()
-    if dist.get_world_size() != mesh.size:
-        raise RankError(f"mesh '{mesh}' has {mesh.size} ranks, but {dist.get_world_size()} processes are running.")
-    found: dict[str, Group] = {}
-    for axis in axes:
-        members = axis_group(mesh, rank, axis)
-        if device_mesh is not None and axis in (device_mesh.mesh_dim_names or ()):
-            handle = device_mesh.get_group(axis)
-        else:
-            handle = _new_group(mesh, axis, members, timeout)
-        stored = dist.get_process_group_ranks(handle)
-        if sorted(stored) != sorted(members):
-            raise RankError(f"axis '{axis}': the group of rank {rank} is {stored}, but mesh '{mesh}' says {members}.")
-        order = tuple(stored.index(member) for member in members)
-        found[axis] = Group(handle, len(members), None if order == tuple(range(len(members))) else order)
-    return found
-
-
-def _new_group(mesh: Mesh, axis: str, members: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Every rank takes part in the making of every group, in the same order."""
-    mine: dist.ProcessGroup | None = None
-    for ranks in sorted({axis_group(mesh, r, axis) for r in range(mesh.size)}):
-        made = dist.new_group(list(ranks), timeout=timeout)
-        if ranks == members:
-            mine = made
-    assert mine is not None
-    return mine
 
 
 class DistributedDriver:
@@ -135,8 +73,7 @@ class DistributedDriver:
     ) -> Finals:
         """What a step gives on this rank of a pipeline; as `run`. `watch` is told of each instruction at its end."""
         if PIPELINE in self._groups:
-            group = self._groups[PIPELINE]
-            self._peers = Peers(group.handle, group.rank_at, device)
+            self._peers = self._peers or Peers(self._groups[PIPELINE], device)
         if self.recorder is not None:
             watch = self.recorder.watch
         finals: Finals = self._drive(steps_of(code, inputs, watch), overlap=True)
@@ -221,7 +158,8 @@ class DistributedDriver:
         return ",".join(f"{name}={place}" for name, place in self.coord.items())
 
 
-# Each starts a move, and gives the work with what is received once that is done.
+# Each starts a move, and gives the work with what is received once that is done. later: somebody waits for the work;
+# else there is none, and NCCL moves on the stream that computes, without the events between two.
 Started = tuple[Any, Callable[[], torch.Tensor]]
 
 
@@ -229,35 +167,35 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return on_wire(x).view(-1)
 
 
-def _reduce(move: Move, group: Group) -> Started:
+def _reduce(move: Move, group: Group, later: bool) -> Started:
     """In place only in memory that is the graph's own and dead afterwards; see `Request`."""
     alone = move.owned and move.x.is_contiguous()
     x = move.x if alone else move.x.clone(memory_format=torch.contiguous_format)
-    return dist.all_reduce(on_wire(x), op=_REDUCE[move.kind], group=group.handle, async_op=True), lambda: x
+    return dist.all_reduce(on_wire(x), op=_REDUCE[move.kind], group=group.handle, async_op=later), lambda: x
 
 
-def _gather(move: Move, group: Group) -> Started:
+def _gather(move: Move, group: Group, later: bool) -> Started:
     x = move.x.contiguous()
     out = x.new_empty((group.size, *x.shape))
-    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=True)  # Gloo wants them flat
+    work = _all_gather(_flat(out), _flat(x), group=group.handle, async_op=later)  # Gloo wants them flat
     return work, lambda sent=x: group.from_stored(out)  # type: ignore[misc]  # what is sent lives as long
 
 
-def _reduce_scatter(move: Move, group: Group) -> Started:
+def _reduce_scatter(move: Move, group: Group, later: bool) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    work = _scatter_reduced(_flat(out), _flat(parts), op=_REDUCE[move.kind], group=group.handle, async_op=True)
+    work = _scatter_reduced(_flat(out), _flat(parts), op=_REDUCE[move.kind], group=group.of_sums, async_op=later)
     return work, lambda sent=parts: out  # type: ignore[misc]
 
 
-def _exchange(move: Move, group: Group) -> Started:
+def _exchange(move: Move, group: Group, later: bool) -> Started:
     parts = group.to_stored(move.x).contiguous()
     out = torch.empty_like(parts)
-    work = dist.all_to_all_single(_flat(out), _flat(parts), group=group.handle, async_op=True)
+    work = dist.all_to_all_single(_flat(out), _flat(parts), group=group.handle, async_op=later)
     return work, lambda sent=parts: group.from_stored(out)  # type: ignore[misc]
 
 
-_PRIMITIVES: Mapping[str, Callable[[Move, Group], Started]] = {
+_PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
     "reduce": _reduce,
     "gather": _gather,
     "reduce_scatter": _reduce_scatter,
@@ -268,16 +206,15 @@ _PRIMITIVES: Mapping[str, Callable[[Move, Group], Started]] = {
 def _finished(step: Step, group: Group) -> torch.Tensor:
     """The result of a collective, move after move."""
     while isinstance(step, Move):
-        work, receive = _PRIMITIVES[step.primitive](step, group)
-        work.wait()
+        _, receive = _PRIMITIVES[step.primitive](step, group, False)
         then, received = step.then, receive()
-        del work, receive, step  # what was sent may die now
+        del receive, step  # what was sent may die now
         step = then(received)
     return step
 
 
 def _pending(move: Move, group: Group, node: fx.Node) -> _Pending:
     """The first move of a collective, under way."""
-    work, receive = _PRIMITIVES[move.primitive](move, group)
+    work, receive = _PRIMITIVES[move.primitive](move, group, True)
     then = move.then
     return _Pending(work, lambda: _finished(then(receive()), group), node)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import whole_of
 from autopar.runtime.collectives import Member, Move, Step, begin
-from autopar.runtime.distributed import Group
+from autopar.runtime.groups import Group
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
 
 _c10d = torch.ops._c10d_functional
@@ -58,20 +59,21 @@ def _finished(step: Step, group: Group) -> torch.Tensor:
 
 
 def _reduce(move: Move, group: Group) -> Any:
-    return _c10d.all_reduce(move.x.contiguous(), move.kind, _name(group))
+    return _c10d.all_reduce(move.x.contiguous(), move.kind, _name(group.handle))
 
 
 def _gather(move: Move, group: Group) -> Any:
-    return _c10d.all_gather_into_tensor(move.x.contiguous().unsqueeze(0), group.size, _name(group))
+    return _c10d.all_gather_into_tensor(move.x.contiguous().unsqueeze(0), group.size, _name(group.handle))
 
 
 def _reduce_scatter(move: Move, group: Group) -> Any:
-    return _c10d.reduce_scatter_tensor(group.to_stored(move.x).contiguous(), move.kind, group.size, _name(group))
+    parts = group.to_stored(move.x).contiguous()
+    return _c10d.reduce_scatter_tensor(parts, move.kind, group.size, _name(group.of_sums))
 
 
 def _exchange(move: Move, group: Group) -> Any:
     one_each = [1] * group.size
-    return _c10d.all_to_all_single(group.to_stored(move.x).contiguous(), one_each, one_each, _name(group))
+    return _c10d.all_to_all_single(group.to_stored(move.x).contiguous(), one_each, one_each, _name(group.handle))
 
 
 # How a move starts, and what is received once it is done.
@@ -83,5 +85,5 @@ _PRIMITIVES: Mapping[str, tuple[Callable[[Move, Group], Any], Callable[[torch.Te
 }
 
 
-def _name(group: Group) -> str:
-    return str(group.handle.group_name)
+def _name(handle: dist.ProcessGroup) -> str:
+    return str(handle.group_name)

@@ -26,9 +26,9 @@ from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import Program
 from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
-from autopar.runtime.distributed import Group
 from autopar.runtime.executor import Outputs, describe, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
+from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.recorder import Recorder

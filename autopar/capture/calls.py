@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from autopar.capture.coins import MIDDLE
 from autopar.capture.location import Line
 from autopar.capture.origins import Origins
 from autopar.ir.program import PARTNER, Input
@@ -56,6 +57,8 @@ class Calls:
         self.made: list[Call] = []
         self.changing: int = earlier.changing if earlier else CHANGING  # the bits of what steps change
         self.rebound = 0  # the bits of the buffers that are other tensors after a run
+        self.draws: Callable[[], float] = lambda: MIDDLE  # what a draw is that the model makes a float of
+        self.drawn: list[Line | None] = []  # where it does
         self._kept: list[torch.Tensor] = []
         self._inputs: set[int] = set()
         # The tensor is held, so that its id stays its own.
@@ -142,6 +145,11 @@ class Calls:
         key, _ = self._key((args, kwargs), numbers)
         name = getattr(function, "__name__", "")
         self.made.append(Call(hash((name, key)), name, line, tuple(numbers), _ALWAYS))
+
+    def draw(self, line: Line | None) -> float:
+        """A random number that is made a float, on a line."""
+        self.drawn.append(line)
+        return self.draws()
 
     def _key(self, value: Any, numbers: list[Any]) -> tuple[int, int]:
         if isinstance(value, torch.Tensor):

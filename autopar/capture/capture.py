@@ -20,10 +20,12 @@ from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
 from autopar.capture.explain import explain, refusal
 from autopar.capture.foreign import foreign_state
+from autopar.capture.forks import Forks, captured
+from autopar.capture.items import check_returned
 from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
-from autopar.capture.normalise import functional, normalise
+from autopar.capture.normalise import functional, normalise, without_seed
 from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
@@ -34,7 +36,7 @@ from autopar.capture.step import Step
 from autopar.capture.tracer import Traced, trace
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
-from autopar.ir.program import PARTNER, Input, Output, Program
+from autopar.ir.program import PARTNER, Input, Output
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -67,8 +69,11 @@ def capture(
     with "fp16" the gradients are those of the loss times an input of kind "scale". Raises CaptureError with the user's
     line where the model cannot be captured.
     """
-    reads = Reads() if specialize else None
-    return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision).run()
+
+    def run(reads: Reads | None, forks: Forks) -> Captured:
+        return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks).run()
+
+    return captured(run, specialize)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -77,12 +82,13 @@ Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
 class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
-        lift: torch.dtype | None, reads: Reads | None, precision: str | None,
+        lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
     ) -> None:  # fmt: skip
+        self.forks = forks
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
-        self.selects = False  # rows, by a mask
+        self.selects = (False, False)  # rows, by a mask; and they could be taken by their number
         self.unknown: Unknown | UnknownPartner | None = None
         self.partners = Partners(model, loss_fn)
         self.parts = take_call_apart(args, kwargs)
@@ -116,10 +122,10 @@ class _Capture:
                 check_collectives(traced, self.locator)
                 notes = self.notes + check_writes(traced, inputs, self.locator)
                 self._check_buffers(fakes)
-                run = lambda calls: self._again(fakes, calls)  # noqa: E731
+                run = partial(self._again, fakes)
                 standing = frozenset(name for entry, _ in entries for name in entry.names)
-                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing)
-                notes += steady.check(self.selects)
+                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing, *self.selects)
+                notes += steady.check()
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
@@ -135,7 +141,7 @@ class _Capture:
             before.restore()
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
-            program = _without_seed(program)
+            program = without_seed(program)
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
         reads = tuple(self.reads.known) if self.reads else ()
         notes += [read.note for read in reads]
@@ -206,14 +212,14 @@ class _Capture:
             if kind in STEADY and not fake_like(tensor):
                 found[position] = tensor.to(self.device)  # the trace makes its own tensors there
                 continue
-            raise refusal(not_steady(kind, name), unknown.line)
+            raise refusal(not_steady(kind, name, unknown.function), unknown.line)
         return traced, found
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
-        if self.reads is not None:
-            self.reads.start()
+        mode.forks = self.forks
+        self._start()
         try:
             result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
         except (Unknown, UnknownPartner) as found:
@@ -224,19 +230,27 @@ class _Capture:
             self.notes = mode.told()
             self.ran.values = mode.values
         self.has_random_ops = bool(mode.random_ops)
+        mode.items.close()
         mode.selected.check_leaving(result)
-        self.selects = bool(mode.selected.known)
+        self.selects = bool(mode.selected.known), mode.selected.may_specialize
         return tuple(result)
 
-    def _again(self, inputs: list[torch.Tensor], calls: Calls) -> None:
-        """Forward and loss once more, on shapes alone; what the model prints is printed already."""
+    def _start(self) -> None:
+        """A run begins."""
+        self.forks.start()
         if self.reads is not None:
             self.reads.start()
+
+    def _again(self, inputs: list[torch.Tensor], calls: Calls, is_watched: bool = True) -> None:
+        """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
+        looked for meanwhile, which another trace function does."""
+        self._start()
         with self.fake, redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            with self.ran.watch():
+            mode.forks = self.forks
+            with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
-            self.ran.is_whole = True
+            self.ran.is_whole |= is_watched
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
@@ -244,7 +258,7 @@ class _Capture:
             fault = buffer_fault(name, old[name], new)
             if fault is not None:
                 state = partial(self._form_of_buffer, name)
-                line = line_that_changes(lambda: self._again(inputs, Calls()), state)
+                line = line_that_changes(lambda: self._again(inputs, Calls(), is_watched=False), state)
                 raise refusal(fault, line)
 
     def _form_of_buffer(self, name: str) -> tuple[Any, ...]:
@@ -278,6 +292,8 @@ class _Capture:
                 path = name if name.startswith(PARTNER) else f"model.{name}"
                 (constants if entry.kind == "constant" else swapped)[path] = value
             values[position] = value
+            if entry.kind == "parameter":
+                mode.inputs[id(tensor)] = value
             position += 1
         leaves = list(self.leaves)
         for i, leaf in enumerate(leaves):
@@ -306,6 +322,7 @@ class _Capture:
         def body(*args: Any, **kwargs: Any) -> list[Any]:
             with self.partners.watch():
                 loss, aux = split_result(self._result(*args, **kwargs), self.loss_fn)
+            check_returned((loss,))
             check_loss(loss, self.loss_fn, bool(trainable))
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
             buffers = self._buffers()
@@ -343,6 +360,7 @@ class _Capture:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""
         what = "what loss_fn returned beside the loss" if self.train else "the result"
         parts = take_apart(result, what, lenient=not self.train)
+        check_returned(parts.leaves)
         values = list(parts.tensors())
         self.result = (parts.form, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in parts.leaves))
         self.outputs += [Output("aux" if self.train else "value", str(i)) for i, _ in values]
@@ -374,13 +392,6 @@ def _device(model: nn.Module) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device("cpu")
-
-
-def _without_seed(program: Program) -> Program:
-    for node, entry in program.entries:
-        if entry.kind == "seed":
-            program.graph.erase_node(node)
-    return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))
 
 
 def fake_like(value: Any) -> bool:

@@ -2,13 +2,18 @@
 
 Models ask so whether a layer or an adapter is dropped, and most are trained with p = 0. A draw is at least 0 and below
 1; that one element is 0 itself, once in 2^32 draws, is left out of account.
+
+`float(draw)` has to be a number of Python's, which tells nobody what is done with it. So the model is run with many, as
+with those of Python's own generators (see `foreign.py`), and whatever they are it must compute the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +44,19 @@ _PASSING = frozenset(
      Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.detach, Tensor.clone,
      Tensor.contiguous, torch.squeeze, torch.unsqueeze, torch.reshape, torch.flatten)
 )  # fmt: skip
+
+MIDDLE = 0.5  # what `float(draw)` gives in the first run
+_LEAST, _MOST = 2.0**-24, 1 - 2.0**-24
+_CYCLES = ((_LEAST,), (_MOST,), (_LEAST, _MOST), (_MOST, _LEAST), (0.25,), (0.75,))
+_SEEDS = 8
+
+
+def numbers_drawn() -> Iterator[Callable[[], float]]:
+    """Ways to draw: the least number and the largest, both by turns, some in between, and some at random."""
+    for cycle in _CYCLES:
+        yield itertools.cycle(cycle).__next__
+    for seed in range(_SEEDS):
+        yield random.Random(seed).random
 
 
 class Coins:
@@ -71,7 +89,14 @@ class Coins:
 
     def number(self, function: Any, args: Any) -> DrawnNumber | None:
         """What `.item()` gives of a draw; None for another call."""
-        return DrawnNumber() if function is Tensor.item and self.has(args[0]) and args[0].numel() == 1 else None
+        return DrawnNumber() if function is Tensor.item and self._is_number(args[0]) else None
+
+    def is_float(self, function: Any, args: Any) -> bool:
+        """True for `float(draw)`."""
+        return function is Tensor.__float__ and self._is_number(args[0])
+
+    def _is_number(self, value: Any) -> bool:
+        return self.has(value) and value.numel() == 1
 
     def decided(self, function: Any, args: Any, number_of: Callable[[Tensor], Any]) -> tuple[Any, bool] | None:
         """The shape of the result of a comparison, and what each of its elements is; None where the draw decides.

@@ -87,6 +87,10 @@ SIZES: Mapping[Any, Construct] = {
     Tensor.__getitem__: Construct(
         "an index by a boolean mask (x[mask])", _MASKED
     ),
+    Tensor.__setitem__: Construct(
+        "rows that are written by a boolean mask (x[mask] = rows)",
+        "Compute all rows and choose by element: torch.where(mask, rows, x)."
+    ),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), Construct(
         "masked_select", _MASKED)),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), Construct(
@@ -143,7 +147,7 @@ SEEDED = Construct(
 )
 
 DRAWN_NUMBER = Construct(
-    "a random number that is taken out of a tensor (.item())",
+    "a random number that is taken out of a tensor (.item(), float())",
     "Each step draws another one. Leave it a tensor, and instead of a branch compute both sides: "
     "torch.where(torch.rand(()) < p, a, b).",
 )

@@ -11,14 +11,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from autopar.capture.attributes import Attributes, Change
 from autopar.capture.calls import Call, Calls, first_difference
-from autopar.capture.constructs import UNSTEADY, Construct
-from autopar.capture.explain import line_of, refusal
+from autopar.capture.coins import numbers_drawn
+from autopar.capture.constructs import DRAWN_NUMBER, UNSTEADY, Construct
+from autopar.capture.explain import SPECIALIZE, line_of, refusal
 from autopar.capture.foreign import foreign_state, kept, settings
 from autopar.capture.lines import Line, line_that_changes, quoted
 from autopar.errors import AutoparError, CaptureError
@@ -41,24 +42,29 @@ _DRAWN = (
 )
 
 
+class Run(Protocol):
+    """Runs forward and loss on shapes. is_watched: it notes which of the user's functions run (see `Ran.watch`)."""
+
+    def __call__(self, calls: Calls, is_watched: bool = True) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Two runs of a model, whose modules `find` gives by path. `run(calls)` runs forward and loss on shapes; `drawn` is
+    """Two runs of a model, whose modules `find` gives by path. `run(calls)` makes another one; `drawn` is
     the state of the generators of Python and numpy before the first run, whose calls are `first`."""
 
     find: Callable[[str], nn.Module]
-    run: Callable[[Calls], object]
+    run: Run
     first: Calls
     attributes: Attributes
     replaced: dict[str, Any]  # plain tensor attributes as the first run left them; emptied where one starts anew
     drawn: Mapping[str, Any]
     standing: frozenset[str]  # names of the tensors that others stand in for while the model runs
+    selects: bool  # rows by a mask, another number of them in the second run (see `selected.py`)
+    may_specialize: bool  # this number of rows
 
-    def check(self, selects: bool = False) -> list[str]:
-        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ.
-
-        selects: the model selects rows by a mask, another number of them in the second run (see `selected.py`).
-        """
+    def check(self) -> list[str]:
+        """Notes on what the model changes in Python. Raises CaptureError for what would make the next step differ."""
         changes = self.attributes.changes()
         for name, now in self.replaced.items():
             kind = "parameter" if isinstance(now, nn.Parameter) else "value"
@@ -70,9 +76,11 @@ class Steady:
                 raise refusal(Construct(made.name.format(change.name), made.instead), line)
         drawn = [name for name, state in foreign_state().items() if state != self.drawn[name]]
         with kept():
-            return self._compare(changes, drawn, selects) + [self._drawn_idly(name) for name in drawn]
+            notes = self._compare(changes, drawn) + [self._drawn_idly(name) for name in drawn]
+            self._check_floats()
+            return notes
 
-    def _compare(self, changes: list[Change], drawn: list[str], selects: bool) -> list[str]:
+    def _compare(self, changes: list[Change], drawn: list[str]) -> list[str]:
         second, error = self._second()
         if error is not None:
             if changes and self._fresh()[1] is None:
@@ -86,7 +94,7 @@ class Steady:
             if changes and first_difference(self.first, self._fresh()[0]) is None:
                 call = difference[1] or difference[0]
                 raise self._carried(changes, call.line if call else None, "")
-            raise self._unsteady(difference, selects)
+            raise self._unsteady(difference)
         return self._notes(changes)
 
     def _draws(self, name: str) -> CaptureError:
@@ -102,8 +110,17 @@ class Steady:
                 raise self._draws(name)
         return f"the model draws numbers from {name} while it runs, and whatever they are, it computes the same"
 
-    def _second(self) -> tuple[Calls, Exception | None]:
+    def _check_floats(self) -> None:
+        """Raise CaptureError where it matters what a draw is that the model makes a float of."""
+        for draws in numbers_drawn() if self.first.drawn else ():
+            self._start_anew()
+            calls, error = self._second(draws)
+            if error is not None or first_difference(self.first, calls) is not None:
+                raise refusal(DRAWN_NUMBER, self.first.drawn[0])
+
+    def _second(self, draws: Callable[[], float] | None = None) -> tuple[Calls, Exception | None]:
         calls = Calls(self.first)
+        calls.draws = draws or calls.draws
         try:
             self.run(calls)
         except AutoparError:
@@ -154,7 +171,7 @@ class Steady:
 
     def _again(self, state: Callable[[], object]) -> Line | None:
         self._start_anew()
-        return line_that_changes(lambda: self.run(Calls()), state)
+        return line_that_changes(lambda: self.run(Calls(), is_watched=False), state)
 
     def _line_of(self, change: Change) -> Line | None:
         """The line that changes it; of what stands in for it while the model runs, the line that replaces that."""
@@ -172,7 +189,7 @@ class Steady:
             f"It depends on what the model itself changed in the step before: {names}. {_STATE}"
         )
 
-    def _unsteady(self, difference: tuple[Call | None, Call | None], selects: bool) -> CaptureError:
+    def _unsteady(self, difference: tuple[Call | None, Call | None]) -> CaptureError:
         one, other = difference
         call = one or other
         line = call.line if call else None
@@ -183,10 +200,11 @@ class Steady:
             pairs = [(a, b) for a, b in zip(one.numbers, other.numbers, strict=True) if repr(a) != repr(b)]
             numbers = f" ({pairs[0][0]:.6g} first, then {pairs[0][1]:.6g})" if pairs else ""
         where = f"at {quoted(line)}" if line else "at an unknown line:\n"
-        if selects and not source:
+        if self.selects and not source:
             return CaptureError(
                 f"the model computes with how many rows a mask selects{numbers}, {where}That number is data: count in "
                 f"a tensor instead, mask.sum(), and choose by torch.where(mask.sum() > n, a, b)."
+                f"{SPECIALIZE if self.may_specialize else ''}"
             )
         return CaptureError(
             f"the model computes with a number that is another one each time it runs{numbers}, {where}"

@@ -12,7 +12,7 @@ from autopar.capture.location import Line, Locator, is_typed, is_user_file
 from autopar.errors import CaptureError
 
 SPECIALIZE = "\nOr specialize=True takes the value from the example batch, and checks at each step that it still holds."
-_SIZE = ("DynamicOutputShape",)
+SIZE = "DynamicOutputShape"  # a result whose size is data
 _READ = (
     "DataDependent", "GuardOnDataDependent", "trying to get value out of a tracing tensor", ".numpy() is not supported",
 )  # fmt: skip
@@ -24,7 +24,7 @@ def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bo
     line = line_of(error) or _typed_line(error) or locator.backward_line
     where = f"at {quoted(line)}" if line else "at the call itself:\n"
     text = f"{type(error).__name__}: {error}"
-    by_size = any(mark in text for mark in _SIZE)
+    by_size = SIZE in text
     if by_size or any(mark in text for mark in _READ):
         construct = _of_size(calling) if by_size else _of_read(calling, line)
         offer = SPECIALIZE if may_specialize else ""
@@ -41,7 +41,7 @@ def explain(error: Exception, calling: Any, locator: Locator, may_specialize: bo
 def wants_data(error: Exception) -> bool:
     """True for what torch says where a capture, whose tensors have no data, would need it."""
     text = f"{type(error).__name__}: {error}"
-    return any(mark in text for mark in (*_SIZE, *_READ))
+    return any(mark in text for mark in (SIZE, *_READ))
 
 
 def refusal(construct: Construct, line: Line | None) -> CaptureError:
@@ -50,10 +50,16 @@ def refusal(construct: Construct, line: Line | None) -> CaptureError:
     return CaptureError(f"the model cannot be captured, {where}{_said(construct)}")
 
 
-def size_refusal(construct: Construct, line: Line | None) -> CaptureError:
+def size_refusal(construct: Construct, line: Line | None, may_specialize: bool) -> CaptureError:
     """Of a result whose size is data."""
     where = f"at {quoted(line)}" if line else "at an unknown line:\n"
-    return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}")
+    offer = SPECIALIZE if may_specialize else ""
+    return CaptureError(f"the program depends on the values in a tensor {where}{_said(construct)}{offer}")
+
+
+def read_refusal(construct: Construct, line: Line | None, may_specialize: bool, why: str) -> CaptureError:
+    """Of a value that is read from a tensor, and used so that a tensor would not do."""
+    return size_refusal(Construct(construct.name, f"{construct.instead} {why}"), line, may_specialize)
 
 
 def line_of(error: Exception) -> Line | None:

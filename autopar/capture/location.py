@@ -48,6 +48,11 @@ def is_typed(filename: str) -> bool:
     return filename.startswith(_TYPED)
 
 
+def is_user_code(frame: FrameType) -> bool:
+    """True for a frame of the user's, in a file or not."""
+    return is_user_file(frame.f_code.co_filename) or is_typed(frame.f_code.co_filename)
+
+
 def user_frame(frame: FrameType | None) -> Line | None:
     """File and line of the innermost frame of the user's."""
     while frame is not None:

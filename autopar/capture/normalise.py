@@ -70,6 +70,14 @@ def normalise(
     return _Normaliser(traced, inputs, keeps_casts).run(outputs)
 
 
+def without_seed(program: Program) -> Program:
+    """The program without its input of kind "seed"."""
+    for node, entry in program.entries:
+        if entry.kind == "seed":
+            program.graph.erase_node(node)
+    return program.with_(inputs=tuple(entry for entry in program.inputs if entry.kind != "seed"))
+
+
 class _Normaliser:
     def __init__(self, traced: Traced, inputs: tuple[Input, ...], keeps_casts: bool) -> None:
         self.traced, self.keeps_casts = traced, keeps_casts

@@ -7,9 +7,10 @@ such a tensor runs them on data, in their order, so that writes in place and vie
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ QUERIES: frozenset[Any] = frozenset(
         "size", "dim", "stride", "numel", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "untyped_storage", "is_conj", "is_neg", "is_inference", "element_size", "__len__")]
 )  # fmt: skip
+# They look at the shape and the dtype of their first argument, and at nothing that it holds.
+_FORMS = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))
 # Their results are not decided by their arguments: what is drawn, and memory as it was found.
 _UNDECIDED = frozenset(
     ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
@@ -126,15 +129,15 @@ class Origins:
     def saw(self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any) -> list[Tensor]:
         """A call with what it returned. Returns those of its arguments that it wrote into."""
         made = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
-        written = _written(function, args, before)
+        written, given = _written(function, args, before), {id(tensor) for tensor in before.tensors}
         if not made and not written:
             return written
+        function, args, before = _by_form(function, args, before, lambda args: self.operands(args, kwargs))
         kinds = before.kinds | (RANDOM if _is_undecided(function) else 0)
         if any(type(tensor) is not FakeTensor for tensor in written):  # the user's own, which no run on data may change
             kinds |= OTHER
         if not kinds:
             self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made)))
-        given = {id(tensor) for tensor in before.tensors}
         for tensor in made:
             if id(tensor) not in given:
                 self._enter(tensor, kinds, outside=before.outside)
@@ -272,10 +275,30 @@ def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
     """What a call wrote into: by torch's own count, which leaves out tensors of inference mode and lists of tensors."""
     pairs = zip(before.tensors, before.versions, strict=True)
     found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
-    name = getattr(function, "__name__", "")
-    if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
+    if writes_first(function):
         found.update((id(leaf), leaf) for leaf in _leaves(args[:1]) if isinstance(leaf, Tensor))
     return list(found.values())
+
+
+def _by_form(
+    function: Any, args: Any, before: Operands, operands: Callable[[Any], Operands]
+) -> tuple[Any, Any, Operands]:
+    """Of a call that asks a tensor for its shape and dtype alone, the call without that tensor."""
+    if getattr(function, "__name__", "") not in _FORMS or not args or not isinstance(args[0], Tensor):
+        return function, args, before
+    like = args[0].shape, args[0].dtype, args[0].device
+    return partial(_of_form, function, like), args[1:], operands(args[1:])
+
+
+def _of_form(function: Any, like: tuple[torch.Size, torch.dtype, torch.device], *args: Any, **kwargs: Any) -> Any:
+    shape, dtype, device = like
+    return function(torch.empty((), dtype=dtype, device=device).expand(shape), *args, **kwargs)
+
+
+def writes_first(function: Any) -> bool:
+    """True for a function that by its name writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_undecided(function: Any) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from autopar.capture.canonical import memory_order
 
@@ -109,3 +110,36 @@ def average_pool_of(dims: int) -> Any:
         return x.mean(tuple(range(-dims, 0)), keepdim=True)
 
     return pool
+
+
+def istft(
+    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Tensor | None = None, center: bool = True, normalized: bool = False, onesided: bool | None = None,
+    length: int | None = None, return_complex: bool = False,
+) -> Any:  # fmt: skip
+    """Raise torch.istft to the sum of its windows, over the sum of their squares. torch's own reads whether that is
+    nowhere zero, and raises; here the result is not finite there."""
+    if return_complex or not input.is_complex() or input.ndim not in (2, 3):
+        return NotImplemented
+    hop, win = hop_length or n_fft // 4, win_length or n_fft
+    dtype = input.real.dtype
+    window = torch.ones(win, dtype=dtype, device=input.device) if window is None else window
+    window = F.pad(window, ((n_fft - win) // 2, n_fft - win - (n_fft - win) // 2))
+    frames = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(1, 2)
+    norm = "ortho" if normalized else "backward"
+    is_half = frames.shape[-1] != n_fft if onesided is None else onesided
+    values = torch.fft.irfft(frames, n_fft, norm=norm) if is_half else torch.fft.ifft(frames, norm=norm).real
+    squares = (window * window).expand(1, frames.shape[1], n_fft)
+    y, weight = _overlapped(values * window, hop), _overlapped(squares, hop)
+    start, total = n_fft // 2 if center else 0, y.shape[-1]
+    end = start + length if length is not None else total - start
+    y = y[:, start:end] / weight[:, start:end]
+    y = F.pad(y, (0, end - total)) if end > total else y
+    return y if input.ndim == 3 else y.squeeze(0)
+
+
+def _overlapped(frames: Tensor, hop: int) -> Tensor:
+    """The sum of frames [batch, frames, n] that begin `hop` after one another."""
+    _, count, size = frames.shape
+    total = size + hop * (count - 1)
+    return F.fold(frames.transpose(1, 2), (1, total), (1, size), stride=(1, hop)).flatten(1)

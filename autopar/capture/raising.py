@@ -1,7 +1,6 @@
 """A few torch functions, raised to semantic ops while a model is traced.
 
-Each entry of `RAISED` takes the arguments of its torch function and returns a result with the same value and
-gradients, or `NotImplemented` to leave the call to torch (right all the same, only less can be split).
+Which ones and how: `raised.py`.
 """
 
 from __future__ import annotations
@@ -13,66 +12,44 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.arrays import FROM_ARRAY, BatchArray
 from autopar.capture.calls import Calls
-from autopar.capture.casts import TO_WIDE, lifted, traced
+from autopar.capture.casts import TO_WIDE, lifted, of_dtype, traced
 from autopar.capture.coins import COMPARISONS, Coins
 from autopar.capture.constructs import NOTED, READS, REFUSED, SEEDED
-from autopar.capture.explain import refusal, wants_data
-from autopar.capture.folding import FOLDED, folded, with_numbers
+from autopar.capture.explain import SIZE, refusal, wants_data
+from autopar.capture.folding import FOLDED, folded
+from autopar.capture.forks import Forks
 from autopar.capture.functions import Dropout
-from autopar.capture.location import Locator, user_frame
+from autopar.capture.items import Items
+from autopar.capture.location import Locator, is_user_code, user_frame
 from autopar.capture.origins import QUERIES, STEADY, Operands
-from autopar.capture.outside import Outside
+from autopar.capture.outside import Outside, with_inputs
 from autopar.capture.partners import Partners, check_plain, inlined
-from autopar.capture.raised_attention import attention, multi_head_attention
-from autopar.capture.raised_experts import grouped_mm
-from autopar.capture.raised_lookups import embedding_bag, fill_diagonal_, put, take, where, where_self
-from autopar.capture.raised_losses import (
-    ELEMENTWISE,
-    batch_norm,
-    cross_entropy,
-    ctc_loss,
-    embedding,
-    instance_norm,
-    linear_cross_entropy,
-    log_softmax,
-    nll_loss,
-    rms_norm,
-    with_reduction,
-)
-from autopar.capture.raised_products import (
-    CONVOLUTIONS,
-    addmm,
-    bilinear,
-    einsum,
-    linear,
-    matmul,
-    rmatmul,
-    with_bias_apart,
-)
-from autopar.capture.raised_random import RANDOM
-from autopar.capture.raised_windows import as_strided, average_pool_of
+from autopar.capture.raised import ALWAYS, RAISED
+from autopar.capture.raised_lookups import counts_rows, looked_up
 from autopar.capture.reads import READERS, Reads
+from autopar.capture.same import compared, is_idle
 from autopar.capture.selected import Selected
+from autopar.capture.specialised import specialised
 from autopar.capture.stand_in import with_tensors
 from autopar.capture.validation import is_validation, note_of
 from autopar.errors import CaptureError
 from autopar.ir.ops import op
-from autopar.torch_compat import GROUPED_MM, in_transform
+from autopar.torch_compat import in_transform
 
 Tensor = torch.Tensor
 
 
 class Raise(TorchFunctionMode):
-    """Raises functions, and tells the locator of every call; without one, only those of `_ALWAYS` are raised.
+    """Raises functions, and tells the locator of every call; without one, only those of `ALWAYS` are raised.
 
     `seed` feeds the random ops, which are told apart by their number: the count is kept as the seed of torch's own
     generator, so that `torch.utils.checkpoint`, which puts that back, draws the same again. `lift` is a dtype that
-    all floating-point casts in the model go to instead of their own (see `verify` and `default_dtype`). `calls` is told
+    all floating-point casts in the model go to instead of their own, and tensors of the user's that have another (see
+    `verify` and `default_dtype`). `calls` is told
     of every call of the forward pass, and `calling` is the function that runs, or that failed. `reads` answers where
     the model reads a value; without it that is an error. `keeps_casts`: a cast to float32 of what is float32 leaves a
     trace, for under mixed precision it may be something else; and so do regions without autocast. `partners` are the
@@ -105,6 +82,8 @@ class Raise(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
+        self.items, self.forks = Items(), Forks()
+        self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins, self.coins = self.calls.origins, Coins()
         self.values: list[Tensor] = []  # those whose values were read
@@ -121,7 +100,7 @@ class Raise(TorchFunctionMode):
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = with_tensors(func, args, kwargs or {})
+        args, kwargs = with_tensors(func, *with_inputs((args, kwargs or {}), self.inputs))
         if func is inlined:
             return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
         if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
@@ -130,6 +109,7 @@ class Raise(TorchFunctionMode):
             func, args, kwargs = traced(func, args, kwargs)
         if self.lift is not None:
             func, args, kwargs = lifted(func, args, kwargs, self.lift)
+            args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
         if self.locator and self.keeps_casts:
             self.locator.exact = not torch.is_autocast_enabled(self.device_type)
         place = self.locator.mark() if self.locator else None
@@ -142,24 +122,41 @@ class Raise(TorchFunctionMode):
             value = self.origins.answer(func, args, kwargs, before)
             if value is not NotImplemented:
                 return self._took(func, args, kwargs, value)
+            is_equal = compared(func, args)
+            if is_equal is not None:
+                return is_equal
             number = self.coins.number(func, args)
             if number is not None:
                 return number
+            if self.coins.is_float(func, args):
+                return self.calls.draw(user_frame(sys._getframe(1)))
             if is_validation(func, sys._getframe(1)):
                 self.validated[place[1] if place else ""] = None
                 return True
-        if self.reads is not None and func in READERS and self.locator and self.locator.phase == "forward":
-            return self.reads.take(func, args[0], user_frame(sys._getframe(1)))
+        if func in READERS and self.locator and self.locator.phase == "forward":
+            may_specialize, line = not before.kinds & ~STEADY, user_frame(sys._getframe(1))
+            is_item = func is Tensor.item and is_user_code(sys._getframe(1))  # .tolist() calls it too
+            number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
+            if number is not NotImplemented and (self.reads is None or not may_specialize):
+                return number
+            is_known = self.reads is not None and may_specialize
+            side = self.forks.take(line) if func is Tensor.__bool__ and not is_known else None
+            if side is not None:
+                return side
+            if self.reads is not None:
+                return self.reads.take(func, args[0], line)
         if self.locator:
             self._see_outside(func, args)
         if self.locator and func in REFUSED and self.locator.phase == "forward":
+            if is_idle(func, args):
+                return None
             raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
         if func in NOTED and place and place[1]:
             self.notes[NOTED[func].format(place[1])] = None
-        if self.captures and self._selects(func, args, kwargs):
+        if self.captures and self._selects(func, args, kwargs) and not self._is_sized(before):
             result = folded(self.origins, func, args, kwargs, before)
             if result is NotImplemented:
-                result = self.selected.select(func, args[0], user_frame(sys._getframe(1)))
+                result = self.selected.select(func, args[0], user_frame(sys._getframe(1)), not before.kinds & ~STEADY)
             else:
                 result = self._took(func, args, kwargs, result)
         elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
@@ -178,8 +175,8 @@ class Raise(TorchFunctionMode):
     def _run(self, before: Operands, func: Any, *args: Any, **kwargs: Any) -> Any:
         """A call, raised if that is known of it."""
         result: Any = NotImplemented
-        if func in _ALWAYS:
-            result = _ALWAYS[func](self, *args, **kwargs)
+        if func in ALWAYS:
+            result = ALWAYS[func](self, *args, **kwargs)
         elif func in RAISED and self.captures and not in_transform():
             result = RAISED[func](*args, **kwargs)
         return self._called(func, args, kwargs, before) if result is NotImplemented else result
@@ -197,6 +194,14 @@ class Raise(TorchFunctionMode):
             return False
         return (func is torch.where and not kwargs) or (func in _NONZERO and kwargs == {"as_tuple": True})
 
+    def _is_sized(self, before: Operands) -> bool:
+        """True where the number of rows is taken from the example batch."""
+        if self.reads is None or before.kinds & ~STEADY:
+            return False
+        line = user_frame(sys._getframe(2))
+        self.reads.selected.add(line)
+        return line in self.reads.sized
+
     def _decided(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """A comparison with a draw that comes out one way whatever is drawn, as a call that makes its result."""
         found = self.coins.decided(func, args, self.number_of)
@@ -212,6 +217,8 @@ class Raise(TorchFunctionMode):
     def _called(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Any:
         """What torch gives, or where it wants data what is known of that without the data of an input."""
         try:
+            if self.captures and counts_rows(func, args):
+                raise RuntimeError(SIZE)
             return func(*args, **kwargs)
         except Exception as error:
             if not (self.locator and wants_data(error)):
@@ -219,29 +226,24 @@ class Raise(TorchFunctionMode):
             result = folded(self.origins, func, args, kwargs, before)
             if result is not NotImplemented:
                 return self._took(func, args, kwargs, result)
-            changed = self._specialized(func, args, kwargs, before)
-            if changed is None:
+            result = looked_up(func, args)
+            if result is not NotImplemented:
+                return result
+            call = self._specialized(func, args, kwargs, before)
+            if call is None:
                 raise
-        return func(*changed[0], **changed[1])
+        return call()
 
-    def _specialized(self, func: Any, args: Any, kwargs: Any, before: Operands) -> tuple[Any, Any] | None:
-        """The arguments with the numbers of the example batch for tensors of one integer; without the permission just
-        whether it would do."""
+    def _specialized(self, func: Any, args: Any, kwargs: Any, before: Operands) -> Callable[[], Any] | None:
+        """The call with the numbers of the example batch; without the permission just whether it would do."""
         if not self.locator or self.locator.phase != "forward":
             return None
         if func in READERS:
             self.may_specialize = not before.kinds & ~STEADY
             return None
-        line, reads = user_frame(sys._getframe(1)), self.reads
-        numbers: list[Tensor] = []
-
-        def number_of(tensor: Tensor) -> Any:
-            numbers.append(tensor)
-            return NotImplemented if reads is None else reads.take(Tensor.__int__, tensor, line)
-
-        changed = with_numbers(func, args, kwargs, number_of, lambda mask: NotImplemented)
-        self.may_specialize = bool(numbers) and not self.origins.operands(numbers, None).kinds & ~STEADY
-        return changed
+        line = user_frame(sys._getframe(1))
+        call, self.may_specialize = specialised(func, args, kwargs, self.reads, self.origins, line)
+        return call
 
     def _took(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
         """A value that hangs on no input: the next run must have the same, and the user's tensors behind it as well."""
@@ -343,50 +345,3 @@ _TO_VALUES: frozenset[Any] = frozenset(
 )
 
 _NONZERO = (torch.nonzero, Tensor.nonzero)
-# Raised also where the plain module is run for comparison: what draws random numbers, or may, and what torch cannot
-# compute in float64.
-_ALWAYS: dict[Any, Callable[..., Any]] = {
-    **RANDOM,
-    F.scaled_dot_product_attention: attention,
-    F.multi_head_attention_forward: multi_head_attention,
-    GROUPED_MM: grouped_mm,
-}
-
-
-RAISED: dict[Any, Callable[..., Any]] = {
-    F.linear: linear,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: rmatmul,
-    torch.bmm: matmul,
-    Tensor.bmm: matmul,
-    torch.mm: matmul,
-    Tensor.mm: matmul,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
-    torch.einsum: einsum,
-    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
-    **dict.fromkeys((torch.take, Tensor.take), take),
-    **dict.fromkeys((torch.put, Tensor.put), put),
-    Tensor.fill_diagonal_: fill_diagonal_,
-    F.cross_entropy: cross_entropy,
-    F.nll_loss: nll_loss,
-    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_loss),
-    getattr(F, "linear_cross_entropy", None): linear_cross_entropy,  # torch 2.13 has it
-    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), log_softmax),
-    F.adaptive_avg_pool1d: average_pool_of(1),
-    F.adaptive_avg_pool2d: average_pool_of(2),
-    F.adaptive_avg_pool3d: average_pool_of(3),
-    torch.as_strided: as_strided,
-    Tensor.as_strided: as_strided,
-    F.embedding: embedding,
-    F.embedding_bag: embedding_bag,
-    torch.where: where,
-    Tensor.where: where_self,
-    F.batch_norm: batch_norm,
-    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
-    F.instance_norm: instance_norm,
-    **{function: with_bias_apart(function) for function in CONVOLUTIONS},
-    **{loss: with_reduction(loss) for loss in ELEMENTWISE},
-}

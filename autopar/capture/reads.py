@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.canonical import filled
 from autopar.capture.constructs import Construct
 from autopar.capture.location import Line
 from autopar.capture.tracer import Traced
@@ -21,29 +22,41 @@ Tensor = torch.Tensor
 Value = bool | int | float | complex
 
 READERS: Mapping[Any, tuple[str, Callable[[Tensor], Value]]] = {
-    Tensor.__bool__: ("bool()", bool),
-    Tensor.__int__: ("int()", int),
-    Tensor.__index__: ("int()", int),
-    Tensor.__float__: ("float()", float),
-    Tensor.item: (".item()", Tensor.item),
+    Tensor.__bool__: ("bool() of a tensor", bool),
+    Tensor.__int__: ("int() of a tensor", int),
+    Tensor.__index__: ("int() of a tensor", int),
+    Tensor.__float__: ("float() of a tensor", float),
+    Tensor.item: (".item() of a tensor", Tensor.item),
 }
+COUNT = "count"  # of what a function gives, in place of a function that reads
 
 # What a value may depend on: what a step leaves as it is.
 STEADY = ("batch", "constant", "buffer")
 
 
-def not_steady(kind: str, name: str) -> Construct:
+def not_steady(kind: str, name: str, function: Any) -> Construct:
     """A read that nothing is known of: what it depends on changes with each step, or has no data."""
+    read = "a size that is read" if function is COUNT else "a value that is read"
     if kind in STEADY:
         return Construct(
-            f"a value that is read from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
+            f"{read} from a tensor, and {kind} tensor '{name}', on which it depends, has no data",
             "Give an example batch on a real device with specialize=True.",
         )
     what = "random numbers" if kind == "seed" else f"parameter '{name}'"
-    return Construct(
-        f"a value that is read from a tensor and depends on {what}: each step has another",
-        "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b).",
-    )
+    instead = "Keep it a tensor: compute both sides and choose by element with torch.where(condition, a, b)."
+    if function is COUNT:
+        instead = (
+            "Keep all rows, and leave those out that do not count: torch.where(mask, rows, x) in place of "
+            "x[mask] = rows, (x * mask).sum() / mask.sum() in place of x[mask].mean()."
+        )
+    return Construct(f"{read} from a tensor and depends on {what}: each step has another", instead)
+
+
+_SIZE: tuple[str, Callable[[Tensor], Value]] = ("the size of what this gives", int)
+
+
+def _reader(function: Any) -> tuple[str, Callable[[Tensor], Value]]:
+    return _SIZE if function is COUNT else READERS[function]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class Read:
 
     def __str__(self) -> str:
         where = f"{self.line[0]}:{self.line[1]}" if self.line else "an unknown line"
-        return f"{READERS[self.function][0]} of a tensor at {where}"
+        return f"{_reader(self.function)[0]} at {where}"
 
     @property
     def note(self) -> str:
@@ -64,7 +77,7 @@ class Read:
 
     def now(self, tensor: Tensor) -> Value:
         """The value in this step."""
-        return READERS[self.function][1](tensor)
+        return _reader(self.function)[1](tensor)
 
     def is_(self, value: Value) -> bool:
         """True for the value that the program was compiled for."""
@@ -114,10 +127,14 @@ def check_reads(reads: Sequence[Read], tensors: Sequence[Tensor]) -> None:
 
 @dataclass(slots=True)
 class Reads:
-    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come."""
+    """The reads of a model in their order. `tensors`: those of the run that goes on, as far as it has come.
 
+    sized: lines that select rows by a mask, whose number is read; `selected` are those where it could be."""
+
+    sized: frozenset[Line | None] = frozenset()
     known: list[Read] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    selected: set[Line | None] = field(default_factory=set)
 
     def start(self) -> None:
         """A run begins."""
@@ -135,11 +152,16 @@ class Reads:
         """Compute the value that ended a trace; `traced` returns its tensor."""
         with torch.no_grad():
             tensor = traced.run(*inputs)[0]
-        self.known.append(Read(found.function, found.line, READERS[found.function][1](tensor)))
+        self.known.append(Read(found.function, found.line, _reader(found.function)[1](tensor)))
 
 
 def needed(traced: Traced) -> list[int]:
-    """The positions of the inputs that the results depend on. Drops all else from the graph."""
+    """The positions of the inputs that the results depend on. Drops all else from the graph; of what asks a tensor for
+    its shape alone, that tensor too."""
+    for node in traced.graph.nodes:
+        call = filled(node) if node.op == "call_function" else None
+        if call is not None:
+            node.target, node.args, node.kwargs = call[0], call[1], {**call[2], "device": node.meta["val"].device}
     traced.graph.eliminate_dead_code()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if node.users]

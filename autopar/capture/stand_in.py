@@ -34,6 +34,13 @@ class Misuse:
     is_open: bool = False
     reasons: dict[Hashable, str] = field(default_factory=dict)
 
+    def error(self, how: str) -> CaptureError:
+        """What is said of a number that is used so."""
+        return CaptureError(f"a number {how}.")
+
+    def watch(self, number: Scalar) -> None:
+        """Be told of each number that is made."""
+
 
 def stands_for_number(tensor: Tensor) -> bool:
     """True for the tensor of a stand-in, which holds another value in each step."""
@@ -68,11 +75,12 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 class Scalar:
     """Stands for a Python number, or for one that was computed of such."""
 
-    __slots__ = ("_book", "_number", "_tensor")
+    __slots__ = ("__weakref__", "_book", "_number", "_tensor")
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
     def __init__(self, tensor: Tensor, number: Any, book: tuple[Misuse, frozenset[Hashable]]) -> None:
         self._tensor, self._number, self._book = tensor, number, book
+        book[0].watch(self)
         tensor.is_autopar_number = True  # type: ignore[attr-defined]
 
     @staticmethod
@@ -96,7 +104,7 @@ class Scalar:
         line = f" at {os.path.basename(frame[0])}:{frame[1]}" if frame else ""
         for place in places:
             misuse.reasons.setdefault(place, f"{how}{line}")
-        raise CaptureError(f"a number {how}{line}.")
+        raise misuse.error(f"{how}{line}")
 
     def like(self, tensors: list[Tensor], is_same: bool) -> Tensor:
         """The tensor that promotes others as the number does. is_same: the function wants one dtype of all."""
@@ -191,6 +199,9 @@ class Scalar:
 def with_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a torch function with tensors for the stand-ins among them."""
     values = [*args, *kwargs.values()]
+    for inside in (item for value in values if type(value) in (tuple, list) for item in value):
+        if type(inside) is Scalar:
+            inside.refuse(f"is in an argument of {getattr(func, '__name__', 'a function')}()")
     found = [value for value in values if type(value) is Scalar]
     if not found:
         return args, kwargs

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
+from autopar.ir.ops import semantic_of
 from autopar.torch_compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, fx_tracing, is_composite
 
 aten = torch.ops.aten
@@ -89,7 +90,8 @@ class _Tracer(TorchDispatchMode):
             node.meta["val"] = torch.empty_strided(
                 args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device
             )
-        result = func(*args, **kwargs)
+        own = semantic_of(func)  # made here at once: fake tensors remember what torch's own ops give, and nothing else
+        result = own.meta(*args, **kwargs) if own else func(*args, **kwargs)
         if func is aten.detach.default:  # torch itself does that to what it made from nothing
             self._nodes[id(result)] = result, given[0][0]
             return result

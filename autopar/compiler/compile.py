@@ -87,12 +87,15 @@ def lower(
 ) -> Lowered:  # fmt: skip
     """Take a captured program through the passes. fixed: what is decided already."""
     plan = make_plan(captured, mesh, options or StepOptions(), fixed or Fixed())
+    is_open = plan.options.sequence_parallel == "auto" and plan.fixed.sequence is None
+    if plan.options.sequence_parallel == "auto" and plan.fixed.sequence is False:
+        plan = without_sequence(plan)
     compiled = Lowered(plan, run_passes(check_calls(captured.program), plan))
     if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
         if plan.options.sequence_parallel != "auto":
             raise LayoutError(no_sequence(captured.program, mesh))
         compiled = whole_sequence(compiled)
-    elif plan.options.sequence_parallel == "auto":
+    elif is_open:
         compiled = cheaper(compiled, whole_sequence(compiled))
     if compiled.plan.is_staged:
         compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
@@ -126,16 +129,22 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
 
 def whole_sequence(compiled: Lowered) -> Lowered:
     """The same program compiled without sequence parallelism."""
-    plan = replace(compiled.plan, options=replace(compiled.plan.options, sequence_parallel=False))
+    plan = without_sequence(compiled.plan)
     return Lowered(plan, run_passes(compiled.history[0][1], plan))
+
+
+def without_sequence(plan: Plan) -> Plan:
+    """The plan without sequence parallelism."""
+    return replace(plan, options=replace(plan.options, sequence_parallel=False))
 
 
 def cheaper(split: Lowered, whole: Lowered) -> Lowered:
     """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
     costs = step_cost(split.program), step_cost(whole.program)
-    chosen, is_on = (split, "on") if costs[0].total <= costs[1].total else (whole, "off")
-    note = f"sequence_parallel='auto' is {is_on}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
-    return chosen.with_note(note)
+    is_on = costs[0].total <= costs[1].total
+    chosen, said = (split, "on") if is_on else (whole, "off")
+    note = f"sequence_parallel='auto' is {said}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
+    return replace(chosen.with_note(note), sequence=is_on)
 
 
 def dump(compiled: Lowered, directory: Path) -> None:

@@ -77,12 +77,14 @@ class Lowered:
     """The programs of all ranks, with the program after each pass. Needs no process group and no memory.
 
     `history` holds (pass, program) from "capture" on; a program loaded from a directory has only the last.
-    `pipeline` is what the last program was cut into, if there are stages or micro-batches.
+    `pipeline` is what the last program was cut into, if there are stages or micro-batches. sequence: what the costs
+    decided for `sequence_parallel="auto"`; None where they were not asked.
     """
 
     plan: Plan
     history: tuple[tuple[str, Program], ...]
     pipeline: Pipeline | None = None
+    sequence: bool | None = None
 
     @property
     def mesh(self) -> Mesh:

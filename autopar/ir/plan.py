@@ -45,13 +45,15 @@ class Fixed:
 
     machine: what the cut of a pipeline is for. owners: the stages that keep parameters already, by name. stored: how
     parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide is computed whole
-    by every rank, and not refused. decided: the layouts of earlier programs, by their structure.
+    by every rank, and not refused. decided: the layouts of earlier programs, by their structure. sequence: what
+    `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
     """
 
     machine: Machine = GPU
     owners: Mapping[str, int] | None = None
     stored: Mapping[str, Layout] = field(default_factory=dict)
     uneven: bool = False
+    sequence: bool | None = None
     decided: Mapping[Hashable, Decided] = field(default_factory=dict, compare=False, repr=False)
 
 

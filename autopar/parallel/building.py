@@ -38,6 +38,7 @@ class Builder:
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
+        self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
 
     def build(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> Built:
         """The program for a call with these arguments.
@@ -59,14 +60,16 @@ class Builder:
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
-        compiled = lower(as_trained(captured), mesh, *owners.bind(*self._bound(is_first)))
+        compiled = lower(as_trained(captured), mesh, *owners.bind(*self._bound(is_first, train)))
         if settings.is_local:
             check_split(compiled, parts)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)
+        if compiled.sequence is not None:
+            self._sequence.setdefault(train, compiled.sequence)
         return Built(captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device))
 
-    def _bound(self, is_first: bool) -> tuple[StepOptions, Fixed]:
+    def _bound(self, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
         """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""
         options, fixed = self._settings.options, self._settings.fixed
         if is_first:
@@ -74,4 +77,7 @@ class Builder:
         sequence: SequenceParallel = "auto" if options.sequence_parallel else False
         # What divided the first batch need not divide the last of an epoch, nor every sequence.
         bound = replace(options, shard=None, sequence_parallel=sequence)
-        return bound, replace(fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided))
+        wanted = True if options.sequence_parallel is True else self._sequence.get(train)
+        return bound, replace(
+            fixed, owners=self._store.stages, uneven=True, decided=dict(self._decided), sequence=wanted
+        )

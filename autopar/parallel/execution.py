@@ -15,8 +15,9 @@ from autopar.errors import CompileError
 from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.partners import Owners
 from autopar.parallel.variants import Constants
-from autopar.runtime.distributed import DistributedDriver, Group
+from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Outputs
+from autopar.runtime.groups import Group
 from autopar.runtime.inputs import Slot, StepInputs
 from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.runner import Runner, executor_runner

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.spots import Numbers
-from autopar.parallel.agreement import Phase
+from autopar.compiler.lowered import Lowered
+from autopar.ir.mesh import PIPELINE
+from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.building import Builder, Built
 from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners
 from autopar.parallel.session import Session
-from autopar.runtime.distributed import Group, make_groups
+from autopar.runtime.groups import Group, connect, make_groups
 from autopar.runtime.inputs import slots_of
 
 _log = logging.getLogger("autopar")
@@ -55,10 +57,20 @@ class Maker:
         owners = Owners.of(self._store, built.captured.partners)
         owners.place(compiled)
         missing = [axis for axis in compiled.axes if axis not in self._groups]
-        self._groups.update(make_groups(where.mesh, missing, where.device_mesh))
+        self._connect(missing, compiled)
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
         runner = make_runner(compiled, self._groups, settings.compiler, self._agreement, settings.device)
         return Running(built.captured, compiled, runner, slots, built.constants, owners)
+
+    def _connect(self, axes: list[str], compiled: Lowered) -> None:
+        """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
+        where, device = self._store.distributor, self._settings.device
+        twice = (compiled.plan.zero_axis, PIPELINE) if device.type != "cpu" else ()
+        made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
+        self._groups.update(made)
+        if device.type != "cpu":
+            with lost_peers("connecting"):
+                connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
 
     def _say(self, notes: Sequence[str]) -> None:
         """Log a program's notes on rank 0, each once: another batch's program mostly has the same."""

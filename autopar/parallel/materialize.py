@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
 from autopar.capture.capture import state_of
 from autopar.errors import CaptureError
 
+_DEPTH = 3  # of lists in lists
 _RESET = ("reset_parameters", "_reset_parameters")
 
 
@@ -27,6 +31,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
         made[entry.name] = nn.Parameter(value, tensor.requires_grad) if entry.kind == "parameter" else value
         for name in entry.names:
             assign(model, name, made[entry.name], entry.kind)
+    assign_inside(model, {id(tensor): made[entry.name] for entry, tensor in entries if entry.kind == "parameter"})
     on_meta = {name for entry, _ in entries for name in entry.names}
     everything = {name for entry, _ in state_of(model).entries for name in entry.names}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -54,6 +59,23 @@ def assign(model: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None
         owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
     else:
         setattr(owner, attribute, tensor)
+
+
+def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors in the place of those that the lists and dicts of modules hold as well, by the ids of these."""
+    for module in model.modules():
+        for value in vars(module).values():
+            _assign_inside(value, made, _DEPTH)
+
+
+def _assign_inside(holder: Any, made: Mapping[int, torch.Tensor], depth: int) -> None:
+    if type(holder) not in (list, dict) or depth == 0:
+        return
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        if id(value) in made:
+            holder[key] = made[id(value)]
+        else:
+            _assign_inside(value, made, depth - 1)
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:

@@ -78,6 +78,8 @@ def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepIn
         if entry.kind == "seed":
             return torch.tensor([random.seed, random.steps], device=device)
         leaf = leaves[int(entry.name)].detach()
-        return local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord).to(device)
+        part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
+        # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
+        return part.to(device, non_blocking=device.type != "cpu" and leaf.is_pinned())
 
     return inputs_of(running.slots, value_of)

@@ -17,7 +17,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
-from autopar.parallel.materialize import assign, materialize
+from autopar.parallel.materialize import assign, assign_inside, materialize
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
 from autopar.torch_compat import local_of
@@ -41,7 +41,9 @@ class ParameterStore:
         this, with models of the same state."""
         model = self.model
         agreement.together("model", lambda _: materialize(model, self.device, seed))
-        for entry, tensor in self.entries():
+        parameters: dict[int, torch.Tensor] = {}  # by the id of the one that each replaces
+        entries = self.entries()
+        for entry, tensor in entries:
             value = tensor.detach().to(self.device)
             if dist.get_world_size() > 1:
                 value = value.contiguous()
@@ -51,9 +53,11 @@ class ParameterStore:
             if entry.kind == "parameter":
                 made = self.distributor.parameter(value, replicated(value.ndim))
                 made.requires_grad_(tensor.requires_grad)
+                parameters[id(tensor)] = made
                 self.layouts[entry.name], self.owners[entry.name] = replicated(value.ndim), None
             for name in entry.names:
                 assign(model, name, made, entry.kind)
+        assign_inside(model, parameters)
         self.structure = Structure(model)
 
     def adopt(self, compiled: Lowered, prefix: str = "") -> None:

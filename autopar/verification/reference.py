@@ -12,10 +12,12 @@ from torch import nn
 
 from autopar.capture.capture import LossFn
 from autopar.capture.containers import map_tensors, take_apart
+from autopar.capture.explain import line_of
+from autopar.capture.lines import quoted
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
@@ -29,6 +31,10 @@ SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 _KEEPS = (
     "The model keeps a tensor that an earlier call computed, in a list or an object: give verify a model that has not "
     "run yet, or keep x.detach()."
+)
+_DTYPE = (
+    "Where it runs without autopar: verify computes in float64, so give what the model makes itself the dtype of its "
+    "operands (dtype=x.dtype), or compare in its own: verify(..., dtype=torch.float32)."
 )
 _HOLDS = (
     "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a decorator's "
@@ -83,8 +89,7 @@ class Plain:
         scale = SCALE if low is torch.float16 else 1.0
         with default_dtype(dtype), Raise(None, seed, None if low else dtype):
             with torch.autocast(parameter.device.type, low) if low else nullcontext():
-                function = self.loss_fn or nn.Module.__call__
-                loss, aux = split_result(function(self.model, *args, **kwargs), self.loss_fn)
+                loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)
         found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
         for name, parameter in self.model.named_parameters():
@@ -98,6 +103,22 @@ class Plain:
             if name in self.buffers:
                 found["buffer", name] = tensor.clone()
         return found
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+        """The loss, and what is returned beside it. Raises CaptureError where the module does not run in this dtype."""
+        function = self.loss_fn or nn.Module.__call__
+        try:
+            return split_result(function(self.model, *args, **kwargs), self.loss_fn)
+        except AutoparError:
+            raise
+        except Exception as error:
+            line = line_of(error)
+            where = f", at {quoted(line)}" if line else ": "
+            first = str(error).strip().split("\n")[0]
+            raise CaptureError(
+                f"the plain model fails in {str(dtype).removeprefix('torch.')}{where}{type(error).__name__}: {first}. "
+                f"{_DTYPE}"
+            ) from error
 
 
 class Reference:

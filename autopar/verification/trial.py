@@ -15,7 +15,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
 from autopar.verification.comparison import Mismatch, Row, Values
 from autopar.verification.locate import locate
-from autopar.verification.noise import clear_of_noise, move_away, noise_of, with_noise
+from autopar.verification.noise import Trained, confirmed, excused, move_away
 from autopar.verification.reference import OptimizerFactory, Plain, Reference, copied
 from autopar.verification.virtual import Virtual
 
@@ -45,26 +45,24 @@ class Trial:
             steps.append(expected)
         return plain, steps
 
-    def judged_by_noise(self, rows: Sequence[Row], tolerance: float) -> tuple[Row, ...]:
-        """The rows, of which those are right that differ by rounding alone, here and elsewhere."""
-        noise = noise_of(self._plain_steps)
-        found = with_noise(rows, noise, {(row.kind, row.name) for row in rows}, tolerance)
+    def judged_by_noise(self, rows: Sequence[Row], reference: Reference, steps: Sequence[Values]) -> tuple[Row, ...]:
+        """The rows, of which those are right that differ by rounding alone, here and elsewhere. reference, steps: what
+        `compare` gave."""
+        found = excused(rows, Trained(reference.table, steps, self._plain_steps))
         if not all(row.ok for row in found):  # one that no noise excuses: no need to look elsewhere
-            return with_noise(rows, noise, set(), tolerance)
+            return found
+        away = self._away()
         try:
-            return with_noise(rows, noise, self._away()._right(), tolerance)
+            reference, steps = away.compare()
         except BatchError:  # with specialize=True: elsewhere it is another program
-            return with_noise(rows, noise, set(), tolerance)
+            return confirmed(found, None)
+        return confirmed(found, Trained(reference.table, steps, away._plain_steps))
 
     def locate(self, tolerance: float) -> Mismatch | None:
         """The first node of the first step that differs."""
         first = self._virtual()
         whole = first.whole(*self.arguments, self._seeds()[0])
         return locate(self.captured.program, self.compiled, whole, tolerance, first.dtype, first.device)
-
-    def _right(self) -> set[tuple[str, str]]:
-        reference, steps = self.compare()
-        return clear_of_noise(reference.table, noise_of(self._plain_steps), steps)
 
     def _away(self) -> Trial:
         model = copied(self.model)

@@ -42,7 +42,8 @@ def verify(
 
     Loss, every gradient, every updated weight and buffer are put together from the ranks and compared. Random ops
     draw from the counter-based generator on both sides, and casts that the model itself makes to another float
-    (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. Under
+    (`.float()` in a norm) go to `dtype` on both sides: else their rounding, not the programs, would be compared. So do
+    float tensors outside of parameters, buffers and batch, where an op meets them (class weights in the loss). Under
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`). The model is copied and not changed; `optimizer` makes
     one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`.
@@ -79,11 +80,11 @@ def verify_compiled(
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
     trial = Trial(model, captured, compiled, loss_fn, batch_arguments(batch), steps, optimizer or descent, seed)
-    reference, _ = trial.compare()
+    reference, given = trial.compare()
     table = reference.table
     rows = table.rows()
     if not all(row.ok for row in rows) and reference.short is None:
-        rows = trial.judged_by_noise(rows, table.tolerance)
+        rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
     return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note)

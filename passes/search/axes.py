@@ -11,8 +11,9 @@ from autopar.ir.program import Program
 from autopar.passes.rules import table_of
 from autopar.passes.search.intents import Intent, intent_of
 from autopar.passes.search.items import Classes, Item, build_classes
+from autopar.passes.search.problem import Problem
 from autopar.passes.search.search import Options, options_of, problem_of, with_whole_weights
-from autopar.passes.search.solve import Problem, solve
+from autopar.passes.search.solve import solve
 from autopar.passes.search.states import State, Strategy, states_of
 
 Pins = Mapping[str, Mapping[str, State]]  # the user's layouts of parameters, as states by axis

@@ -17,8 +17,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.search.axes import AxisSearch, Solution, axis_searches, classes_of
 from autopar.passes.search.items import Classes, source_of
+from autopar.passes.search.problem import Edge, Problem
 from autopar.passes.search.search import Options
-from autopar.passes.search.solve import Edge, Problem, solve
+from autopar.passes.search.solve import solve
 from autopar.passes.search.states import Split, State, Strategy, choice_at, compose, may_split
 
 USER, INTENT, RULE, SIZE, COST = "the user", "intent", "the op's rule", "size", "cost"

@@ -9,14 +9,14 @@ from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, used_role
-from autopar.passes.search.solve import Edge, Problem
+from autopar.passes.search.problem import Edge, Problem
 from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
-SHARED = 4  # a weight of as many products is tried by its strategies, see `solve.py`
+SHARED = 6  # a weight that as many products multiply has its layout guessed first, see `solve.py`
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 
 
@@ -220,9 +220,27 @@ def problem_of(
 
 
 def _shared(classes: Classes, options: Options) -> tuple[int, ...]:
-    """What is computed from parameters alone and used at many places that need not touch, most used first."""
-    open_ = [i for i in sorted(classes.of_parameters) if len(options[i]) > 1 and len(classes.users(i)) >= SHARED]
-    return tuple(sorted(open_, key=lambda i: -len(classes.users(i))))
+    """What is computed from parameters alone and multiplied at many places that need not touch, most often first. Of a
+    weight that is computed step by step, the last step alone."""
+    products = {i: _products(classes, i) for i in sorted(classes.of_parameters)}
+    last = {
+        i: found for i, found in products.items() if all(products.get(user) != found for user, _ in classes.users(i))
+    }
+    found = [i for i in last if len(options[i]) > 1 and len(last[i]) >= SHARED]
+    return tuple(sorted(found, key=lambda i: -len(last[i])))
+
+
+def _products(classes: Classes, i: int) -> frozenset[int]:
+    """The products that multiply a value, as it is or after what is computed of parameters alone."""
+    known, pending, found = {i}, [i], set[int]()
+    while pending:
+        for user, _ in classes.users(pending.pop()):
+            if classes.items[user].is_product:
+                found.add(user)
+            elif user in classes.of_parameters and user not in known:
+                known.add(user)
+                pending.append(user)
+    return frozenset(found)
 
 
 def _factor(

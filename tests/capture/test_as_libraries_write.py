@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import verify
+from autopar import parallelize, verify
+from autopar.capture.raising import Raise
 from autopar.errors import CaptureError
 
 
@@ -107,3 +109,198 @@ def test_a_model_that_keeps_what_it_computed_is_named() -> None:
         CaptureError, match=r"copy\.deepcopy of Keeping fails: .*give verify a model that has not run yet"
     ):
         verify(model, "dp=2", loss_fn=squares, batch=x)
+
+
+# --- and what of that needs to know where a value comes from
+
+
+class Kept(nn.Module):
+    """ncps: a cell reads its parameters from a dict of its own, or a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.kept = {"first": self.first, "more": [self.second, self.frozen]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        second, frozen = self.kept["more"]
+        return torch.addcmul(x @ self.kept["first"] + self.second, second, frozen)
+
+
+class Moved(nn.Module):
+    """pytorch-metric-learning: a weight is moved to the device where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.to(x.device, x.dtype)
+        return x @ self.weight
+
+
+class Compared(nn.Module):
+    """gpytorch: a kernel between a tensor and itself is another one than between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def kernel(self, a: Tensor, b: Tensor) -> Tensor:
+        if torch.equal(a, b):
+            return a * 3
+        return a * 2 if a.equal(b[:, :4]) else a + b
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return self.kernel(y, y) + self.kernel(y.view(-1, 8), y.detach()).square()
+
+
+class Marks(nn.Module):
+    """pytorch-metric-learning: marks in the form of what weights made, and a check of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        ones, twos, none = torch.ones_like(y), y.new_full((8,), 2.0), torch.full_like(y, 0.0)
+        assert not torch.any((ones != 0) & (none != 0)), "each is one or the other"
+        return y * twos if (twos > 1).all() else y
+
+
+class Recurrent(nn.Module):
+    """asteroid: dropout between the layers of an RNN."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(8, 6, num_layers=3, dropout=0.4, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.rnn(x.view(12, 2, 4).repeat(1, 1, 2))
+        hidden, cell = state if isinstance(state, tuple) else (state, state)
+        return y.sum((0, 1)) * hidden.square().sum() + cell.sum()
+
+
+RECURRENT = [
+    pytest.param(lambda kind=kind, options=options: Recurrent(kind, **options), id=f"{kind} {options}")
+    for kind in ("LSTM", "GRU", "RNN")
+    for options in ({}, {"batch_first": True, "bidirectional": True})
+] + [pytest.param(lambda: Recurrent("LSTM", proj_size=4, bias=False), id="LSTM with a projection")]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize("make", [Kept, Moved, Compared, Marks, *RECURRENT])
+def test_taken_too(make: Any, mesh: str) -> None:
+    torch.manual_seed(0)
+    report = verify(make(), mesh, loss_fn=squares, batch=torch.randn(12, 8))
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
+@pytest.mark.parametrize("make", RECURRENT)
+def test_a_layer_at_a_time_is_what_torch_computes(make: Any) -> None:
+    torch.manual_seed(0)
+    model, x = make().double(), torch.randn(12, 8, dtype=torch.float64)
+    with torch.no_grad(), Raise(seed=torch.tensor([1, 1])):
+        dropped = [model(x), model(x)]
+    assert not torch.allclose(*dropped)
+    model.rnn.dropout = 1e-12
+    with torch.no_grad(), Raise(seed=torch.tensor([1, 1])):
+        found = model(x)
+    torch.testing.assert_close(found, model.eval()(x))
+
+
+def test_a_parameter_in_a_dict_is_trained_on_ranks() -> None:
+    torch.manual_seed(0)
+    plain, x = Kept(), torch.randn(12, 8)
+    parallel = parallelize(copy.deepcopy(plain), "dp=1", loss_fn=squares)
+    for model in (parallel, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = parallel.forward_backward(x) if model is parallel else squares(plain, x)
+            if model is plain:
+                loss.backward()
+            optimizer.step()
+    for name, value in parallel.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+class Reading(nn.Module):
+    """Two tensors with the same values, or forms, are not the same tensor."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Linear(8, 8), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * 2 if self.read(y) else y
+
+
+def halved(y: Tensor) -> bool:
+    marks = torch.zeros_like(y)
+    marks[0] = y[0]
+    return bool((marks == 0).all())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda y: torch.equal(y, y.clone()), lambda y: torch.equal(y[:4], y[4:8]), lambda y: torch.equal(y, y.flip(0)),
+     halved, lambda y: (y.new_tensor([1.0, 2.0]) + y[0, :2] > 1).all()],
+)  # fmt: skip
+def test_what_weights_decide_is_refused(read: Any) -> None:
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        verify(Reading(read), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+
+
+def test_data_of_another_tensor_is_refused() -> None:
+    class Halved(Moved):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data.t()
+            return x @ self.weight
+
+    with pytest.raises(CaptureError, match=r"an assignment to \.data"):
+        verify(Halved(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+
+
+class Plainly(nn.Module):
+    """pytorch-tabnet: a table is a plain attribute, in float32 whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table, self.more = (
+            nn.Linear(8, 8),
+            torch.rand(8, 8),
+            [torch.rand(8), {"mask": torch.arange(8)}],
+        )
+        self.again = self.table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.inner(x), self.table).addmm(x, self.again) * self.more[0] + self.more[1]["mask"]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+def test_plain_tensors_are_compared_in_the_dtype_of_the_rest(mesh: str) -> None:
+    torch.manual_seed(0)
+    model = Plainly()
+    report = verify(model, mesh, loss_fn=squares, batch=torch.randn(12, 8))
+    assert report.ok and report.max_error < 1e-10, str(report)
+    assert model.table.dtype == torch.float32 and model.more[1]["mask"].dtype == torch.int64
+
+
+def test_a_plain_model_that_fails_in_another_dtype_is_told_in_a_sentence() -> None:
+    table = torch.rand(8, 8)
+
+    class Fixed(Gathered):
+        def forward(self, x: Tensor) -> Any:
+            return torch.matmul(super().forward(x), table)
+
+    with pytest.raises(CaptureError) as found:
+        verify(Fixed(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+    text = str(found.value)
+    assert text.startswith(f"the plain model fails in float64, at {__file__}:") and "have the same dtype" in text
+    assert "return torch.matmul(super().forward(x), table)" in text and "verify(..., dtype=torch.float32)" in text
+    assert verify(Fixed(), "dp=2", loss_fn=squares, batch=torch.randn(12, 8), dtype=torch.float32).ok

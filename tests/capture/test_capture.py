@@ -181,7 +181,7 @@ def test_the_command_line_shows_the_message_alone(
     file = tmp_path / "train.py"
     file.write_text(
         "import autopar\nimport torch\nfrom torch import nn\n\n\n"
-        "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * x.max().item()\n\n\n"
+        "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * float(x.max())\n\n\n"
         "def job():\n    loss = lambda model, x: model(x).sum()\n"
         "    return autopar.Job(Net(4, 4), loss, torch.ones(4, 4))\n"
     )
@@ -194,9 +194,9 @@ def test_the_command_line_shows_the_message_alone(
     assert left.value.code == 1 and not INTERNALS.search(said), said
     assert said == (
         f"autopar: the program depends on the values in a tensor at {file}:8\n"
-        "    return super().forward(x) * x.max().item()\n"
-        "This line has .item(). Leave it a tensor: sums, products and comparisons work alike. A value for a log is "
-        "read after the step; one that is known before it is passed in as a Python number.\n"
+        "    return super().forward(x) * float(x.max())\n"
+        "This line has float() of a tensor. Leave it a tensor: sums, products and comparisons work alike. A value "
+        "for a log is read after the step; one that is known before it is passed in as a Python number.\n"
         "Or specialize=True takes the value from the example batch, and checks at each step that it still holds.\n"
     )
 

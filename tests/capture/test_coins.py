@@ -54,6 +54,14 @@ def at_least(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h + m.adapter(x) if torch.rand([]) >= m.p else h
 
 
+def as_a_float(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h + m.adapter(x) if float(torch.rand(1)) > m.p else h
+
+
+def floats_within(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h + m.adapter(x) if 0.0 <= float(torch.rand(())) < 1.0 - m.p else h
+
+
 def negated(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h + m.adapter(x) if not torch.rand(1) < m.p else h
 
@@ -82,7 +90,19 @@ def filled(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h + m.adapter(x) if torch.empty(1).uniform_(0, 1) > m.p else h
 
 
-SURE = [loha, at_least, negated, inverted, mirrored, as_a_number, of_a_table, of_a_part, filled]
+SURE = [
+    loha,
+    as_a_float,
+    floats_within,
+    at_least,
+    negated,
+    inverted,
+    mirrored,
+    as_a_number,
+    of_a_table,
+    of_a_part,
+    filled,
+]
 
 
 @pytest.mark.parametrize("body", SURE)
@@ -98,7 +118,9 @@ def test_a_layer_that_is_always_dropped_is_no_branch() -> None:
         assert 'gradient "adapter.weight"' not in found.text()
 
 
-@pytest.mark.parametrize("body", [loha, at_least, negated, inverted, mirrored, as_a_number, of_a_part, filled])
+@pytest.mark.parametrize(
+    "body", [loha, as_a_float, at_least, negated, inverted, mirrored, as_a_number, of_a_part, filled]
+)
 def test_a_layer_that_may_be_dropped_is_refused_and_nothing_is_offered(body: Body) -> None:
     with pytest.raises(CaptureError) as caught:
         autopar.compile(made(body, p=0.1), "dp=2", loss_fn=loss_fn, batch=(rows(),))
@@ -167,6 +189,22 @@ def computed_with(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.rand(1).item()
 
 
+def float_by_chance(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if float(torch.rand(1)) > 0.001 else h
+
+
+def float_in_between(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if 0.55 < float(torch.rand(1)) < 0.7 else h
+
+
+def two_floats(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if float(torch.rand(1)) > float(torch.rand(1)) else h
+
+
+def float_computed_with(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * float(torch.rand(1))
+
+
 def by_weight(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if (m.linear.weight > 0).any() else h
 
@@ -177,7 +215,8 @@ def by_written_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 REFUSED = [written, written_by_a_view, written_by_an_alias, shifted, rounded, wider, normal, many, computed_with,
-           by_weight, by_written_buffer]  # fmt: skip
+           float_by_chance, float_in_between, two_floats, float_computed_with, by_weight,
+           by_written_buffer]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", REFUSED)

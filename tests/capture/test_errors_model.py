@@ -44,7 +44,7 @@ def loops(linear: nn.Module, x: Tensor) -> Tensor:
 DATA_DEPENDENT: list[tuple[Callable[[nn.Module, Tensor], Tensor], str]] = [
     (branches, "if x.sum() > 0:"),
     (loops, "for _ in range(int(x.max())):"),
-    (lambda linear, x: linear(x) * x.mean().item(), ""),
+    (lambda linear, x: linear(x) * float(x.mean()), ""),
 ]
 
 

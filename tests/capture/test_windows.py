@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar import verify
 from autopar.api import compile
-from autopar.capture.raised_windows import as_strided
+from autopar.capture.raised_windows import as_strided, istft
 
 
 def dense(draw: random.Random, memory: Tensor) -> Tensor:
@@ -172,3 +173,47 @@ def test_an_average_over_all_positions_is_a_mean(dims: int) -> None:
     for mesh, options in (("dp=2,tp=3", {}), ("pp=2", {"microbatches": 3})):
         report = verify(model, mesh, loss_fn=square_loss, batch=batch, **options)
         assert report.ok, str(report)
+
+
+# --- the inverse of a short-time Fourier transform
+
+WAVES: list[dict[str, Any]] = [
+    {}, {"length": 50}, {"length": 70}, {"center": False}, {"win_length": 12}, {"normalized": True},
+    {"window": torch.ones(16)}, {"onesided": False}, {"hop_length": 8},
+]  # fmt: skip
+
+
+def spectrum(x: Tensor, options: dict[str, Any]) -> Tensor:
+    known = {key: value for key, value in options.items() if key in ("win_length", "normalized", "onesided")}
+    hop = options.get("hop_length", 4)
+    return torch.stft(x, 16, hop, window=window_of(options), return_complex=True, **known)
+
+
+def window_of(options: dict[str, Any]) -> Tensor:
+    return options.get("window", torch.hann_window(options.get("win_length", 16), periodic=True) + 0.1).double()
+
+
+@pytest.mark.parametrize("options", WAVES, ids=str)
+def test_the_sum_of_windows_is_torchs(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    options = {"hop_length": 4, **options, "window": window_of(options)}
+    for x in (torch.randn(3, 64), torch.randn(64)):
+        given = spectrum(x.double(), options)
+        torch.testing.assert_close(istft(given, 16, **options), torch.istft(given, 16, **options))
+
+
+@pytest.mark.parametrize("options", WAVES[:3], ids=str)
+def test_a_wave_of_a_spectrum(options: dict[str, Any]) -> None:
+    class Filtered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.rand(9, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            window = window_of({}).to(x.dtype)
+            given = torch.stft(x, 16, 4, window=window, return_complex=True)
+            return torch.istft(given * self.gain[:, :1] + self.gain[:, 1:], 16, 4, window=window, **options)
+
+    torch.manual_seed(0)
+    report = verify(Filtered(), "dp=2,tp=2", loss_fn=lambda m, x: m(x).square().mean(), batch=torch.randn(4, 64))
+    assert report.ok and report.max_error < 1e-10, report

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import BATCH, square_loss
+from processes import Ranks
 from torch import Tensor, fx, nn
 
 import autopar
@@ -18,11 +19,14 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, set_record
+from autopar.job import Job
+from autopar.parallel.module import ParallelModule
 from autopar.passes import run_passes
-from autopar.verification import trial
+from autopar.verification import noise
 from autopar.verification.comparison import NOISE, Report, Row, Table
-from autopar.verification.noise import clear_of_noise, with_noise
-from autopar.verification.verify import verify_compiled
+from autopar.verification.distributed import verify_on_ranks
+from autopar.verification.noise import Rounded, clear_of_noise, with_noise
+from autopar.verification.verify import descent, verify_compiled
 
 Case = tuple[nn.Module, tuple[Tensor, Tensor]]
 
@@ -60,12 +64,45 @@ def test_what_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> No
     def asked(_: object) -> None:
         raise AssertionError("the noise was measured")
 
-    monkeypatch.setattr(trial, "noise_of", asked)
+    monkeypatch.setattr(noise, "Rounded", asked)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     assert autopar.verify(model, "dp=2,tp=2", loss_fn=square_loss, batch=(torch.randn(12, 16), torch.randn(12, 4))).ok
     model_, batch = norms_of_equal_rows(*SPREADS[0])
     with pytest.raises(AssertionError, match="the noise was measured"):
         autopar.verify(model_, "dp=2,tp=2", loss_fn=square_loss, batch=batch)
+
+
+def test_a_sample_that_excuses_all_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample is a whole training of the plain module, and with a large one they take most of the time of `verify`."""
+    drawn = []
+    monkeypatch.setattr(noise, "Rounded", lambda seed: drawn.append(seed) or Rounded(seed))
+    model, batch = norms_of_equal_rows(3, 1e-9)
+    assert autopar.verify(model, "dp=3", loss_fn=square_loss, batch=batch).ok
+    assert drawn == [0, 0], "one here, one elsewhere"
+
+
+def _on_ranks(rank: int, factor: float) -> None:
+    """verify_on_ranks of a model that enlarges rounding; its gradients are multiplied with a factor."""
+    full_gradients = ParallelModule.full_gradients
+    model, batch = norms_of_equal_rows(*SPREADS[0])
+    job = Job(model=model, loss_fn=square_loss, batch=batch, optimizer=descent)
+    with pytest.MonkeyPatch.context() as patch:
+        changed = lambda self: {name: value * factor for name, value in full_gradients(self).items()}  # noqa: E731
+        patch.setattr(ParallelModule, "full_gradients", changed)
+        report = verify_on_ranks(job, "dp=2", steps=2, seed=0)
+    assert (report is None) == (rank > 0)
+    if report is None:
+        return
+    noisy = [row for row in report.rows if row.noise is not None]
+    assert noisy, str(report)
+    assert report.ok == (factor == 1.0), str(report)
+    assert all(row.error > report.tolerance for row in noisy)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("factor", [1.0, 0.99])
+def test_on_ranks_too(two: Ranks, factor: float) -> None:
+    two.run(_on_ranks, factor, timeout=120)
 
 
 # Sabotages

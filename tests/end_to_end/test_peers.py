@@ -11,6 +11,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.schedule import Action, Instruction
 from autopar.parallel.agreement import lost_peers
 from autopar.runtime.distributed import DistributedDriver
+from autopar.runtime.groups import Group
 from autopar.runtime.p2p import LEAVING, Peers
 from autopar.runtime.pipeline import Send
 
@@ -37,7 +38,7 @@ def test_what_has_left_is_let_go(monkeypatch: pytest.MonkeyPatch):
         return works[-1]
 
     monkeypatch.setattr(dist, "isend", isend)
-    peers = Peers(None, lambda place: place + 6, torch.device("cpu"))  # type: ignore[arg-type]
+    peers = Peers(Group(None, 8, (6, 7)), torch.device("cpu"))  # type: ignore[arg-type]
     message = Send(Instruction("SEND", Action(0, "F", 0), 1), (torch.ones(3, 2).t(), torch.ones(2)))
     for sent in range(1, 20):
         peers.send(message)

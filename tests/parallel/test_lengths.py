@@ -147,3 +147,41 @@ def test_layouts_that_do_not_fit_are_searched_for() -> None:
 
 def _never(*_: Any) -> Any:
     raise AssertionError("searched")
+
+
+def _passes_of_auto(rank: int) -> None:
+    compiler = importlib.import_module("autopar.compiler.compile")
+    passes, runs = compiler.run_passes, []
+
+    def counted(program: Any, plan: Any) -> Any:
+        runs.append(plan.sequence_parallel)
+        return passes(program, plan)
+
+    compiler.run_passes = counted
+    model = autopar.parallelize(plain(), "dp=2,tp=2", loss_fn=loss_of, sequence_parallel="auto")
+    model.prepare(*batch(8))
+    assert runs == [True, False], "both are compared"
+    chosen = model.programs[-1].compiled.plan.sequence_parallel
+    for length in (12, 16):
+        runs.clear()
+        model.prepare(*batch(length))
+        assert runs == [chosen], f"length {length}: {runs}, decided {chosen}"
+    runs.clear()
+    model.prepare(*batch(9))  # which tp=2 cannot divide
+    assert runs == ([True, False] if chosen else [False])
+    assert not model.programs[-1].compiled.plan.sequence_parallel
+
+
+@pytest.mark.gloo
+def test_what_auto_means_is_decided_once(four: Ranks) -> None:
+    """A further length goes through the passes once, with or without sequence parallelism as the first one."""
+    four.run(_passes_of_auto, timeout=120)
+
+
+@pytest.mark.parametrize(("length", "decided", "found"), [(8, True, True), (9, True, False), (8, False, False)])
+def test_a_decision_holds_where_it_divides(length: int, decided: bool, found: bool) -> None:
+    captured = capture(plain(), loss_of, batch(length), {})
+    fixed = Fixed(uneven=True, sequence=decided)
+    compiled = lower(captured, parse_mesh("dp=2,tp=2"), StepOptions(sequence_parallel="auto"), fixed)
+    assert compiled.plan.sequence_parallel is found
+    assert compiled.sequence is None, "no costs were asked"

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Llama, few_kv_heads, llama, mlp, resnet, token_loss
+from models import Llama, few_kv_heads, gpt, llama, mlp, resnet, square_loss, token_loss
+from random_programs import Program as RandomModel
 from test_golden import compare
+from verified import verified
 
 import autopar
+from autopar.errors import LayoutError
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Fixed, Machine
 from autopar.ir.program import Program, record
@@ -18,6 +21,7 @@ from autopar.ir.verify import verify
 from autopar.passes.overlap import overlap
 
 SLOW = Fixed(machine=Machine(1e3, 1e2, 1e1, 1.0, 0.1))  # a machine that has to wait, at the sizes of tests
+OPTIONS = ({}, {"zero": 3}, {"zero": 2, "microbatches": 2}, {"recompute": "full"}, {"sequence_parallel": "auto"})
 EINSUM, WAIT = op("einsum"), op("wait")
 
 
@@ -56,3 +60,20 @@ def test_the_step_computes_the_same(case: object, mesh: str) -> None:
     verify(after, after.level)
     assert any("_start" in node.name for node in after.nodes)
     compare(print_program(before), print_program(after), compiled.plan, seed=len(mesh))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_random_programs_are_right_where_everything_moves_early(seed: int) -> None:
+    model: torch.nn.Module = RandomModel(seed)
+    batch, loss_fn = model.batch(), square_loss  # type: ignore[operator]
+    if seed % 4 == 0:
+        model, _, batch = gpt() if seed % 8 else llama()
+        loss_fn = token_loss
+    mesh = ("dp=2,tp=2", "dp=3,tp=2", "tp=2,dp=2", "pp=2,tp=2")[seed // 2 % 4]
+    options = {"microbatches": 2} if "pp" in mesh else OPTIONS[seed % len(OPTIONS)]
+    said = f"{mesh} {options}\n{model}"
+    print(said)
+    try:
+        verified(model, [mesh], loss_fn, batch, fixed=SLOW, **options)  # type: ignore[arg-type]
+    except LayoutError as error:
+        assert "can split no weight" in str(error) or "micro-batches cannot be" in str(error), said  # refused is right

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +105,30 @@ def test_a_step_lies_on_the_device_that_was_asked_for(options: dict[str, Any]) -
     assert loss.device == META
     assert {p.grad.device for p in model.parameters() if p.grad is not None} == {META}
     assert {buffer.device for buffer in model.buffers()} == {META}
+
+
+class Moves(TorchFunctionMode):
+    """Notes how often tensors are moved, and how often without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and args[1:] == (META,):
+            self.found.append(bool((kwargs or {}).get("non_blocking")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_host_does_not_wait_for_a_pinned_batch(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red before: it waited for all that was in the queue of the device."""
+    model = autopar.parallelize(Makes(), "dp=1", device="meta")
+    model.prepare(TOKENS)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self, *_: pinned)
+    with Moves() as moves:
+        model.forward_backward(TOKENS)
+    assert moves.found == [pinned]
 
 
 def test_what_a_compiler_is_given_lies_there_too() -> None:

@@ -21,8 +21,9 @@ from autopar.errors import RankError
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import axes_of, op
 from autopar.ir.program import Record, TensorType, set_record
-from autopar.runtime.distributed import DistributedDriver, make_groups
+from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
+from autopar.runtime.groups import make_groups
 from autopar.runtime.virtual import VirtualMesh
 
 pytestmark = pytest.mark.gloo

@@ -23,9 +23,10 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.stepping import run_step
-from autopar.runtime.distributed import DistributedDriver, make_groups
+from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
+from autopar.runtime.groups import make_groups
 from autopar.runtime.inductor import InductorProgram
 from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler

@@ -92,9 +92,15 @@ def membership(m: Any, x: Tensor) -> Tensor:
 # Values taken out of a tensor
 
 
-@refused(".item()", "Leave it a tensor")
+@works
 def item(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x) * x.mean().item()  # HERE
+    return m.linear(x) * x.mean().item()
+
+
+@refused(".item()", "Leave it a tensor")
+def item_of_a_branch(m: Any, x: Tensor) -> Tensor:
+    mean = x.mean().item()  # HERE
+    return m.linear(x) if mean > 0 else x
 
 
 @refused(".tolist()", "Leave it a tensor")

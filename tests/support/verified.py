@@ -15,6 +15,7 @@ from autopar.compiler.compile import batch_arguments, lower
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
+from autopar.ir.plan import Fixed
 from autopar.torch_compat import tree_map
 from autopar.verification.reference import OptimizerFactory
 from autopar.verification.verify import Report, cast, verify_compiled
@@ -29,6 +30,7 @@ def verified(
     steps: int = 2,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
+    fixed: Fixed | None = None,
     **options: Unpack[StepKeywords],
 ) -> list[tuple[Report, Compiled]]:
     """The report of each mesh, which must be right, and what was compiled for it. The model becomes float64."""
@@ -36,7 +38,7 @@ def verified(
     captured = capture(model, loss_fn, *batch_arguments(batch), lift=torch.float64)
     found = []
     for mesh in meshes:
-        compiled = lower(captured, mesh_of(mesh), options_of(**options))
+        compiled = lower(captured, mesh_of(mesh), options_of(**options), fixed)
         report = verify_compiled(
             model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
         )

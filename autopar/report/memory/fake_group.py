@@ -9,29 +9,29 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.distributed import Group
+from autopar.runtime.groups import Group
 from autopar.runtime.mesh_ops import axis_group
 
 
 class _Done(dist.Work):
-    """What is never known to be done before somebody waits, as with Gloo: what a send reads is kept for longest.
-    scratch: what the backend holds for as long as this lives."""
+    """scratch: what the backend holds for as long as this lives. is_known: whether it says that it is done before
+    somebody waits. Gloo does not, and so what a send reads is kept for longest."""
 
-    def __init__(self, scratch: torch.Tensor | None = None) -> None:
+    def __init__(self, scratch: torch.Tensor | None = None, is_known: bool = False) -> None:
         super().__init__()
-        self.scratch = scratch
+        self.scratch, self.is_known = scratch, is_known
 
     def wait(self, *_: Any) -> bool:
         return True
 
     def is_completed(self) -> bool:
-        return False
+        return self.is_known
 
 
 class FakeGroup(dist.ProcessGroup):
     """Says yes to everything. Its methods are those that the functions of `torch.distributed` call, in 2.11 to 2.13.
 
-    copies: whether it reduces in a copy before it scatters, as Gloo does (of its collectives, that one alone).
+    copies: whether it is as Gloo, which reduces in a copy before it scatters (of its collectives, that one alone).
     """
 
     def __init__(self, rank: int, size: int, copies: bool) -> None:
@@ -39,10 +39,10 @@ class FakeGroup(dist.ProcessGroup):
         self.copies = copies
 
     def _scatter(self, _: Any, x: torch.Tensor, *__: Any, **___: Any) -> dist.Work:
-        return _Done(x.clone() if self.copies else None)
+        return _Done(x.clone() if self.copies else None, not self.copies)
 
     def _done(self, *_: Any, **__: Any) -> dist.Work:
-        return _Done()
+        return _Done(is_known=not self.copies)
 
     allreduce = broadcast = allgather = reduce_scatter = alltoall = send = recv = _done
     _allgather_base = alltoall_base = all_gather_single = all_to_all_single = _done

@@ -1,0 +1,80 @@
+"""A rank over NCCL, and what a warm step reads on the host."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from benchmarks.compare.models import batch_of, loss_fn, model_of, optimizer_of, plain
+
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fp32", {}),
+    ("bf16", {"precision": "bf16"}),
+    ("fp16", {"precision": "fp16"}),
+    ("recompute", {"recompute": "full"}),
+    ("micro-batches", {"microbatches": 4}),
+    ("inductor", {"compile": "inductor"}),
+)
+CLOSE = 1e-4  # relative, float32
+
+
+def reads(device: str) -> None:
+    """A warm step while torch raises at everything that waits for the GPU. Where a step does so is printed."""
+    failed = []
+    for name, options in OPTIONS[: len(OPTIONS) if device == "cuda" else 2]:
+        model = autopar.parallelize(model_of("gpt"), "dp=1", loss_fn=loss_fn, device=device, **options)
+        x, y = batch_of(device)
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            model.forward_backward(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        try:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            model.forward_backward(x, y)
+            print(f"- {name}: no read")
+        except RuntimeError as error:
+            failed.append(name)
+            print(f"- {name}: **{str(error).splitlines()[0]}**{_where(error)}")
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    if failed:
+        raise SystemExit(1)
+
+
+def _where(error: BaseException) -> str:
+    """The last lines of ours that the error came through."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/autopar" in file or "/runtime/" in file or "/passes/" in file:
+            found.append(f"{file.rpartition('/')[2]}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return f" at {', '.join(found[-4:])}"
+
+
+def nccl(device: str) -> None:
+    """Steps of a rank that has a process group, beside a plain loop."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        model = autopar.parallelize(model_of("gpt"), "dp=1", loss_fn=loss_fn, device=device)
+        other, batch = model_of("gpt").to(device), batch_of(device)
+        step, optimizer = plain(other, *batch), optimizer_of(model)
+        print(f"{backend}\n\n| step | autopar | plain |\n|---|---|---|")
+        worst = 0.0
+        for i in range(5 if device == "cuda" else 2):
+            ours, theirs = model.forward_backward(*batch).item(), step().item()
+            optimizer.step()
+            optimizer.zero_grad()
+            worst = max(worst, abs(ours - theirs) / abs(theirs))
+            print(f"| {i} | {ours:.6f} | {theirs:.6f} |")
+        dist.destroy_process_group()
+    print(f"\nlargest relative difference: {worst:.1e}")
+    assert worst < CLOSE, f"more than float32 rounding: {worst}"

@@ -1,0 +1,131 @@
+"""Branches on data: taken where all sides compute the same, and refused where they do not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import compile, verify
+from autopar.errors import CaptureError
+
+
+class Branching(nn.Module):
+    seen: Tensor
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.inner, self.body, self.flag = nn.Linear(8, 8), body, False
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, self.inner(x), x)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def warned(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    if torch.isnan(y).any():
+        warnings.warn("nan", stacklevel=1)
+    return y * 2
+
+
+def halves(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """pytorch-metric-learning: what is done about nan is done in fp16."""
+    total = y.sum()
+    if torch.isnan(total) and y.dtype == torch.float16:
+        total = y.float().sum().half()
+    if y.max() > 100 and y.dtype == torch.float16:
+        total = total / 2
+    return y * total
+
+
+def counted(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    if (x > 2).any():
+        print("large")
+    y = y if y.min() > 0 else y.clone()
+    return y
+
+
+@pytest.mark.parametrize("options", [{}, {"specialize": True}], ids=["plain", "specialize"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize("body", [warned, halves, counted])
+def test_sides_that_are_the_same(body: Any, mesh: str, options: Any) -> None:
+    torch.manual_seed(0)
+    report = verify(Branching(body), mesh, loss_fn=squares, batch=torch.randn(12, 8), **options)
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
+def test_the_branch_is_noted() -> None:
+    found = compile(Branching(halves), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+    line = halves.__code__.co_firstlineno
+    assert [note for note in found.notes if "branch" in note] == [
+        f"{__file__}:{line + at} is a branch on data whose sides compute the same: no step takes it" for at in (3, 5)
+    ]
+
+
+def other(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    return y * 2 if y.sum() > 0 else y
+
+
+def second(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """Each alone makes no difference."""
+    one, two = bool(y.sum() > 0), bool(y.max() > 3)
+    return y * 2 if one and two else y
+
+
+def raised(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    if torch.isnan(y).any():
+        raise ValueError("nan")
+    return y
+
+
+def endless(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    while not y.sum() > 100:
+        pass
+    return y
+
+
+def rounds(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    while y.sum() > 1:
+        y = y / 2
+    return y
+
+
+def remembered(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """The same in this step, and not in the next one."""
+    y = y * 2 if m.flag else y
+    if y.sum() > 0:
+        m.flag = True
+    return y
+
+
+def kept(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    if y.sum() > 0:
+        m.seen.add_(1)
+    return y
+
+
+def constant(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    """Another constant, of one form."""
+    return y * torch.tensor([1.0] * 8 if y.sum() > 0 else [2.0] * 8, dtype=y.dtype)
+
+
+@pytest.mark.parametrize("body", [other, second, raised, endless, rounds, remembered, kept, constant])
+def test_sides_that_are_not_the_same_are_refused(body: Any) -> None:
+    with pytest.raises(CaptureError, match="the program depends on the values in a tensor at"):
+        verify(Branching(body), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+
+
+def test_what_is_returned_beside_the_loss_is_a_side_too() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        value = squares(model, x)
+        return value, {"kind": "large" if value > 1 else "small"}
+
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        verify(Branching(warned), "dp=2", loss_fn=loss, batch=torch.randn(12, 8))

@@ -1,0 +1,129 @@
+"""Numbers that a model takes out of tensors and computes with, or looks rows up by."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import parallelize, verify
+from autopar.errors import CaptureError
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+class Item(nn.Module):
+    """torchlibrosa: decibels end 80 below the largest."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.inner, self.use = nn.Linear(8, 8), use
+
+    def forward(self, x: Tensor) -> Any:
+        return self.use(self, self.inner(x), x)
+
+
+KEPT: list[Any] = []
+ITEMS: dict[str, Any] = {
+    "decibels": lambda m, y, x: torch.clamp(y, min=y.max().item() - 0.8, max=np.inf),
+    "a bound above": lambda m, y, x: torch.clip(y, -1, max=y.mean().item()),
+    "two bounds": lambda m, y, x: y.clamp(y.min().item() / 2, y.max().item() / 2),
+    "a factor": lambda m, y, x: y * x.mean().item() + (x > 0).sum().item(),
+    "a count": lambda m, y, x: y / (x > 0).sum().item(),
+    "arithmetic": lambda m, y, x: (2 * y.std().item() + 1) ** 2 - y + abs(-y[0, 0].item()),
+    "chosen": lambda m, y, x: torch.where(y > 0, y, y[0, 1].item()).masked_fill(x > 1, y[2, 3].item()),
+    "compared": lambda m, y, x: y * (y > y.mean().item()),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"specialize": True}], ids=["plain", "specialize"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize("name", ITEMS)
+def test_item_stays_a_tensor(name: str, mesh: str, options: Any) -> None:
+    torch.manual_seed(0)
+    report = verify(Item(ITEMS[name]), mesh, loss_fn=squares, batch=torch.randn(12, 8), **options)
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
+def test_an_item_is_another_number_in_each_step() -> None:
+    torch.manual_seed(0)
+    plain = Item(ITEMS["decibels"])
+    parallel = parallelize(copy.deepcopy(plain), "dp=1", loss_fn=squares)
+    for x in torch.randn(3, 12, 8):
+        torch.testing.assert_close(parallel.forward_backward(x), squares(plain, x))
+    assert len(parallel.programs) == 1
+
+
+def caught(m: Item, y: Tensor, x: Tensor) -> Tensor:
+    m.last = y.mean().item()
+    return y
+
+
+ITEMS_REFUSED: dict[str, tuple[Any, str]] = {
+    "a branch": (lambda m, y, x: y if y.mean().item() > 0 else -y, r"The number is compared \(gt\) at"),
+    "a size": (lambda m, y, x: y[:, : x.argmax().item() % 8], r"The number is used by Python itself \(%\)"),
+    "a list of sizes": (lambda m, y, x: y.split([8, y[0, 0].item()], 1)[0], r"is in an argument of split\(\)"),
+    "a text": (lambda m, y, x: y * len(f"{y.mean().item():.3f}"), r"Python itself \(format\)"),
+    "a log": (lambda m, y, x: KEPT.append(y.mean().item()) or y, "The number is kept from this step"),
+    "an attribute": (caught, "The number is kept from this step"),
+    "an option": (lambda m, y, x: nn.functional.dropout(y, y[0, 0].item()), r"is an argument of dropout\(\)"),
+    "math": (lambda m, y, x: y * math.exp(y.mean().item()), r"Python itself \(float\)"),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS_REFUSED)
+def test_an_item_that_python_needs_is_refused(name: str) -> None:
+    use, said = ITEMS_REFUSED[name]
+    with pytest.raises(CaptureError) as found:
+        verify(Item(use), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))
+    text = str(found.value)
+    assert re.search(said, text) and "This line has .item(). Leave it a tensor" in text and f"{__file__}:" in text
+    assert ("specialize=True" in text) == (name == "a size")
+
+
+def test_an_item_that_is_returned_is_refused() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        value = squares(model, x)
+        return value, {"mean": value.item()}
+
+    with pytest.raises(CaptureError, match=r"This line has \.item\(\).*The number is returned"):
+        verify(Item(ITEMS["a factor"]), "dp=2", loss_fn=loss, batch=torch.randn(12, 8))
+
+
+class LookedUp(nn.Module):
+    """asteroid: the best permutation of each sample, by a loop over the numbers of the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        best = y[:, :4].argmin(1)
+        rows = torch.stack([self.table[place] for place in best[:3]])
+        first, last = best[0], best[1] - 4
+        other = self.table[..., first] + self.table[1:, last].sum() + self.table[None, first, 2:].sum()
+        return y * rows.sum(0) + other.sum() * y[0, first] + self.table[best[2], best[3]]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+def test_a_row_of_a_number_that_is_computed(mesh: str) -> None:
+    torch.manual_seed(0)
+    report = verify(LookedUp(), mesh, loss_fn=squares, batch=torch.randn(12, 8))
+    assert report.ok and report.max_error < 1e-10, str(report)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: y[: y[0].argmax()], lambda y: y[y[0, 0] > 0], lambda y: y[y[0].argmax() :: 2].sum()]
+)
+def test_a_bound_or_a_condition_that_is_computed_is_refused(read: Any) -> None:
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        verify(Item(lambda m, y, x: read(y)), "dp=2", loss_fn=squares, batch=torch.randn(12, 8))

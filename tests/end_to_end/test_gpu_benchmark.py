@@ -1,0 +1,45 @@
+"""`benchmarks.gpu` works before there is a GPU: every section, at tiny sizes on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import page, run, title
+from benchmarks.gpu.sections import SECTIONS, Section
+
+IN_PROCESSES = ("nccl", "peers", "tests", "demo")  # that make process groups, or processes of their own
+
+
+@pytest.mark.parametrize("name", sorted(set(SECTIONS) - set(IN_PROCESSES)))
+def test_a_section_runs_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    SECTIONS[name].run("cpu")
+    torch.set_num_threads(threads)
+    assert len(capsys.readouterr().out.split()) > 10, "a section says what it found"
+
+
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_section_runs_in_a_process(name: str) -> None:
+    is_good, text = run(SECTIONS[name], "cpu", 600)
+    assert is_good and len(text.split()) > 5, text
+
+
+def test_what_fails_is_reported_and_the_others_go_on() -> None:
+    broken = Section("no such section", "Broken", 60, lambda device: None)
+    parts = list(
+        page([broken, SECTIONS["reads"]], "cpu", 60, lambda s, d, t: run(s, d, t) if s is broken else (True, "fine"))
+    )
+    assert [is_good for is_good, _ in parts] == [False, True]
+    assert "**failed**" in parts[0][1] and "KeyError" in parts[0][1] and "fine" in parts[1][1]
+
+
+def test_what_takes_too_long_is_ended_and_what_has_no_time_is_named() -> None:
+    is_good, text = run(SECTIONS["demo"], "cpu", 0.2)
+    assert not is_good and "ended after" in text
+    ((is_good, text),) = page([SECTIONS["demo"]], "cpu", 0)
+    assert not is_good and "no time was left" in text
+
+
+def test_the_page_says_where_and_when() -> None:
+    assert torch.__version__ in title("cpu") and "dry run" in title("cpu")
