@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.ops import NAMESPACE, SEMANTIC
 from autopar.ir.program import Builder, Record, TensorType, is_getitem, operand_nodes, record
 from autopar.passes.rules import call_of, rule_of
 from autopar.passes.rules.rule import Table
@@ -22,7 +23,8 @@ aten = torch.ops.aten
 
 SORTS = frozenset(("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable",
                    "aten.topk.default"))  # fmt: skip
-_DRAWS = frozenset(("autopar.dropout.default", "autopar.random.default"))  # their results depend on where a row stands
+# Their results depend on where a row stands.
+_DRAWS = frozenset(f"{NAMESPACE}.{one.name}.default" for one in SEMANTIC if one.random)
 
 Make = Callable[[Builder, fx.Node], fx.Node]
 

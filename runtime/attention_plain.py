@@ -7,19 +7,21 @@ from the logsumexp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from autopar.runtime import host
 
 Mask = torch.Tensor | None
+Factors = Callable[[torch.Tensor, slice, slice], torch.Tensor]
+"""Of the probabilities of a block, its queries and its keys: what they are multiplied by before they meet values."""
 _BLOCK_BYTES_CPU, _BLOCK_BYTES = 1 << 24, 1 << 28  # of the scores of a block
 
 
 def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float,
-    block_bytes: int | None = None,
+    block_bytes: int | None = None, factors: Factors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, logsumexp). `out` is dense in (b, s, h, e), as `attention` of ir/ops.py says."""
     (b, h, s, _), e = q.shape, v.shape[3]
@@ -29,25 +31,30 @@ def plain(
         scores = _scores(q, k, mask, causal, scale, rows, keys)
         part = torch.logsumexp(scores, -1)
         lse[:, :, rows] = part.masked_fill_(part == -torch.inf, 0)
-        weights = scores.sub_(part.unsqueeze(-1)).exp_().to(v.dtype)
-        out[:, :, rows] = torch.matmul(_folded(weights, k), v[:, :, keys]).view(*part.shape, e)
+        weights = scores.sub_(part.unsqueeze(-1)).exp_()
+        if factors is not None:
+            weights *= factors(weights, rows, keys)
+        out[:, :, rows] = torch.matmul(_folded(weights.to(v.dtype), k), v[:, :, keys]).view(*part.shape, e)
     return out, lse
 
 
 def plain_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
     out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, block_bytes: int | None = None,
+    factors: Factors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v. What the blocks give to keys and values is summed in at least float32."""
     wide = _wide(q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows, keys in _blocks(q, k, causal, block_bytes):
         weights = _scores(q, k, mask, causal, scale, rows, keys).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        folded_grad = _folded(grad[:, :, rows], k)
-        dv[:, :, keys] += torch.matmul(_folded(weights.to(v.dtype), k).mT, folded_grad)
+        folded_grad, factor = _folded(grad[:, :, rows], k), None if factors is None else factors(weights, rows, keys)
+        met = weights if factor is None else weights * factor
+        dv[:, :, keys] += torch.matmul(_folded(met.to(v.dtype), k).mT, folded_grad)
         # d(softmax): p * (dp - sum(p dp)), and that sum is grad . out
         delta = (grad[:, :, rows].to(wide) * out[:, :, rows]).sum(-1, keepdim=True)
         dweights = torch.matmul(folded_grad, v[:, :, keys].mT).view(weights.shape)
+        dweights = dweights if factor is None else dweights * factor
         dscores = _folded(weights.mul_(dweights - delta).to(q.dtype), k)
         dq[:, :, rows] = torch.matmul(dscores, k[:, :, keys]).view(dq[:, :, rows].shape) * scale
         dk[:, :, keys] += torch.matmul(dscores.mT, _folded(q[:, :, rows], k)) * scale

@@ -13,10 +13,25 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import NAMESPACE, op
-from autopar.runtime import attention, contraction, ctc, dropout, embedding, experts, indices, losses, random, rows
+from autopar.runtime import (
+    attention,
+    attention_dropout,
+    contraction,
+    ctc,
+    dropout,
+    embedding,
+    experts,
+    indices,
+    losses,
+    norms,
+    random,
+    rows,
+)
 from autopar.runtime.kernel import Kernel
 
-_FILES = (attention, contraction, ctc, dropout, embedding, experts, indices, losses, random, rows)
+_FILES = (
+    attention, attention_dropout, contraction, ctc, dropout, embedding, experts, indices, losses, norms, random, rows,
+)  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(
     {op(name): kernel for file in _FILES for name, kernel in file.KERNELS.items()}

@@ -71,6 +71,28 @@ class Attention(Function):
         return grad_q, grad_k, grad_v, None, None, None
 
 
+class DroppedAttention(Function):
+    """Attention with dropout of its probabilities, by a mask that is drawn again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor, causal: bool, scale: float,
+        key: int, p: float,
+    ) -> Tensor:  # fmt: skip
+        shape = [*q.shape[:3], k.shape[2]]
+        ctx.rest = (causal, scale, key, p, shape, shape, [0] * 4)
+        out, lse = op("dropped_attention")(q, k, v, mask, seed, *ctx.rest)
+        ctx.save_for_backward(q, k, v, mask, out, lse, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _once("attention")
+        (grad,) = grads
+        grad_q, grad_k, grad_v = op("dropped_attention_backward")(grad, *ctx.saved_tensors, *ctx.rest)
+        return grad_q, grad_k, grad_v, None, None, None, None, None, None
+
+
 class CrossEntropy(Function):
     """-log softmax(x)[index] over the last dim: logsumexp(x) - x[index], both partial if the classes are split
     (vocabulary-parallel loss, arXiv 1909.08053 section 3)."""
@@ -242,6 +264,29 @@ class Dropout(Function):
 def _dropout(x: Tensor, seed: Tensor, key: int, p: float) -> Tensor:
     shape = list(x.shape)
     return op("dropout")(x, seed, key, p, shape, shape, [0] * len(shape))
+
+
+class RMSNorm(Function):
+    """x / sqrt(mean(x^2) + eps) * weight over the dims of the weight (arXiv 1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, factor = op("rms_norm")(x, weight, eps)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight, factor = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *op("rms_norm_backward")(grad, x, weight, factor), None
+        dims, rows = list(range(-weight.ndim, 0)), list(range(x.ndim - weight.ndim))
+        factor = (x.square().mean(dims, keepdim=True) + ctx.eps).rsqrt()  # hangs on x
+        normal, scaled = x * factor, grad * weight
+        grad_x = factor * (scaled - normal * (scaled * normal).mean(dims, keepdim=True))
+        return grad_x, (grad * normal).sum(rows) if rows else grad * normal, None
 
 
 class BatchNorm(Function):

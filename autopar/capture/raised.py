@@ -25,6 +25,7 @@ from autopar.capture.raised_losses import (
     linear_cross_entropy,
     log_softmax,
     nll_loss,
+    rms_norm,
     with_reduction,
 )
 from autopar.capture.raised_products import (
@@ -89,6 +90,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     torch.where: where,
     Tensor.where: where_self,
     F.batch_norm: batch_norm,
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
     F.instance_norm: instance_norm,
     **{function: with_bias_apart(function) for function in CONVOLUTIONS},
     **{loss: with_reduction(loss) for loss in ELEMENTWISE},

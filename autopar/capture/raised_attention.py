@@ -1,4 +1,4 @@
-"""Attention, raised to one op; spelled out where it draws random numbers or gives its weights."""
+"""Attention, raised to one op; spelled out where it gives its weights, or its mask is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.functions import Attention, Einsum
+from autopar.capture.functions import Attention, DroppedAttention, Einsum
 from autopar.capture.raised_products import autocast, linear
 from autopar.capture.raised_random import Mode
 
@@ -27,17 +27,27 @@ def attention(
     q, k, v = autocast(q, k, v)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if mode.captures and dropout_p == 0.0 and not (attn_mask is not None and attn_mask.requires_grad):
-        return Attention.apply(q, k, v, attn_mask, is_causal, float(scale))
+    if mode.captures and not (attn_mask is not None and attn_mask.requires_grad):
+        return _fused(mode, q, k, v, attn_mask, dropout_p, is_causal, float(scale))
     if dropout_p == 0.0 and not mode.captures:
         return NotImplemented
     return _plain_attention(mode, q, k, v, attn_mask, dropout_p, is_causal, float(scale))[0]
 
 
+def _fused(
+    mode: Mode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
+) -> Tensor:
+    if dropout_p == 0.0:
+        return Attention.apply(q, k, v, mask, causal, scale)
+    seed, key = mode.drawing()
+    return DroppedAttention.apply(q, k, v, mask, seed, causal, scale, key, float(dropout_p))
+
+
 def _plain_attention(
     mode: Mode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention spelled out, for what the semantic op does not do: dropout, a mask that is trained, and the weights."""
+    """Attention spelled out, for what no semantic op does, a mask that is trained and the weights; and what the plain
+    module computes for comparison, with the same draws."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
@@ -77,10 +87,10 @@ def multi_head_attention(
     mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, q.dtype)
     rest = (is_causal and mask is None, 1.0 / math.sqrt(embed // num_heads))
     weights: Tensor | None = None
-    if dropout_p or need_weights or (mask is not None and mask.requires_grad):
+    if not mode.captures or need_weights or (mask is not None and mask.requires_grad):
         out, weights = _plain_attention(mode, q, k, v, mask, dropout_p, *rest)
     else:
-        out = Attention.apply(q, k, v, mask, *rest)
+        out = _fused(mode, q, k, v, mask, dropout_p, *rest)
     result = linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if not need_weights or weights is None:
         return result, None

@@ -18,6 +18,7 @@ from autopar.capture.functions import (
     LogSoftmax,
     LogSumExp,
     Pick,
+    RMSNorm,
     SmoothedCrossEntropy,
 )
 from autopar.capture.raised_products import linear
@@ -149,6 +150,15 @@ def embedding(
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return Embedding.apply(weight, op("checked_index")(input, weight.shape[0], None), padding)
+
+
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Raise F.rms_norm, which torch takes apart but on a GPU. NotImplemented without a weight, or with one of another
+    dtype."""
+    shape = tuple(normalized_shape)
+    if weight is None or weight.shape != shape or input.dtype != weight.dtype or input.shape[-len(shape) :] != shape:
+        return NotImplemented
+    return RMSNorm.apply(input, weight, torch.finfo(input.dtype).eps if eps is None else float(eps))
 
 
 def batch_norm(

@@ -280,6 +280,11 @@ class Raise(TorchFunctionMode):
         result = Dropout.apply(x, self.seed, self._number(), float(p))
         return x.copy_(result) if inplace else result
 
+    def drawing(self) -> tuple[Tensor, int]:
+        """The seed, and the key of one more random op."""
+        assert self.seed is not None
+        return self.seed, self._number()
+
     def drew(self, tensor: Tensor) -> None:
         """A tensor of uniform draws."""
         self.coins.add(tensor)

@@ -8,54 +8,25 @@ name mesh axes, never ranks, and the executor hands them to its communication dr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.ir.semantic import SemanticOp, name_of, semantic
+
 NAMESPACE = "autopar"
 
 
-@dataclass(frozen=True, slots=True)
-class SemanticOp:
-    """An op that keeps what aten would take apart: all that is true of it wherever it runs.
-
-    meta: makes the results without data. precision: in which dtype it computes under mixed precision (a `Kind` of
-    passes/precision/kinds.py); statistic: the place of an argument that stays float32 all the same. random: it draws
-    from a seed. returns_operand: it may give back its first operand as it is. gradient: its autograd function in
-    capture/functions.py; "" for what is a gradient itself, or has none.
-
-    Beside this an op has a row in passes/rules/ and a `Kernel` in runtime/;
-    tests/ir/test_semantic_ops.py asks for both.
-    """
-
-    schema: str
-    meta: Callable[..., Any]
-    precision: Literal["low", "high", "inside", "widest"] = "widest"
-    statistic: int | None = None
-    random: bool = False
-    returns_operand: bool = False
-    gradient: str = ""
-
-    @property
-    def name(self) -> str:
-        return _name(self.schema)
-
-
-def _semantic(schema: str, **facts: Any) -> Callable[[Callable[..., Any]], SemanticOp]:
-    """Declare an op by its schema and facts; the function below it makes its results without data."""
-    return lambda meta: SemanticOp(schema, meta, **facts)
-
-
-@_semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")
+@semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")
 def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     """einsum of two operands, e.g. equation "abc,dc->abd"."""
     return a.new_empty(equation_shape(equation, tuple(a.shape), tuple(b.shape)))
 
 
-@_semantic(
+@semantic(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
     precision="low",
     gradient="Attention",
@@ -71,7 +42,7 @@ def attention(
     return out, q.new_empty((b, h, s), dtype=dtype)
 
 
-@_semantic(
+@semantic(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     precision="low",
@@ -85,31 +56,64 @@ def attention_backward(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-@_semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSumExp")
+_DRAWN = "Tensor seed, bool causal, float scale, int key, float p, int[] whole, int[] local, SymInt[] offsets"
+# Attention with `dropout` of its probabilities [b,h,s,t]; `whole`, `local` and `offsets` say where these lie.
+dropped_attention = SemanticOp(
+    f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_DRAWN}) -> (Tensor, Tensor)",
+    lambda q, k, v, mask, seed, causal, scale, *_: attention.meta(q, k, v, mask, causal, scale),
+    precision="low", random=True, gradient="DroppedAttention",
+)  # fmt: skip
+dropped_attention_backward = SemanticOp(
+    f"dropped_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
+    f"{_DRAWN}) -> (Tensor, Tensor, Tensor)",
+    lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+    precision="low", statistic=6, random=True,
+)  # fmt: skip
+
+
+@semantic("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", precision="high", gradient="RMSNorm")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the dims of weight, and the factor of each row."""
+    rows = x.shape[: x.ndim - weight.ndim]
+    dtype = torch.float32 if x.dtype.itemsize == 2 else x.dtype
+    return x.new_empty(x.shape), x.new_empty((*rows, *(1 for _ in weight.shape)), dtype=dtype)
+
+
+@semantic(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor factor) -> (Tensor, Tensor)", precision="high"
+)
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and weight."""
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
+@semantic("logsumexp(Tensor x) -> Tensor", precision="inside", gradient="LogSumExp")
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """Over the last dim, in at least float32."""
     return x.new_empty(x.shape[:-1], dtype=torch.float32 if x.dtype.itemsize == 2 else x.dtype)
 
 
-@_semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
+@semantic("checked_index(Tensor index, int size, int? ignored) -> Tensor", returns_operand=True)
 def checked_index(index: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
     """The index itself, its values known to be in 0..size-1 or `ignored`; see runtime/indices.py."""
     return torch.empty_like(index)
 
 
-@_semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="inside", gradient="Pick")
+@semantic("pick(Tensor x, Tensor index, *, SymInt offset=0) -> Tensor", precision="inside", gradient="Pick")
 def pick(x: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """x[..., index - offset], 0 where that is outside of x."""
     return x.new_empty(index.shape)
 
 
-@_semantic("pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor", precision="high")
+@semantic("pick_backward(Tensor grad, Tensor index, SymInt size, *, SymInt offset=0) -> Tensor", precision="high")
 def pick_backward(grad: torch.Tensor, index: torch.Tensor, size: int, *, offset: int = 0) -> torch.Tensor:
     """The gradient of pick for an x of `size` over the last dim."""
     return grad.new_empty((*index.shape, size))
 
 
-@_semantic(
+@semantic(
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor lse, Tensor index, Tensor? picked=None, *, "
     "SymInt offset=0) -> Tensor",
     precision="inside",
@@ -122,13 +126,13 @@ def cross_entropy_backward(
     return x.new_empty(x.shape)
 
 
-@_semantic("embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor", gradient="Embedding")
+@semantic("embedding(Tensor weight, Tensor index, *, SymInt offset=0) -> Tensor", gradient="Embedding")
 def embedding(weight: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
     """weight[index - offset], 0 where that is outside of weight."""
     return weight.new_empty((*index.shape, weight.shape[1]))
 
 
-@_semantic(
+@semantic(
     "embedding_backward(Tensor grad, Tensor index, SymInt rows, int padding, *, SymInt offset=0) -> Tensor",
     precision="high",
 )
@@ -139,7 +143,7 @@ def embedding_backward(
     return grad.new_empty((rows, *grad.shape[index.ndim :]))
 
 
-@_semantic(
+@semantic(
     "expert_mm(Tensor x, Tensor w, Tensor index, *, SymInt offset=0) -> Tensor", precision="low", gradient="ExpertMM"
 )
 def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
@@ -147,7 +151,7 @@ def expert_mm(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *, offset: 
     return x.new_empty((x.shape[0], w.shape[2]))
 
 
-@_semantic(
+@semantic(
     "expert_mm_backward(Tensor x, Tensor grad, Tensor index, SymInt groups, *, SymInt offset=0) -> Tensor",
     precision="low",
 )
@@ -158,7 +162,7 @@ def expert_mm_backward(
     return x.new_empty((groups, x.shape[1], grad.shape[1]))
 
 
-@_semantic(
+@semantic(
     "ctc_loss(Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank) -> Tensor",
     precision="high",
     gradient="CTCLoss",
@@ -170,7 +174,7 @@ def ctc_loss(
     return x.new_empty(x.shape[1])
 
 
-@_semantic(
+@semantic(
     "ctc_loss_backward(Tensor grad, Tensor x, Tensor targets, Tensor lengths, Tensor target_lengths, int blank, "
     "bool zero_infinity) -> Tensor",
     precision="high",
@@ -186,7 +190,7 @@ def ctc_loss_backward(
 Indices = Sequence[torch.Tensor | None]
 
 
-@_semantic("index_of_rows(Tensor x, Tensor?[] indices, int[] rows) -> Tensor")
+@semantic("index_of_rows(Tensor x, Tensor?[] indices, int[] rows) -> Tensor")
 def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.Tensor:
     """x[indices], in which each row has an index of its own: where rows[dim] is -k, the index of `dim` counts 0, 1, ...
     along the k-th last dim of the indices, and is not given."""
@@ -194,7 +198,7 @@ def index_of_rows(x: torch.Tensor, indices: Indices, rows: list[int]) -> torch.T
     return found
 
 
-@_semantic(
+@semantic(
     "index_put_of_rows(Tensor x, Tensor?[] indices, int[] rows, Tensor values, bool accumulate) -> Tensor",
     precision="high",
 )
@@ -214,7 +218,7 @@ def row_indices(x: torch.Tensor, indices: Indices, rows: Sequence[int]) -> list[
     return [numbers(dim) if rows[dim] else index for dim, index in enumerate(indices)]
 
 
-@_semantic(
+@semantic(
     "dropout(Tensor x, Tensor seed, int key, float p, int[] whole, int[] local, SymInt[] offsets) -> Tensor",
     random=True,
     gradient="Dropout",
@@ -227,7 +231,7 @@ def dropout(
     return torch.empty_like(x)
 
 
-@_semantic(
+@semantic(
     "random(Tensor seed, int key, str kind, int[] shape, ScalarType dtype, int[] whole, int[] local, "
     "SymInt[] offsets) -> Tensor",
     random=True,
@@ -241,9 +245,9 @@ def random(
 
 
 SEMANTIC = (
-    einsum, attention, attention_backward, logsumexp, checked_index, pick, pick_backward, cross_entropy_backward,
-    embedding, embedding_backward, expert_mm, expert_mm_backward, ctc_loss, ctc_loss_backward, index_of_rows,
-    index_put_of_rows, dropout, random,
+    einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
+    pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
+    ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None
@@ -265,7 +269,7 @@ class CollectiveOp:
 
     @property
     def name(self) -> str:
-        return _name(self.schema)
+        return name_of(self.schema)
 
     @property
     def counts_result(self) -> bool:
@@ -296,10 +300,6 @@ LOCAL = (
     # this rank's coordinate on an axis
     "coord(str axis) -> SymInt",
 )
-
-
-def _name(schema: str) -> str:
-    return schema.split("(", 1)[0]
 
 
 _STARTS = tuple(one.schema.replace("(", "_start(", 1) for one in COLLECTIVES if one.halves)
@@ -361,7 +361,7 @@ _SEMANTIC_TARGETS: dict[object, SemanticOp] = {op(one.name): one for one in SEMA
 _BY_TARGET = {op(one.name): one for one in COLLECTIVES}
 _WHOLE_OF = {op(f"{one.name}_start"): op(one.name) for one in COLLECTIVES if one.halves}
 _COLLECTIVE_TARGETS = frozenset((*_BY_TARGET, *_WHOLE_OF, op("wait")))
-_MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(_name(schema)) for schema in LOCAL)
+_MESH_TARGETS = _COLLECTIVE_TARGETS | frozenset(op(name_of(schema)) for schema in LOCAL)
 
 
 def equation_shape(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

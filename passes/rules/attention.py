@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from autopar.passes.rules.build import argument
 from autopar.passes.rules.notation import instantiate
-from autopar.passes.rules.rule import Call, Row, Rule
+from autopar.passes.rules.rule import Arguments, Call, Pieces, Row, Rule
 
 Q, K, V, OUT, LSE = "b (k g) s d", "b k t d", "b k t e", "b (k g) s e", "b (k g) s"
 
@@ -49,7 +49,28 @@ def _attention_backward(call: Call) -> Rule:
     return instantiate(spec, call, replicated=replicated, linear=({0},), flops=flops)
 
 
+def _dropped(call: Call) -> Rule:
+    """The mask is drawn by blocks of whole rows: those are replicated as well."""
+    spec = f"{', '.join((Q, K, V, *_mask(call, 3), 'z'))} -> {OUT}, {LSE}"
+    flops = 2 * _points(call, 0, 1) * (call.operands[0].shape[3] + call.operands[2].shape[3])
+    return instantiate(spec, call, replicated=_replicated(True) | {"z"}, flops=flops)
+
+
+def _dropped_backward(call: Call) -> Rule:
+    spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE, 'z'))} -> {Q}, {K}, {V}"
+    flops = 2 * _points(call, 1, 2) * (3 * call.operands[1].shape[3] + 2 * call.operands[3].shape[3])
+    return instantiate(spec, call, replicated=_replicated(True) | {"z"}, linear=({0},), flops=flops)
+
+
+def _drawn(pieces: Pieces) -> Arguments:
+    """Where the piece of the probabilities lies: every dim as its names are cut."""
+    cuts = [cut for name in ("b", "k", "g", "s", "t") for cut in pieces.reading(name)]
+    return (*pieces.call.args[:-3], *([cut[i] for cut in cuts] for i in range(3))), {}
+
+
 ROWS: Mapping[str, Row] = {
+    "autopar.dropped_attention.default": Row(_dropped, local=_drawn, free_args=(7,)),
+    "autopar.dropped_attention_backward.default": Row(_dropped_backward, local=_drawn, free_args=(10,)),
     "autopar.attention.default": Row(_attention),
     "autopar.attention_backward.default": Row(_attention_backward),
 }

@@ -56,6 +56,23 @@ def _rms_norm_backward(call: Call) -> Rule:
     return instantiate(f"{operands} -> {results}", call, replicated=norm.split(), linear=({0},))
 
 
+def _row_norm(call: Call) -> Rule:
+    norm, ones = _row_names(call.operands[1].shape)
+    return instantiate(f"... {norm}, {norm} -> ... {norm}, ... {ones}", call, replicated=norm.split())
+
+
+def _row_norm_backward(call: Call) -> Rule:
+    norm, ones = _row_names(call.operands[2].shape)
+    full = f"... {norm}"
+    spec = f"{full}, {full}, {norm}, ... {ones} -> {full}, {norm}"
+    return instantiate(spec, call, replicated=norm.split(), linear=({0},))
+
+
+def _row_names(shape: tuple[int, ...]) -> tuple[str, str]:
+    """The dims of a weight, and as many ones."""
+    return _names("h", len(shape)), " ".join("1" for _ in shape)
+
+
 def _group_norm(call: Call) -> Rule:
     operands = _present(call, {0: "n (g i) ...", 1: "(g i)", 2: "(g i)"})
     spec = f"{operands} -> n (g i) ..., n g, n g"
@@ -143,6 +160,8 @@ ROWS: Mapping[str, Row] = {
     "aten.native_layer_norm_backward.default": Row(_layer_norm_backward),
     "aten._fused_rms_norm.default": Row(_rms_norm),
     "aten._fused_rms_norm_backward.default": Row(_rms_norm_backward),
+    "autopar.rms_norm.default": Row(_row_norm),
+    "autopar.rms_norm_backward.default": Row(_row_norm_backward),
     "aten.native_group_norm.default": _group_norm_local(3),
     "aten.native_group_norm_backward.default": _group_norm_local(5),
     "aten._native_batch_norm_legit_functional.default": Row(_batch_norm),

@@ -122,7 +122,9 @@ def test_the_gradient_is_that_of_the_op(one: SemanticOp) -> None:
     torch.manual_seed(0)
     function = getattr(functions, one.gradient)
     args = [_leaf(arg) for arg in semantic_examples()[one.name]]
-    args = {"Embedding": [*args, -1], "Dropout": args[:4], "CTCLoss": [*args, False]}.get(one.gradient, args)
+    args = {"Embedding": [*args, -1], "Dropout": args[:4], "DroppedAttention": args[:9], "CTCLoss": [*args, False]}.get(
+        one.gradient, args
+    )
     with _Calls() as seen:
         function.apply(*args)
     assert op(one.name) in seen.ops

@@ -30,7 +30,23 @@ def attention_samples() -> Samples:
         forward.append(sample(q, k, v, bias, causal, 0.5))
         out, lse = run("autopar.attention.default", (q, k, v, bias, causal, 0.5), {})
         backward.append(sample(r(2, heads, 6, 8), q, k, v, bias, out, lse, causal, 0.5))
-    return {"autopar.attention.default": forward, "autopar.attention_backward.default": backward}
+    return {
+        "autopar.attention.default": forward,
+        "autopar.attention_backward.default": backward,
+        **dropped_attention_samples(),
+    }
+
+
+def dropped_attention_samples() -> Samples:
+    name, seed = "autopar.dropped_attention.default", torch.tensor([5, 7])
+    forward, backward = [], []
+    for b, heads, kv, bias, causal in ((2, 12, 6, None, True), (2, 6, 6, r(2, 1, 6, 6), False), (1, 4, 2, None, False)):
+        shape = [b, heads, 6, 6]
+        q, k, v, drawn = r(b, heads, 6, 4), r(b, kv, 6, 4), r(b, kv, 6, 8), (causal, 0.5, 3, 0.4, shape, shape, [0] * 4)
+        forward.append(sample(q, k, v, bias, seed, *drawn))
+        out, lse = run(name, (q, k, v, bias, seed, *drawn), {})
+        backward.append(sample(r(b, heads, 6, 8), q, k, v, bias, out, lse, seed, *drawn))
+    return {name: forward, name.replace("attention", "attention_backward"): backward}
 
 
 def norm_samples() -> Samples:
@@ -67,6 +83,12 @@ def norm_samples() -> Samples:
     return {
         "aten.native_layer_norm.default": layer,
         "aten.native_layer_norm_backward.default": layer_back,
+        "autopar.rms_norm.default": [sample(x, r(12), 1e-5), sample(x, r(6, 12), 1e-5), sample(r(12), r(12), 1e-5)],
+        "autopar.rms_norm_backward.default": [
+            sample(r(4, 6, 12), x, r(12), r(4, 6, 1)),
+            sample(r(4, 6, 12), x, r(6, 12), r(4, 1, 1)),
+            sample(r(12), r(12), r(12), r(1)),
+        ],
         "aten._fused_rms_norm.default": rms,
         "aten._fused_rms_norm_backward.default": rms_back,
         "aten.native_group_norm.default": group,

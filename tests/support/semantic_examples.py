@@ -5,18 +5,25 @@ from __future__ import annotations
 import torch
 
 from autopar.runtime.attention import attention
+from autopar.runtime.attention_dropout import dropped_attention
 
 
 def semantic_examples() -> dict[str, tuple[object, ...]]:
     """By the name of the op; small, in float32."""
     q, index = torch.randn(2, 4, 6, 8), torch.randint(0, 8, (2, 4, 6))
     out, lse = attention(q, q, q, None, True, 0.4)
+    seed, drawn = torch.tensor([1, 2]), (3, 0.5, [2, 4, 6, 6], [2, 4, 6, 6], [0, 0, 0, 0])
+    dropped, dropped_lse = dropped_attention(q, q, q, None, seed, True, 0.4, *drawn)
     speech = torch.randn(6, 3, 5).log_softmax(-1)
     ctc = (torch.randint(1, 5, (3, 2)), torch.tensor([6, 5, 4]), torch.tensor([2, 1, 2]), 0)
     return {
         "einsum": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
         "attention": (q, q, q, None, True, 0.4),
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
+        "dropped_attention": (q, q, q, None, seed, True, 0.4, *drawn),
+        "dropped_attention_backward": (out, q, q, q, None, dropped, dropped_lse, seed, True, 0.4, *drawn),
+        "rms_norm": (q, torch.randn(6, 8), 1e-5),
+        "rms_norm_backward": (torch.randn_like(q), q, torch.randn(8), torch.rand(2, 4, 6, 1)),
         "logsumexp": (q,),
         "checked_index": (index, 8, None),
         "pick": (q, index),

@@ -6,6 +6,7 @@ between calls, so tensors without data must not come near it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes, record
 from autopar.runtime import dropout as dropout_kernel
+from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
 from autopar.runtime.counter import PIECE
 from autopar.runtime.random import random
 
@@ -59,6 +61,8 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         dropout_kernel.dropout: _dropout,
         dropout_kernel.dropout_inplace: _dropout_inplace,
         random: _random,
+        dropped_attention: functools.partial(dropped_attention, draw=_dropout_inplace),
+        dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_dropout_inplace),
     }
 )
 

@@ -1,0 +1,65 @@
+"""How many kernels a layer of a Llama launches on a GPU, counted on the meta device: a number that only falls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+
+
+class Block(nn.Module):
+    """RMSNorm, grouped heads, SwiGLU."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.head, narrow = width // heads, width // heads * groups
+        self.one, self.two = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = nn.Linear(width, narrow, bias=False), nn.Linear(width, narrow, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.two(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops that compute something: all but views and empty tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shows = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not shows and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def launches(layers: int, options: dict[str, Any]) -> int:
+    plain, x = nn.Sequential(*(Block(64, 8, 2, 96) for _ in range(layers))), torch.randn(2, 32, 64)
+    model = autopar.parallelize(plain, "dp=1", device="meta", loss_fn=square, **options)
+    model.prepare(x)
+    with Launches() as seen:
+        model.forward_backward(x)
+    return seen.count
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 46), ({"precision": "bf16"}, 55)], ids=["fp32", "bf16"])
+def test_kernels_a_layer(options: dict[str, Any], most: int) -> None:
+    assert launches(3, options) - launches(2, options) <= most
