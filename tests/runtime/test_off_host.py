@@ -121,6 +121,7 @@ KINDS: dict[str, str] = {
     "runtime/host.py": "it is the one that asks",
     "runtime/attention_kernels.py": "flash kernels are for CUDA alone",
     "runtime/experts.py": "whose grouped product reads nothing",
+    "runtime/norms.py": "whose fused kernel is for CUDA alone",
     "runtime/gpu_kernels.py": "Triton is for CUDA alone",
     "runtime/inductor.py": "which compiler must be installed",
     "autopar/parallel/materialize.py": "whose generator is kept",
