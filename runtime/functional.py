@@ -67,7 +67,9 @@ def _gather(move: Move, group: Group) -> Any:
 
 
 def _reduce_scatter(move: Move, group: Group) -> Any:
-    return _c10d.reduce_scatter_tensor(group.to_stored(move.x).contiguous(), move.kind, group.size, _name(group.of_sums))
+    return _c10d.reduce_scatter_tensor(
+        group.to_stored(move.x).contiguous(), move.kind, group.size, _name(group.of_sums)
+    )
 
 
 def _exchange(move: Move, group: Group) -> Any:
