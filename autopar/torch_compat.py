@@ -16,6 +16,8 @@
   optimizers and gradient clipping take lists by default. DTensor enters itself there; a subclass must as well.
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
+- `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
+  `torch.nn.utils.get_total_norm` gives only the norm of all.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
@@ -87,6 +89,7 @@ __all__ = [
     "compile_with_inductor",
     "custom_function",
     "decompositions_of",
+    "foreach_norm",
     "fx_tracing",
     "global_module_hooks",
     "gradients",
@@ -180,6 +183,11 @@ def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor,
     pass over the memory, where public functions take three."""
     if gradients:
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, factor)
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The norm of each of some tensors of one dtype and device."""
+    return tuple(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
 @contextmanager
