@@ -16,6 +16,9 @@
   optimizers and gradient clipping take lists by default. DTensor enters itself there; a subclass must as well.
 - `DeviceMesh(_init_backend=False)`: the mesh of a pipeline stage of other ranks. This rank needs its name, not its
   groups, which would be as many again for every stage.
+- `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
+- `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
+  `torch.nn.utils.get_total_norm` gives only the norm of all.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
@@ -56,7 +59,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -65,7 +68,9 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
@@ -87,9 +92,11 @@ __all__ = [
     "assert_async",
     "backward",
     "change_in_place",
+    "coalesced",
     "compile_with_inductor",
     "custom_function",
     "decompositions_of",
+    "foreach_norm",
     "fx_tracing",
     "global_module_hooks",
     "gradients",
@@ -185,6 +192,18 @@ def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor,
     pass over the memory, where public functions take three."""
     if gradients:
         torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, factor)
+
+
+def coalesced(group: ProcessGroup) -> AbstractContextManager[Any]:
+    """Launch the collectives of one kind that are asked of a group inside at once, at the end. It gives what waits for
+    them: their own works do not."""
+    made: AbstractContextManager[Any] = _coalescing_manager(group, async_ops=True)
+    return made
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The norm of each of some tensors of one dtype and device."""
+    return tuple(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
 @contextmanager

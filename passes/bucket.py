@@ -55,8 +55,9 @@ def bucket(program: Program, plan: Plan) -> Program:
         return gradient "b" = %gradient_1
 
     A bucket is started as soon as it is full, so that the rest of the backward pass is computed before the wait.
-    Sums that are scattered (ZeRO) likewise; of those no more than two buckets are on their way at once, since each
-    holds whole gradients until it has moved. PyTorch Distributed, arXiv 2006.15704, section 3.2.
+    Sums that are scattered (ZeRO) likewise; each holds whole gradients until it has moved, so that of those two are on
+    their way at once, and more only while all are no larger than two of the largest: the oldest are awaited before one
+    starts. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
     return _Bucket(program, plan).run()
 
@@ -98,9 +99,10 @@ class _Bucket:
         self.sums, self.casts = sums_of_gradients(program)
 
     def run(self) -> Program:
-        total = sum(local_bytes(operand_nodes(node)[0], self.mesh) for node in self.sums)
+        total = sum(map(self._bytes, self.sums))
         if self.plan.options.bucket_bytes is None:
             self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
+        self.most = max([self.limit, *map(self._bytes, self.sums)])
         return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
 
     def _put(self, node: fx.Node) -> None:
@@ -112,7 +114,7 @@ class _Bucket:
                 self.build.copy(cast)
 
     def _add(self, node: fx.Node) -> None:
-        bytes_ = local_bytes(operand_nodes(node)[0], self.mesh)
+        bytes_ = self._bytes(node)
         if bytes_ >= self.limit:  # alone it needs no copy
             self._start(_Open([node]))
             return
@@ -130,10 +132,19 @@ class _Bucket:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason = f"gradients of {', '.join(names[:3])}{more} are partial over '{first.args[1]}'"
         if first.target is op("reduce_scatter"):
-            before = [entry for entry in self.started if entry[0][0].target is first.target]
-            for entry in before[:-1]:
-                self._finish(entry)
+            self._make_room(found)
         self.started.append((found.nodes, self.flat.start(found.nodes, reason)))
+
+    def _make_room(self, coming: _Open) -> None:
+        """Wait for the oldest sums that are scattered, until those that are left and those that come are few bytes."""
+        before = [entry for entry in self.started if entry[0][0].target is op("reduce_scatter")]
+        sizes = [sum(map(self._bytes, nodes)) for nodes, _ in (*before, (coming.nodes, None))]
+        for i, entry in enumerate(before[:-1]):
+            if entry in self.started and sum(sizes[i:]) > 2 * self.most:
+                self._finish(entry)
+
+    def _bytes(self, node: fx.Node) -> int:
+        return local_bytes(operand_nodes(node)[0], self.mesh)
 
     def _finish(self, entry: tuple[list[fx.Node], fx.Node]) -> None:
         nodes, start = entry

@@ -28,6 +28,7 @@ from autopar.runtime.p2p import Peers
 from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.wire import on_wire
+from autopar.torch_compat import coalesced
 
 # torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,15 +37,17 @@ _scatter_reduced = getattr(dist, "reduce_scatter_single", None) or dist.reduce_s
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
-    """What stands between a collective's start and its `wait`. It owns the memory until the work is done."""
+    """What stands between a collective's start and its `wait`. It owns the memory until the work is done. A start that
+    is not launched yet has neither work nor finish."""
 
-    work: Any
-    finish: Callable[[], torch.Tensor]
     node: fx.Node
+    work: Any = None
+    finish: Callable[[], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
+        assert self.finish is not None
         self.work.wait()
         return self.finish()
 
@@ -58,6 +61,7 @@ class DistributedDriver:
         self.coord = mesh.coord(self.rank)
         self._groups = dict(groups)
         self._peers: Peers | None = None
+        self._queued: list[tuple[Move, _Pending]] = []  # gathers that are launched with the next one
         self.recorder: Recorder | None = None
 
     def run(self, executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Outputs:
@@ -100,6 +104,7 @@ class DistributedDriver:
                     error.add_note(f"on rank {self.rank} at {self._at()}")
                 raise
             finally:
+                self._queued.clear()
                 steps.close()
 
     def _answer(self, request: Any, overlap: bool) -> Any:
@@ -146,8 +151,25 @@ class DistributedDriver:
         member = Member(group.size, axis_coord(self.mesh, self.coord, axis))
         step = begin(request.op, request.args, member, request.last_use)
         if overlap and isinstance(step, Move) and whole_of(request.op) != request.op:
-            return _pending(step, group, request.node)
+            return self._started(step, group, request)
         return _finished(step, group)
+
+    def _started(self, move: Move, group: Group, request: Request) -> _Pending:
+        """The first move of a collective, under way, or launched with the next one."""
+        pending = _Pending(request.node)
+        self._queued.append((move, pending))
+        if request.joined and launches_together(move.x):
+            return pending
+        queued, self._queued = self._queued, []
+        if len(queued) == 1:
+            _start(move, group, pending)
+            return pending
+        with coalesced(group.handle) as works:
+            for each, waiting in queued:
+                _start(each, group, waiting)
+        for _, waiting in queued:
+            waiting.work = works
+        return pending
 
     def _group(self, axis: str, node: fx.Node) -> Group:
         if axis not in self._groups:
@@ -213,8 +235,13 @@ def _finished(step: Step, group: Group) -> torch.Tensor:
     return step
 
 
-def _pending(move: Move, group: Group, node: fx.Node) -> _Pending:
-    """The first move of a collective, under way."""
-    work, receive = _PRIMITIVES[move.primitive](move, group, True)
+def _start(move: Move, group: Group, pending: _Pending) -> None:
+    """Start the first move of a collective."""
+    pending.work, receive = _PRIMITIVES[move.primitive](move, group, True)
     then = move.then
-    return _Pending(work, lambda: _finished(then(receive()), group), node)
+    pending.finish = lambda: _finished(then(receive()), group)
+
+
+def launches_together(x: torch.Tensor) -> bool:
+    """Whether the backend of a tensor's device gains by that: Gloo has neither launches nor streams."""
+    return x.device.type != "cpu"

@@ -24,6 +24,7 @@ from autopar.ir.aliasing import is_whole_view
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
+from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
 
 Observe = Callable[[fx.Node, Any], None]
@@ -47,13 +48,15 @@ class Request:
 
     `last_use`: the tensor in args[0] is memory of this graph's own that nothing looks at afterwards, so that the
     driver may write into it. The answer of a collective is memory of its own, or that of args[0] if `last_use`
-    (`wait` gives what its start made): the executor may write over it.
+    (`wait` gives what its start made): the executor may write over it. joined: the next request starts a gather as
+    well, and the two may be launched at once.
     """
 
     node: fx.Node
     op: Any
     last_use: bool
     args: tuple[Any, ...]
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class _Writer:
         self.names: dict[str, Any] = {}
         self.node_of_line: dict[int, fx.Node] = {}
         self.value = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
+        self.joined = joined(graph)
         self._bound: dict[int, str] = {}
 
     def line(self, text: str, node: fx.Node | None = None) -> None:
@@ -237,7 +241,7 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
     if is_mesh_op(node.target):
         args = schema_arguments(node)
         last_use = not observed and isinstance(args[0], fx.Node) and lives.may_overwrite(args[0], node)
-        request = writer.bind(functools.partial(Request, node, node.target, last_use))
+        request = writer.bind(functools.partial(Request, node, node.target, last_use, joined=node in writer.joined))
         return f"(yield {request}({writer.argument(args)})).pop()"
     function = function_of(node.target)
     if not observed:

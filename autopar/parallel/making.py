@@ -66,10 +66,11 @@ class Maker:
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
         where, device = self._store.distributor, self._settings.device
-        twice = (compiled.plan.zero_axis, PIPELINE) if not host.on_host(device) else ()
+        has_queues = device.type != "meta" and not host.on_host(device)
+        twice = (compiled.plan.zero_axis, PIPELINE) if has_queues else ()
         made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
         self._groups.update(made)
-        if not host.on_host(device):
+        if has_queues:
             with lost_peers("connecting"):
                 connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.parallel import draws, lists, reductions
+from autopar.parallel import draws, lists, norms, reductions
 from autopar.parallel.calls import Call
 from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, refusal, tensors_in
 from autopar.parallel.schemas import ALIASES, LIKES, NAMESPACES_OF_COLLECTIVES, TURNS, Op, op_of
@@ -41,7 +41,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _turn(call)
     if op.moves_memory or op.namespace in NAMESPACES_OF_COLLECTIVES:
         raise refusal(op.name)
-    for way in (_like, _view, draws.draw, reductions.unscale, reductions.norms, lists.on_parts, reductions.reduce):
+    for way in (_like, _view, draws.draw, reductions.unscale, norms.norms, lists.on_parts, reductions.reduce):
         if (out := way(call)) is not NotImplemented:
             return out
     if op.is_pointwise and (out := _on_parts(call)) is not NotImplemented:

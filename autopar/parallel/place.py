@@ -114,6 +114,7 @@ class Place:
     layout: Layout
     owner: int | None
     _specs: dict[Any, Any] = field(default_factory=dict)
+    _counting: dict[torch.Size, tuple[int, ...]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Place:
         return self
@@ -245,8 +246,13 @@ class Place:
         split = Mesh(tuple((axis, self.mesh[axis]) for axis in axes))
         return combine_grid(grid.view(-1).view(like.dtype).reshape(len(grid), *like.shape), self.layout, split)
 
-    def ranks_that_count(self, shape: torch.Size) -> list[int]:
+    def ranks_that_count(self, shape: torch.Size) -> tuple[int, ...]:
         """The ranks whose parts together are the whole, each element once; those with elements only."""
+        if shape not in self._counting:
+            self._counting[shape] = tuple(self._ranks_that_count(shape))
+        return self._counting[shape]
+
+    def _ranks_that_count(self, shape: torch.Size) -> list[int]:
         world = self.world
         found = []
         for rank, coord in enumerate(world.mesh.coords()):

@@ -6,14 +6,14 @@ bit. A reduction along some dims takes whole values instead (operators.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.parallel.calls import Call
-from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, tensors_in, whole_value
+from autopar.parallel.placed import PlacedTensor, ViewOf, is_split, tensors_in
 from autopar.torch_compat import local_of
 
 Number = Callable[[torch.Tensor], torch.Tensor]
@@ -30,30 +30,10 @@ def reduce(call: Call) -> Any:
     if not isinstance(made, torch.Tensor) or made.numel() != 1:
         return NotImplemented
     dtype = _wide(made.dtype)
-    total = _over_ranks(call, [x], lambda part: ours.part(call, part, dtype), lambda all_: ours.all(call, all_), dtype)[
-        0
-    ]
+    total = _over_ranks(call, x, lambda part: ours.part(call, part, dtype), lambda parts: ours.all(call, parts), dtype)
     if call.name == "mean":
         total = total / x.numel()
     return call.wrap_whole(total.to(made.dtype).reshape(made.shape))
-
-
-def norms(call: Call) -> Any:
-    """The norms of a list of tensors, by one collective for all."""
-    if call.name != "_foreach_norm":
-        return NotImplemented
-    items, order = call.args[0], call.args[1] if len(call.args) > 1 else 2
-    asked = (call.args[2] if len(call.args) > 2 else None) or call.kwargs.get("dtype")
-    if any(not item.numel() or not item.is_floating_point() for item in items):
-        return NotImplemented
-    call.agree()
-    order, norm = float(order), torch.linalg.vector_norm
-
-    def all_(parts: torch.Tensor) -> torch.Tensor:
-        return parts.sum() if order == 0 else norm(parts, order)
-
-    found = _over_ranks(call, items, lambda part: norm(part, order, dtype=_wide(part.dtype)), all_, torch.float64)
-    return [call.wrap_whole(n.to(asked or item.dtype)) for n, item in zip(found, items, strict=True)]
 
 
 def unscale(call: Call) -> Any:
@@ -72,31 +52,14 @@ def unscale(call: Call) -> Any:
     return None
 
 
-def _over_ranks(
-    call: Call, items: Sequence[torch.Tensor], part: Number, all_: Number, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """A number of each tensor: of its part, then of all ranks' numbers; at once for all tensors."""
-    split = [item for item in items if is_split(item)]
-    rank, counting = dist.get_rank(), {id(t): t.place.ranks_that_count(t.shape) for t in split}  # type: ignore[attr-defined]
-    everyone: list[torch.Tensor] = []
-    if split:
-        numbers = [
-            part(local_of(item)).to(dtype)
-            if rank in counting[id(item)]
-            else torch.zeros((), dtype=dtype, device=item.device)
-            for item in split
-        ]
-        call.world.talk(call.name)
-        everyone = call.world.gather_bytes(torch.stack(numbers))
-    column = {id(item): at for at, item in enumerate(split)}
-    found = []
-    for item in items:
-        if id(item) in column:
-            parts = torch.stack([everyone[r][column[id(item)]] for r in counting[id(item)]])
-            found.append(all_(parts).to(item.device))
-        else:
-            found.append(part(whole_value(item, call.name) if isinstance(item, PlacedTensor) else item))
-    return found
+def _over_ranks(call: Call, x: Any, part: Number, all_: Number, dtype: torch.dtype) -> torch.Tensor:
+    """A number of a split tensor: of its parts, then of all ranks' numbers."""
+    counting = x.place.ranks_that_count(x.shape)
+    here = dist.get_rank() in counting
+    number = part(local_of(x)).to(dtype) if here else torch.zeros((), dtype=dtype, device=x.device)
+    call.world.talk(call.name)
+    everyone = call.world.gather_bytes(number.reshape(1))
+    return all_(torch.cat([everyone[rank] for rank in counting])).to(x.device)
 
 
 class _Row:
@@ -170,4 +133,4 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-__all__ = ["ViewOf", "norms", "reduce", "unscale"]
+__all__ = ["ViewOf", "reduce", "unscale"]

@@ -20,7 +20,8 @@ from autopar.parallel.agreement import Agreement, lost_peers, name_ranks
 from autopar.parallel.store import ParameterStore
 from autopar.torch_compat import local_of
 
-PIECE = 1 << 22  # elements whose products are in memory at a time
+# Elements whose products are in memory at a time: on a CPU what fits into its cache, elsewhere what is worth a launch.
+PIECE, PIECE_ON_DEVICE = 1 << 16, 1 << 22
 SHOWN = 8  # parameters in a message
 SMALL = 1 << 24  # elements: of larger ones a message does not say by how much they differ
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -154,7 +155,8 @@ def every_of(check_replicas: int | None) -> int | None:
 
 
 def digest(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One number for the bits of a tensor, on its device: products with odd weights, summed with wrap-around.
+    """One number for the bits of a tensor, on its device: products with odd weights, summed with wrap-around. A
+    tensor of more elements than there are weights goes in pieces.
 
     An odd factor loses no bit: one element that changes always changes the digest.
     """
@@ -162,7 +164,7 @@ def digest(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     dense = torch.view_as_real(dense) if dense.is_complex() else dense
     bits = dense.view(_INTEGERS[dense.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=value.device)
-    for piece in bits.split(PIECE):
+    for piece in bits.split(max(1, weights.numel())):
         total = total * _GOLDEN + (piece * weights[: piece.numel()]).sum()
     return total
 
@@ -175,6 +177,6 @@ def weights_of(count: int, device: torch.device) -> torch.Tensor:
 
 def _digests(parts: list[_Part], device: torch.device) -> torch.Tensor:
     most = max((part.value.numel() * (1 + part.value.is_complex()) for part in parts if part.axes), default=0)
-    weights = weights_of(min(most, PIECE), device)
+    weights = weights_of(min(most, PIECE if device.type == "cpu" else PIECE_ON_DEVICE), device)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([digest(part.value, weights) if part.axes else nothing for part in parts])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, RankError
-from autopar.parallel.replicas import PIECE, digest, every_of, weights_of
+from autopar.parallel.replicas import PIECE, _digests, _Part, digest, every_of, weights_of
+from autopar.report.memory.track import Tracker
 
 pytestmark = pytest.mark.gloo
 
@@ -175,6 +176,15 @@ def test_pieces_of_a_large_tensor_have_their_places() -> None:
         found.add(int(digest(value, weights)))
         value[i] = 0
     assert len(found) == 5
+
+
+def test_large_tensors_are_compared_with_little_memory() -> None:
+    """Red before: seven times a table of 2M elements, at the first step, on top of all else."""
+    parts = [_Part("table", torch.zeros(1 << 21), ("dp",), None)]
+    with Tracker() as tracker:
+        _digests(parts, torch.device("cpu"))
+    assert tracker.peak_bytes() < (8 << 20) + (4 << 20)
+    tracker.close()
 
 
 def test_the_option() -> None:

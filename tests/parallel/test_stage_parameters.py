@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.layout import local_part, parse_layout
 from autopar.parallel.module import ParallelModule
 from autopar.parallel.parameter import ParameterTensor, accumulate
-from autopar.torch_compat import local_of
+from autopar.torch_compat import TorchDispatchMode, local_of
 
 pytestmark = pytest.mark.gloo
 # `scale` has no dims, `tied` lies on every stage.
@@ -327,3 +327,36 @@ def _refusals(rank: int) -> None:
 
 def test_views_writes_and_gradients_are_one_devices(four: Ranks) -> None:
     four.run(_refusals)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the ops on plain tensors that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not func.is_view and "c10d" not in str(func):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _few_kernels(rank: int, mesh: str) -> None:
+    model, single = made(mesh)
+    give_gradients(model, single)
+    counts = []
+    torch._foreach_norm(gradients(model), 2)  # places are looked up once
+    for repeats in (1, 3):
+        with Kernels() as kernels:
+            torch._foreach_norm(gradients(model) * repeats, 2)
+        assert kernels.found.count("aten._foreach_norm.Scalar") <= 2
+        counts.append(len(kernels.found))
+    assert counts[0] == counts[1] < 40, (counts, kernels.found)
+
+
+def test_norms_take_as_many_kernels_for_many_tensors_as_for_few(four: Ranks) -> None:
+    """Red before: a norm, a cast and a copy for each."""
+    four.run(_few_kernels, "pp=2,tp=2")

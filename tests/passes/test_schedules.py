@@ -98,6 +98,23 @@ def test_runs_everywhere(name: str, ranks: int, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), CASES)
+def test_both_ends_of_a_queue_have_its_messages_in_one_order(name: str, ranks: int, chunks: int) -> None:
+    """NCCL does what is between two ranks in the order in which each of them asks for it. A queue carries one pass
+    (`Group.of_messages`), both ways where stages lie in a V."""
+    schedule = parse_schedule(name, ranks, 6, ranks * chunks)
+    flow = flow_for(schedule, 6)
+    for prefetch in (False, True):
+        seen: dict[tuple[int, int, bool], list[tuple[object, ...]]] = {}
+        for rank, lines_ in enumerate(with_transfers(schedule.orders, flow, Costs(latency_us=0.1), prefetch)):
+            for line in (line for line in lines_ if line.op != "RUN"):
+                ends = (rank, line.peer) if line.op == "SEND" else (line.peer, rank)
+                queue = rank, line.peer, line.action.kind in "BIW"
+                seen.setdefault(queue, []).append((*ends, line.action, line.values))
+        for (rank, peer, way), messages in seen.items():
+            assert messages == seen[peer, rank, way], f"ranks {rank} and {peer}"
+
+
+@pytest.mark.parametrize(("name", "ranks", "chunks"), CASES)
 def test_forward_only(name: str, ranks: int, chunks: int) -> None:
     for microbatches in (1, ranks, 7):
         schedule = parse_schedule(name, ranks, microbatches, ranks * chunks)

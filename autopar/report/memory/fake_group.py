@@ -46,6 +46,7 @@ class FakeGroup(dist.ProcessGroup):
 
     allreduce = broadcast = allgather = reduce_scatter = alltoall = send = recv = _done
     _allgather_base = alltoall_base = all_gather_single = all_to_all_single = _done
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _done
     _reduce_scatter_base = reduce_scatter_single = _scatter  # type: ignore[assignment]
 
 
