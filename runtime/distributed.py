@@ -18,6 +18,7 @@ from torch import fx
 from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import whole_of
+from autopar.runtime import host
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.groups import Group
@@ -244,4 +245,4 @@ def _start(move: Move, group: Group, pending: _Pending) -> None:
 
 def launches_together(x: torch.Tensor) -> bool:
     """Whether the backend of a tensor's device gains by that: Gloo has neither launches nor streams."""
-    return x.device.type != "cpu"
+    return not host.on_host(x)

@@ -18,6 +18,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.ir.mesh import PIPELINE
 from autopar.parallel.agreement import Agreement, lost_peers, name_ranks
 from autopar.parallel.store import ParameterStore
+from autopar.runtime import host
 from autopar.torch_compat import local_of
 
 # Elements whose products are in memory at a time: on a CPU what fits into its cache, elsewhere what is worth a launch.
@@ -177,6 +178,6 @@ def weights_of(count: int, device: torch.device) -> torch.Tensor:
 
 def _digests(parts: list[_Part], device: torch.device) -> torch.Tensor:
     most = max((part.value.numel() * (1 + part.value.is_complex()) for part in parts if part.axes), default=0)
-    weights = weights_of(min(most, PIECE if device.type == "cpu" else PIECE_ON_DEVICE), device)
+    weights = weights_of(min(most, PIECE if host.on_host(device) else PIECE_ON_DEVICE), device)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([digest(part.value, weights) if part.axes else nothing for part in parts])
