@@ -14,7 +14,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, Compiler, options_of
+from autopar.compiler.options import CHECK_EVERY, Compiler, Graphs, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
@@ -32,6 +32,7 @@ class Options(StepKeywords, total=False):
     seed: int
     device: str | torch.device | None
     compile: Compiler | None
+    cuda_graphs: Graphs
     check_replicas: int | None
 
 
@@ -50,6 +51,7 @@ def parallelize(
     seed: int = 0,
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
+    cuda_graphs: Graphs = False,
     check_replicas: int | None = CHECK_EVERY,
     **step: Unpack[StepKeywords],
 ) -> Any:
@@ -65,6 +67,8 @@ def parallelize(
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
+    cuda_graphs: True records the second run of each program on a GPU and replays it from then on (docs/cuda_graphs.md);
+      "dry-run" checks anywhere that this is possible.
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
 
@@ -75,7 +79,7 @@ def parallelize(
     """
     asked = functools.partial(
         Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device, compile=compile,
-        check_replicas=check_replicas,
+        cuda_graphs=cuda_graphs, check_replicas=check_replicas,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

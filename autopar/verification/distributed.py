@@ -32,7 +32,8 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None
     asked = Asked(
-        model, mesh, job.step, loss_fn=job.loss_fn, seed=seed, device="cpu", compile=job.compile, lift=lift
+        model, mesh, job.step, loss_fn=job.loss_fn, seed=seed, device="cpu", compile=job.compile,
+        cuda_graphs="dry-run" if job.cuda_graphs else False, lift=lift,
     )  # fmt: skip
     parallel = ParallelModule(asked)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
