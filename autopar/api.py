@@ -15,7 +15,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, Compiler, options_of
+from autopar.compiler.options import CHECK_EVERY, Compiler, Graphs, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
@@ -33,6 +33,7 @@ class Options(StepKeywords, total=False):
     seed: int
     device: str | torch.device | None
     compile: Compiler | None
+    cuda_graphs: Graphs
     check_replicas: int | None
     weights: str | Path | None
 
@@ -52,6 +53,7 @@ def parallelize(
     seed: int = 0,
     device: str | torch.device | None = None,
     compile: Compiler | None = None,
+    cuda_graphs: Graphs = False,
     check_replicas: int | None = CHECK_EVERY,
     weights: str | Path | None = None,
     **step: Unpack[StepKeywords],
@@ -68,6 +70,8 @@ def parallelize(
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
+    cuda_graphs: True records the second run of each program on a GPU and replays it from then on (docs/cuda_graphs.md);
+      "dry-run" checks anywhere that this is possible.
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
       differs. None for no comparison.
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
@@ -80,7 +84,7 @@ def parallelize(
     """
     asked = functools.partial(
         Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device, compile=compile,
-        check_replicas=check_replicas, weights=weights,
+        cuda_graphs=cuda_graphs, check_replicas=check_replicas, weights=weights,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

@@ -9,6 +9,7 @@ from autopar.ir.program import Level, Program
 from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
+from autopar.passes.decompose import decompose
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
 from autopar.passes.pipeline import make_pipeline
@@ -34,9 +35,10 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
+    (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
 )
-OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, overlap, bucket})
+OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, overlap, decompose, bucket})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 

@@ -18,6 +18,7 @@ from autopar.job import Job
 OWN = {  # what a run takes beside its steps
     "seed": (0, Flag(int, more="of the initial weights and of random ops")),
     "compile": (None, Flag(str, "inductor", more="run the programs as code that Inductor writes")),
+    "cuda_graphs": (False, Flag(bool, more="record the step on each GPU once, and replay it")),
     "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
 }
 STEP = {each.name: each for each in fields(StepOptions) if each.metadata["flag"] is not None}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import fields, replace
 from typing import Literal, Unpack
+
+import torch
 
 from autopar.errors import CompileError
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.passes.schedules import check_schedule_name
 
 Compiler = Literal["inductor"]
+Graphs = bool | Literal["dry-run"]
 COMPILERS: tuple[Compiler, ...] = ("inductor",)
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
@@ -37,3 +41,16 @@ def compiler_of(name: str | None) -> Compiler | None:
             f'compile={name!r}: write "inductor", or leave it out: the programs then run on autopar\'s own executor.'
         )
     return found
+
+
+def check_graphs(wanted: Graphs, device: torch.device) -> None:
+    """Raise CompileError for CUDA graphs on a device that has none."""
+    if not isinstance(wanted, bool) and wanted != "dry-run":
+        raise CompileError(f'cuda_graphs={wanted!r}: write True, False or "dry-run".')
+    if wanted is True and device.type != "cuda":
+        raise CompileError(
+            f"cuda_graphs=True records what a GPU does, and this rank computes on '{device}'. Leave it out here, or "
+            f'write "dry-run" to check that the step could be recorded.'
+        )
+    if wanted is True and importlib.util.find_spec("triton") is None:
+        raise CompileError("cuda_graphs=True needs Triton, for random ops that stay on the GPU: pip install triton.")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.capture.capture import LossFn
 from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, options_of
+from autopar.compiler.options import CHECK_EVERY, Graphs, check_graphs, options_of
 from autopar.compiler.precision_check import check_device
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
@@ -41,6 +41,7 @@ class Asked:
     seed: int = 0
     device: str | torch.device | None = None
     compile: str | None = None
+    cuda_graphs: Graphs = False
     check_replicas: int | None = CHECK_EVERY
     lift: torch.dtype | None = None
     weights: str | Path | None = None
@@ -55,7 +56,7 @@ class Asked:
         if self.batch not in ("global", "local"):
             raise BatchError(f'batch={self.batch!r}: write "global" (each rank takes its part) or "local".')
         every_of(self.check_replicas)
-        others = {name: getattr(self, name) for name in ("seed", "batch", "compile", "check_replicas")}
+        others = {name: getattr(self, name) for name in ("seed", "batch", "compile", "cuda_graphs", "check_replicas")}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
         check_model(self.model)
@@ -63,6 +64,7 @@ class Asked:
         phase.texts["model"] = describe_state(self.model)
         phase.now = "compiler"
         check_compiler(self.compile, device)
+        check_graphs(self.cuda_graphs, device)
         phase.now = "precision"
         check_device(options, device)
         return mesh, options

@@ -15,6 +15,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.building import Builder, Built
 from autopar.parallel.execution import Running, make_runner
+from autopar.parallel.graphs import Recordings
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners
 from autopar.parallel.session import Session
@@ -32,6 +33,7 @@ class Maker:
         self._settings, self._store, self._agreement = session.settings, session.store, session.agreement
         self._builder, self._joined = Builder(session, numbers), Joined(session.settings.device)
         self._groups: dict[str, Group] = {}
+        self._recordings = Recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
     def make(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> tuple[Running, Guards]:
@@ -61,6 +63,7 @@ class Maker:
         self._connect(missing, compiled)
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
         runner = make_runner(compiled, self._groups, settings.compiler, self._agreement, settings.device)
+        runner = self._recordings.of(runner, compiled, slots, owners.parameters())
         return Running(built.captured, compiled, runner, slots, built.constants, owners)
 
     def _connect(self, axes: list[str], compiled: Lowered) -> None:

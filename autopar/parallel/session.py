@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.capture import LossFn
+from autopar.compiler.options import Graphs
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import CPU, GPU, Fixed
 from autopar.parallel.agreement import Agreement
@@ -30,6 +31,7 @@ class StepSettings:
     is_local: bool
     device: torch.device
     compiler: str | None
+    graphs: Graphs
     lift: torch.dtype | None
 
 
@@ -52,7 +54,9 @@ def open_session(asked: Asked) -> Session:
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
     fixed = Fixed(machine=CPU if place.type == "cpu" else GPU)
-    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.lift)
+    settings = StepSettings(
+        asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.cuda_graphs, asked.lift
+    )
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))

@@ -104,7 +104,8 @@ class _Trial:
         job = self.job
         asked = Asked(
             copied(self.model), self.mesh, job.step,
-            loss_fn=job.loss_fn, seed=self.seed, device="cpu", compile=job.compile, lift=self.lift,
+            loss_fn=job.loss_fn, seed=self.seed, device="cpu", compile=job.compile,
+            cuda_graphs="dry-run" if job.cuda_graphs else False, lift=self.lift,
         )  # fmt: skip
         parallel = ParallelModule(asked)
         if parallel.loss_scale is not None:

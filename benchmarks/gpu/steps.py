@@ -76,9 +76,10 @@ def _plain(wrap: Callable[[nn.Module], Any] = lambda model: model) -> Side:
 
 
 def steps(device: str) -> None:
-    """Ours on the executor and with Inductor, beside eager and torch.compile, in bf16."""
+    """Ours on the executor, with Inductor and with CUDA graphs, beside eager and torch.compile, in bf16."""
     sides = {"eager": _plain(), "torch.compile": _plain(torch.compile), "autopar": _ours()}
     sides["autopar inductor"] = _ours(compile="inductor")
+    sides["autopar cuda graphs"] = _ours(cuda_graphs=True)
     _table(device, sides if device == "cuda" else {name: sides[name] for name in ("eager", "autopar")})
 
 

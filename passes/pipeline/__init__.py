@@ -8,6 +8,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
+from autopar.passes.decompose import decompose
 from autopar.passes.overlap import overlap
 from autopar.passes.pipeline.stages import Places, split_into_stages
 from autopar.passes.prefetch import prefetch
@@ -73,7 +74,9 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     schedule = parse_schedule(wanted, ranks, plan.microbatches, stages)
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
-    graphs = {key: bucket(overlap(prefetch(graph, plan), plan), plan) for key, graph in pipeline.graphs.items()}
+    graphs = dict(pipeline.graphs)
+    for step in (prefetch, overlap, decompose, bucket):
+        graphs = {key: step(graph, plan) for key, graph in graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known

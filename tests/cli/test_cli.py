@@ -259,6 +259,7 @@ BAD = {
         "compile='triton': write \"inductor\", or leave",
     ),
     "virtual compiler": (("verify", "job", "--mesh", "dp=2", "--compile", "inductor"), "add --backend gloo."),
+    "virtual graphs": (("verify", "job", "--mesh", "dp=2", "--cuda-graphs"), "add --backend gloo."),
     "backend": (("verify", "job", "--mesh", "dp=2", "--backend", "mpi"), "--backend mpi: write virtual or gloo."),
 }
 

@@ -119,12 +119,12 @@ def test_memory_on_the_command_line(jobs: Path):
 
 def test_ranks_get_the_same_options():
     options: dict[str, Any] = {
-        "seed": 3, "sequence_parallel": True, "compile": "inductor", "microbatches": 4, "schedule": "zb-h1",
-        "chunks": 2, "stages": ["a,b", "c;d"], "stage_memory": 7,
+        "seed": 3, "sequence_parallel": True, "compile": "inductor", "cuda_graphs": True, "microbatches": 4,
+        "schedule": "zb-h1", "chunks": 2, "stages": ["a,b", "c;d"], "stage_memory": 7,
     }  # fmt: skip
     assert Options(**options).arguments() == [
-        "--seed", "3", "--compile", "inductor", "--sequence-parallel", "--microbatches", "4", "--schedule", "zb-h1",
-        "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7",
+        "--seed", "3", "--compile", "inductor", "--cuda-graphs", "--sequence-parallel", "--microbatches", "4",
+        "--schedule", "zb-h1", "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7",
     ]  # fmt: skip
 
 
