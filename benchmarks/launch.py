@@ -48,11 +48,12 @@ class Row:
         return f"{self.name:24} {self.ours:9.0f} us {self.plain:9.0f} us {ratio:6.2f}x  goal {self.goal:.1f}x"
 
 
-def medians(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Microseconds of CPU time of each function, called in turns."""
+def medians(rounds: int, *functions: Callable[[], object], between: Callable[[], object] = lambda: None) -> list[float]:
+    """Microseconds of CPU time of each function, called in turns; `between` is not counted."""
     taken: list[list[int]] = [[] for _ in functions]
     for at in range(WARM + rounds):
         for function, times in zip(functions, taken, strict=True):
+            between()
             start = time.process_time_ns()
             function()
             if at >= WARM:
@@ -78,15 +79,16 @@ class Pair:
         return Pair(ours, plain, (x, y))
 
     def step(self) -> None:
-        """Forward and backward, ours. Gradients are made anew."""
-        for parameter in self.ours.parameters():
-            parameter.grad = None
+        """Forward and backward, ours."""
         self.ours.forward_backward(*self.batch)
 
     def plain_step(self, model: nn.Module | None = None) -> None:
-        for parameter in self.plain.parameters():
-            parameter.grad = None
         loss_fn(model or self.plain, *self.batch).backward()
+
+    def forget(self) -> None:
+        """Gradients are made anew."""
+        for parameter in (*self.ours.parameters(), *self.plain.parameters()):
+            parameter.grad = None
 
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
@@ -108,7 +110,7 @@ class Pair:
 def forward_backward(pair: Pair, rounds: int) -> tuple[Row, float]:
     """The row, and microseconds a parameter outside of the program."""
     pair.step()
-    ours, plain, program = medians(rounds, pair.step, pair.plain_step, pair.program())
+    ours, plain, program = medians(rounds, pair.step, pair.plain_step, pair.program(), between=pair.forget)
     return Row("forward and backward", ours, plain, 1.0), (ours - program) / len(list(pair.ours.parameters()))
 
 
@@ -129,7 +131,7 @@ def compiled(layers: int, rounds: int) -> Row:
     pair = Pair.of(layers, compiler="inductor")
     model = torch.compile(pair.plain)
     pair.step()
-    ours, plain = medians(rounds, pair.step, lambda: pair.plain_step(model))
+    ours, plain = medians(rounds, pair.step, lambda: pair.plain_step(model), between=pair.forget)
     return Row("compiled", ours, plain, 1.0)
 
 
@@ -147,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         profile = cProfile.Profile()
         with profile:
             for _ in range(args.rounds):
+                pair.forget()
                 pair.step()
         profile.dump_stats(args.profile)
         return

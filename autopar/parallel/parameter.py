@@ -8,7 +8,7 @@ tensors that lie alike go straight to the parts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -242,11 +242,25 @@ def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> 
     return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape))  # type: ignore[no-any-return]
 
 
-def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements.
+def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor | None]) -> None:
+    """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if value is not None and parameter.grad is None and type(parameter) is ParameterTensor:
+            if not has_hooks(parameter):
+                parameter.grad = made = with_spec(ParameterTensor, value, spec_of(parameter))
+                made.place = parameter.place
+                continue
+        _add_to_gradient(parameter, value)
 
-    Where the user has hooks on the parameter autograd does it: it runs them once, on this backward pass's gradient.
-    """
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Leave every `.grad` None: an optimizer passes over such parameters, weight decay and all."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Where the user has hooks on the parameter autograd does it: it runs them once, on this backward pass's gradient."""
     if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
         assert value is not None
         torch.autograd.backward([parameter], [value])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from autopar.parallel.execution import Running
 from autopar.parallel.partners import describe, flags_of
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
+
+
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 
 class Signatures:
@@ -52,9 +56,9 @@ class Signatures:
 
     def key(self, parts: Parts, train: bool) -> tuple[Any, ...]:
         """What the call, the model and its partners decide; the last of it is the partners'."""
-        model = self._session.store.model
-        flags = tuple(module.training for module in model.modules())
-        wanted = tuple(parameter.requires_grad for parameter in model.parameters())
+        structure = self._session.store.structure
+        flags = tuple(map(_training, structure.modules))
+        wanted = tuple(map(_requires_grad, structure.parameters.values()))
         own = train, signature_of(parts), flags, wanted
         return (*own, flags_of(self._partners.get(own, ())))
 
