@@ -68,6 +68,7 @@ class Pair:
     ours: autopar.ParallelModule
     plain: nn.Module
     batch: tuple[Tensor, Tensor]
+    kept: list[object]  # what a program alone gave, which lives as long as gradients do
 
     @staticmethod
     def of(layers: int, compiler: str | None = None) -> Pair:
@@ -76,7 +77,7 @@ class Pair:
         plain = GPT(config)
         x, y = torch.randint(config.vocabulary, (2, 1, TOKENS))
         ours = autopar.parallelize(copy.deepcopy(plain), mesh="dp=1", loss_fn=loss_fn, compile=compiler)
-        return Pair(ours, plain, (x, y))
+        return Pair(ours, plain, (x, y), [])
 
     def step(self) -> None:
         """Forward and backward, ours."""
@@ -87,24 +88,25 @@ class Pair:
 
     def forget(self) -> None:
         """Gradients are made anew."""
+        self.kept.clear()
         for parameter in (*self.ours.parameters(), *self.plain.parameters()):
             parameter.grad = None
 
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
         running: Running = self.ours.programs[-1]
-        kept: list[StepInputs] = []
+        given: list[StepInputs] = []
         run = running.runner.run
 
         class Keeping:
             def run(self, inputs: StepInputs) -> object:
-                kept.append(dict(inputs))
+                given.append(dict(inputs))
                 return run(inputs)
 
         before, running.runner = running.runner, Keeping()  # type: ignore[assignment]
         self.step()
         running.runner = before
-        return lambda: running.run(kept[0])
+        return lambda: self.kept.append(running.run(given[0]))
 
 
 def forward_backward(pair: Pair, rounds: int) -> tuple[Row, float]:

@@ -24,8 +24,9 @@ from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow,
 from autopar.torch_compat import (
     SUBCLASSED_DTENSORS,
     TorchDispatchMode,
-    has_hooks,
+    hooks_of,
     local_of,
+    maker_of,
     no_torch_function,
     spec_of,
     take_in_lists,
@@ -174,6 +175,7 @@ class ViewTensor(_Held, ViewOf):
 
 
 take_in_lists(ParameterTensor)
+_new = maker_of(ParameterTensor)
 take_in_lists(ViewTensor)
 
 
@@ -245,12 +247,13 @@ def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> 
 def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor | None]) -> None:
     """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
     for parameter, value in zip(parameters, values, strict=True):
-        if value is not None and parameter.grad is None and type(parameter) is ParameterTensor:
-            if not has_hooks(parameter):
-                parameter.grad = made = with_spec(ParameterTensor, value, spec_of(parameter))
-                made.place = parameter.place
-                continue
-        _add_to_gradient(parameter, value)
+        is_new = value is not None and parameter.grad is None and type(parameter) is ParameterTensor
+        if is_new and not any(hooks_of(parameter)):
+            made = _new(value, spec_of(parameter), requires_grad=False)
+            made.place = parameter.place
+            parameter.grad = made
+        else:
+            _add_to_gradient(parameter, value)
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -269,7 +272,7 @@ def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Non
     held: Any = parameter
     grad: Any = parameter.grad
     made = PlacedTensor.make(ParameterTensor, part, held.place, spec_of(held))
-    if has_hooks(parameter):
+    if any(hooks_of(parameter)):
         if grad is None:  # else autograd would make one, of another class
             parameter.grad = torch.zeros_like(made)
         torch.autograd.backward([parameter], [made])
