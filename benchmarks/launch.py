@@ -15,7 +15,6 @@ import cProfile
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +120,11 @@ def optimizers(pair: Pair, rounds: int) -> list[Row]:
     pair.step()
     pair.plain_step()
     rows = []
-    for name, options in (("for each tensor", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
+    for name, options in (
+        ("for each tensor", {"foreach": False}),
+        ("foreach", {"foreach": True}),
+        ("fused", {"fused": True}),
+    ):
         both = [torch.optim.AdamW(model.parameters(), **options) for model in (pair.ours, pair.plain)]
         ours, plain = medians(rounds, *(optimizer.step for optimizer in both))
         rows.append(Row(f"AdamW, {name}", ours, plain, 1.1))
@@ -156,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         profile.dump_stats(args.profile)
         return
     row, fixed = forward_backward(pair, args.rounds)
-    print(f"{'':24} {'ours':>12} {'plain':>12}\n{row}\n{'outside of the program':24} {fixed:9.2f} us a parameter, goal 4")
+    print(
+        f"{'':24} {'ours':>12} {'plain':>12}\n{row}\n{'outside of the program':24} {fixed:9.2f} us a parameter, goal 4"
+    )
     print(*optimizers(pair, args.rounds), sep="\n")
     if args.inductor:
         print(compiled(args.layers, args.rounds))

@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 
 from autopar.runtime.kernel import Kernel
 
-
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Matrices = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -16,7 +16,6 @@ from torch import nn
 from autopar.parallel.agreement import Agreement, Call
 from autopar.torch_compat import local_of
 
-
 _version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
@@ -32,7 +31,7 @@ class Announcer:
         self._progress = _Progress(tuple(parameters))
 
     def call(
-        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: torch.Tensor | None = None
+        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None
     ) -> bool:
         """Raise RankError on every rank if another one made another call, or the same with other `lines`. False, on
         every rank, if digests of `data` differ (see `Digests`).

@@ -263,7 +263,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Where the user has hooks on the parameter autograd does it: it runs them once, on this backward pass's gradient."""
+    """Where the user has hooks on a parameter autograd does it: it runs them once, on this backward pass's gradient."""
     if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
         assert value is not None
         torch.autograd.backward([parameter], [value])

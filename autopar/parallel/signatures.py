@@ -20,7 +20,6 @@ from autopar.parallel.partners import describe, flags_of
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
 
-
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 
@@ -30,7 +29,7 @@ class Signatures:
     def __init__(self, session: Session) -> None:
         settings, where = session.settings, session.store.distributor
         self._session = session
-        self._digests = Digests(where.mesh, where.coord, settings.is_local, settings.device)
+        self._digests = Digests(where.mesh, where.coord, settings.is_local)
         self._partners: dict[Any, tuple[Partner, ...]] = {}  # by the model's own part of a key
         self.lines: dict[Any, list[str]] = {}  # what ranks compare, by key
         self.variants = Variants()
