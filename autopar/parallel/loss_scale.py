@@ -37,7 +37,7 @@ class LossScale:
         not finite: then no rank may use its own. None: of parameters on other stages. Every rank must call this."""
         here = [gradient for gradient in gradients if gradient is not None]
         overflow = torch.zeros((), device=device)
-        unscale_and_check(here, overflow, torch.tensor(1.0 / self.scale, device=device))
+        unscale_and_check(here, overflow, torch.full((), 1.0 / self.scale, device=device))
         if dist.is_initialized() and dist.get_world_size() > 1:
             with lost_peers("asking all ranks for overflows"):
                 dist.all_reduce(overflow, dist.ReduceOp.MAX)

@@ -64,9 +64,9 @@ def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepIn
 
     def given(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
         if entry.kind == "scale":
-            return torch.tensor(scale.scale if scale else 1.0, device=device)
+            return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
-            return torch.tensor([random.seed, random.steps], device=device)
+            return random.tensor(device)
         leaf = leaves[int(entry.name)].detach()
         part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
