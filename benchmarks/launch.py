@@ -83,7 +83,7 @@ class Pair:
         self.ours.forward_backward(*self.batch)
 
     def plain_step(self, model: nn.Module | None = None) -> None:
-        loss_fn(model or self.plain, *self.batch).backward()
+        loss_fn(self.plain if model is None else model, *self.batch).backward()
 
     def forget(self) -> None:
         """Gradients are made anew."""

@@ -246,7 +246,8 @@ def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> 
 
 def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor | None]) -> None:
     """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
-    for parameter, value in zip(parameters, values, strict=True):
+    known: Iterable[Any] = parameters
+    for parameter, value in zip(known, values, strict=True):
         is_new = value is not None and parameter.grad is None and type(parameter) is ParameterTensor
         if is_new and not any(hooks_of(parameter)):
             made = _new(value, spec_of(parameter), requires_grad=False)
