@@ -307,7 +307,7 @@ def _quick(name: str) -> Callable[..., Any]:
                 parts.append(local_of(arg))
             else:
                 return method(self, *args, **kwargs)
-        if torch.is_grad_enabled() or not kwargs.keys() <= _NUMBERS:
+        if torch.is_grad_enabled() or (kwargs and not kwargs.keys() <= _NUMBERS):
             return method(self, *args, **kwargs)
         if in_place:
             increment_version(self)
