@@ -61,6 +61,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -103,9 +104,11 @@ __all__ = [
     "gradients",
     "has_cpp_compiler",
     "has_hooks",
+    "hooks_of",
     "in_transform",
     "is_composite",
     "local_of",
+    "maker_of",
     "mesh_elsewhere",
     "no_function_modes",
     "no_torch_function",
@@ -149,6 +152,11 @@ def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad
     """A DTensor of a class around `local`. (`__init__` does nothing, but for 10 us.)"""
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=requires_grad)
     return made
+
+
+def maker_of(kind: type[DTensor]) -> Callable[..., Any]:
+    """As `with_spec`, for one class and many tensors: `requires_grad` must be said."""
+    return partial(kind.__new__, kind)
 
 
 def change_in_place(tensor: Any, change: Callable[[Any], Any], part: torch.Tensor, spec: Any) -> None:
@@ -272,9 +280,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+# The tables of what the user hooked to the gradient of a parameter; empty or None where there is nothing.
+hooks_of: Callable[[torch.Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """True if the user hooked something to the gradient of a parameter."""
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return any(hooks_of(tensor))
 
 
 def global_module_hooks() -> tuple[dict[int, Any], ...]:

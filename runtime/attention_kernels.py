@@ -88,12 +88,13 @@ class AttentionKernel:
         """As the kernel reads them: a column of zeros in queries and keys changes no score."""
         if self.width is None:
             return tensors
-        width = self.width(max(x.shape[3] for x in tensors))
+        widths = [x.shape[3] for x in tensors]
+        width = self.width(max(widths))
         return tuple(
-            torch.constant_pad_nd(x, [0, width - x.shape[3]]) if x.shape[3] != width
+            torch.constant_pad_nd(x, [0, width - has]) if has != width
             else x if _is_aligned(x, self.grain)
             else x.contiguous()
-            for x in tensors
+            for x, has in zip(tensors, widths, strict=True)
         )  # fmt: skip
 
 
@@ -104,10 +105,10 @@ def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _is_aligned(x: torch.Tensor, grain: int) -> bool:
     """Rows without gaps, at addresses that a vector load takes: a kernel reads anything else as if it were so."""
-    if x.stride(-1) != 1:
-        return False
+    if x.stride(-1) != 1 or grain == 1:
+        return x.stride(-1) == 1
     strides = (stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
-    return grain == 1 or (x.storage_offset() % grain == 0 and all(stride % grain == 0 for stride in strides))
+    return x.storage_offset() % grain == 0 and all(stride % grain == 0 for stride in strides)
 
 
 def _cpu_flash_takes(call: Call) -> bool:

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import linear
 
 from autopar.runtime.kernel import Kernel
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Matrices = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class OperandPlan:
-    """How an operand becomes a matrix: sum over dims, permute, reshape, swap the last two dims."""
+    """How an operand becomes a matrix: sum over dims, permute, reshape, swap the last two dims. None: as it is."""
 
     sum_dims: tuple[int, ...]
-    permute: tuple[int, ...] | None  # None: as it is
-    shape: tuple[int, ...]
+    permute: tuple[int, ...] | None
+    shape: tuple[int, ...] | None
     transpose: bool
 
     @property
@@ -31,30 +36,52 @@ class OperandPlan:
         """True if a contiguous operand needs no copy."""
         return not self.sum_dims and self.permute is None
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sum_dims:
-            x = x.sum(self.sum_dims)
-        if self.permute is not None:
-            x = x.permute(self.permute)
-        if x.shape != self.shape:
-            x = x.reshape(self.shape)
-        return x.mT if self.transpose else x
+    def text(self, x: str) -> str:
+        """The expression for an operand of that name."""
+        summed = f".sum({self.sum_dims})" if self.sum_dims else ""
+        permuted = f".permute({self.permute})" if self.permute is not None else ""
+        moved = f"{x}{summed}{permuted}"
+        shaped = moved if self.shape is None else f"{moved}.reshape({self.shape})"
+        if self.shape is not None and moved == x:  # a view takes half as long to make
+            shaped = f"({x}.view({self.shape}) if {x}.is_contiguous() else {shaped})"
+        return f"{shaped}{'.mT' if self.transpose else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class ContractionPlan:
-    """`left @ right` of the two operands as matrices, then a reshape and perhaps a permute (a view) of the result."""
+    """`left @ right` of the two operands as matrices, then a reshape and perhaps a permute (a view) of the result.
+
+    `matrices` and `product` are functions made for the plan: of small tensors, what Python decides takes longer than
+    the product.
+    """
 
     swap: bool  # True: b is the left matrix
     batched: bool  # True: bmm, else mm
     a: OperandPlan
     b: OperandPlan
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     permute: tuple[int, ...] | None
+    matrices: Matrices = field(init=False, repr=False, compare=False)
+    product: Product = field(init=False, repr=False, compare=False)
 
-    def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = self.a.apply(a), self.b.apply(b)
-        return (right, left) if self.swap else (left, right)
+    @property
+    def is_linear(self) -> bool:
+        """True for rows of many dims times a matrix."""
+        plain = self.a.is_view and self.b.is_view and self.b.shape is None and self.permute is None
+        return plain and not (self.batched or self.swap or self.a.transpose)
+
+    def __post_init__(self) -> None:
+        left, right = self.a.text("a"), self.b.text("b")
+        both = f"{right}, {left}" if self.swap else f"{left}, {right}"
+        shaped = f".view({self.shape})" if self.shape is not None else ""
+        permuted = f".permute({self.permute})" if self.permute is not None else ""
+        product = f"product({both}){shaped}{permuted}"
+        if self.is_linear:  # torch makes the same views, in C++
+            whole = "linear(a, b)" if self.b.transpose else "matmul(a, b)"
+            product = f"{whole} if a.is_contiguous() else {product}"
+        names = {"product": torch.bmm if self.batched else torch.mm, "linear": linear, "matmul": torch.matmul}
+        object.__setattr__(self, "matrices", eval(f"lambda a, b: ({both})", names))
+        object.__setattr__(self, "product", eval(f"lambda a, b: {product}", names))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,7 +115,9 @@ def contraction_plan(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> C
     if swap:
         plan_a, plan_b = _flip(plan_a), _flip(plan_b)
     permute = tuple(order.index(n) for n in result)
-    return ContractionPlan(swap, bool(batch), plan_a, plan_b, tuple(sizes[n] for n in order), _unless_identity(permute))
+    is_matrix = len(rows) == len(columns) == 1 and len(batch) <= 1
+    shape = None if is_matrix else tuple(sizes[n] for n in order)
+    return ContractionPlan(swap, bool(batch), plan_a, plan_b, shape, _unless_identity(permute))
 
 
 def _operand(
@@ -103,7 +132,8 @@ def _operand(
     permute = tuple(kept.index(n) for n in order)
     free_size, contracted_size = _size(free, sizes), _size(contracted, sizes)
     matrix = (free_size, contracted_size) if stored_free_first else (contracted_size, free_size)
-    shape = (_size(batch, sizes), *matrix) if batch else matrix
+    is_matrix = len(free) == len(contracted) == 1 and len(batch) <= 1
+    shape = None if is_matrix else (_size(batch, sizes), *matrix) if batch else matrix
     return OperandPlan(sum_dims, _unless_identity(permute), shape, stored_free_first != natural)
 
 
@@ -121,19 +151,13 @@ def _unless_identity(permute: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     """`torch.einsum(equation, a, b)`. The result may be a permuted view of a contiguous matrix."""
-    plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
-    if plan is None:
-        return torch.einsum(equation, a, b)
-    left, right = plan.matrices(a, b)
-    out = torch.bmm(left, right) if plan.batched else torch.mm(left, right)
-    if out.shape != plan.shape:
-        out = out.view(plan.shape)
-    return out if plan.permute is None else out.permute(plan.permute)
+    plan = contraction_plan(equation, a.shape, b.shape)
+    return torch.einsum(equation, a, b) if plan is None else plan.product(a, b)
 
 
 def add_contraction(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     """`total += einsum(a, b, equation)`, in the product itself; `total` came from `einsum`."""
-    plan = contraction_plan(equation, tuple(a.shape), tuple(b.shape))
+    plan = contraction_plan(equation, a.shape, b.shape)
     if plan is None:
         return total.add_(torch.einsum(equation, a, b))
     left, right = plan.matrices(a, b)

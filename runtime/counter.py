@@ -135,7 +135,7 @@ class Counters:
 @functools.lru_cache(256)
 def number(value: int, device: torch.device) -> torch.Tensor:
     """An int32 scalar. A Python number PyTorch would convert in each call, which costs more than a small piece."""
-    return torch.tensor(signed(value), dtype=torch.int32, device=device)
+    return torch.full((), signed(value), dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def _places_of_numpy(width: int) -> np.ndarray[Any, Any]:
 
 
 def _word(key: Any, device: torch.device) -> torch.Tensor:
-    return key if isinstance(key, torch.Tensor) else torch.tensor(key, dtype=torch.int32, device=device)
+    return key if isinstance(key, torch.Tensor) else torch.full((), key, dtype=torch.int32, device=device)
 
 
 def keys_of(seed: torch.Tensor, *numbers: int) -> tuple[Any, Any]:

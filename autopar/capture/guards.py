@@ -5,7 +5,8 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, starmap
+from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -128,14 +129,16 @@ class Guards:
             for key, spot in self.index.items()
             if spot.holder is self.given
         ]
-        self._sizes = [(holder, len(holder)) for holder in walk.sized]
+        self._sized, self._sizes = walk.sized, list(map(len, walk.sized))
         self._empty = walk.empty
         self._contents = walk.contents
         self.torch_state = torch_state()
         by_holder: dict[int, list[Spot]] = {}
         for spot in (spot for key, spot in self.index.items() if key not in inputs):
             by_holder.setdefault(id(spot.holder), []).append(spot)
-        self._groups = [_group(spots) for spots in by_holder.values()]
+        groups = [_group(spots) for spots in by_holder.values()]
+        self._getters = [(get, holder) for get, holder, _ in groups]
+        self._kept = [value for *_, kept in groups for value in kept]
 
     def _is_untouched(self) -> bool:
         """Every object is the very one that it was: the common case, in C."""
@@ -143,8 +146,8 @@ class Guards:
             return (
                 not any(self._empty)
                 and self.torch_state == torch_state()
-                and all(len(holder) == size for holder, size in self._sizes)
-                and all(all(map(is_, get(holder), kept)) for get, holder, kept in self._groups)
+                and list(map(len, self._sized)) == self._sizes
+                and all(map(is_, chain.from_iterable(starmap(call, self._getters)), self._kept))
                 and all(read() == was for read, was in self._contents)
                 and all(_equal(self._fixed(key, spot.read()), was) for key, spot, was in self._inputs)
             )

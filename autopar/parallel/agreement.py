@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from autopar.capture.location import user_line
 from autopar.errors import RankError
@@ -80,7 +79,8 @@ class Phase:
 
 
 class Agreement:
-    """Compares short descriptions between all ranks. Collectives run on `device`.
+    """Compares short descriptions between all ranks, over a group that moves the host's memory: on a GPU's queue each
+    comparison would wait for the step before it. device: where the model lies.
 
     Every comparison is one exchange of the same size, and covers the call that the user made: ranks in two different
     calls find that out, whatever each of them wanted to compare.
@@ -90,8 +90,9 @@ class Agreement:
         self.device = device
         self.size = dist.get_world_size()
         self.call = Call("parallelize")
+        self._group = _host_group()
 
-    def check(self, what: str, lines: Sequence[str], data: torch.Tensor | None = None) -> bool:
+    def check(self, what: str, lines: Sequence[str], data: Sequence[int] | None = None) -> bool:
         """Raise RankError on every rank if the ranks' lines differ, saying which rank differs in what. False if digests
         of `data` do (see `Digests`), on every rank.
 
@@ -150,42 +151,52 @@ class Agreement:
         """Whether something is true of any rank. One tiny all-reduce."""
         if self.size == 1:
             return mine
-        found = torch.tensor(int(mine), device=self.device)
         with lost_peers(f"comparing the {what} of all ranks"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            return bool(found.item())
+            return bool(self._highest([int(mine)])[0])
 
     def everyone(self, what: str, mine: Any) -> list[Any]:
         """What each rank says. Raises RankError on every rank if they are in different calls."""
         said: list[Any] = [None] * self.size
         with lost_peers(f"comparing the {what} of all ranks"):
-            dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine))
+            dist.all_gather_object(said, _Said(self.call, user_line(sys._getframe()), what, mine), group=self._group)
         _check_calls(said)
         return [each.value for each in said]
 
     def _equal(self, what: str, lines: Sequence[str]) -> bool:
         return self._compare(what, lines, None)[0]
 
-    def _compare(self, what: str, lines: Sequence[str], data: torch.Tensor | None) -> tuple[bool, bool]:
+    def _compare(self, what: str, lines: Sequence[str], data: Sequence[int] | None) -> tuple[bool, bool]:
         """Whether all ranks have the same lines, and whether they have the same digests by place."""
         if self.size == 1:
             return True, True
         text = "\n".join((self.call.name, self.call.progress, what, *lines))
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        head = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        data = head[:0] if data is None else data
+        head, data = [number, -number], data or ()
         fits = len(head) + len(data) <= WIDTH
-        sent = torch.cat([head, data]) if fits else head
-        sent = functional.pad(sent, (0, WIDTH - len(sent)))
+        sent = [*head, *data] if fits else head
         with lost_peers(f"comparing the {what} of all ranks"):
-            dist.all_reduce(sent, op=dist.ReduceOp.MAX)
-            highest, lowest, *rest = sent.tolist()
+            highest, lowest, *rest = self._highest(sent + [0] * (WIDTH - len(sent)))
             if not fits and highest == -lowest:
-                dist.all_reduce(data, op=dist.ReduceOp.MAX)
-                rest = data.tolist()
+                rest = self._highest(data)
         half = len(data) // 2
         rest = rest[: len(data)]
         return highest == -lowest, all(a == -b for a, b in zip(rest[:half], rest[half:], strict=True))
+
+    def _highest(self, numbers: Sequence[int]) -> list[int]:
+        """The highest of each number over all ranks."""
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = sent.tolist()
+        return found
+
+
+def _host_group() -> Any:
+    """A group of all ranks for tensors of the host: None, the default one, unless that is NCCL's alone. Every rank must
+    call this."""
+    backends = dist.get_backend_config()
+    if dist.get_world_size() == 1 or "nccl" not in backends or "gloo" in backends:
+        return None
+    return dist.new_group(backend="gloo")
 
 
 @contextmanager

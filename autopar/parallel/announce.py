@@ -7,13 +7,16 @@ how many gradients `.grad` adds up; neither depends on the rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from autopar.parallel.agreement import Agreement, Call
 from autopar.torch_compat import local_of
+
+_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 class Announcer:
@@ -28,13 +31,15 @@ class Announcer:
         self._progress = _Progress(tuple(parameters))
 
     def call(
-        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: torch.Tensor | None = None
+        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None
     ) -> bool:
         """Raise RankError on every rank if another one made another call, or the same with other `lines`. False, on
         every rank, if digests of `data` differ (see `Digests`).
 
         `name`: the method, as the user writes it, without brackets. `what`: what the lines are.
         """
+        if self._agreement.size == 1:  # nobody to differ from
+            return True
         self._progress.read()
         self._agreement.call = Call(name, str(self._progress))
         return self._agreement.check(what, lines, data)
@@ -49,7 +54,8 @@ class Announcer:
 
     def stepped(self) -> None:
         """Count a step that added to the gradients."""
-        self._progress.stepped()
+        if self._agreement.size > 1:
+            self._progress.stepped()
 
 
 class _Progress:
@@ -77,4 +83,4 @@ class _Progress:
 
     def _versions(self) -> int:
         """A number that grows with each write in place, by whichever way to a parameter."""
-        return sum(parameter._version + local_of(parameter)._version for parameter in self._parameters)
+        return sum(map(_version_of, self._parameters)) + sum(map(_version_of, map(local_of, self._parameters)))

@@ -32,8 +32,7 @@ class Digests:
     """The digests of one rank's batches, each with the place that it is compared in: ranks of one data coordinate hold
     the same data, or all of them with whole batches."""
 
-    def __init__(self, mesh: Mesh, coord: Mapping[str, int], is_local: bool, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, mesh: Mesh, coord: Mapping[str, int], is_local: bool) -> None:
         self.part = data_part(coord) if is_local else {}
         self._place, self._places = 0, 1
         for axis, place in self.part.items():
@@ -41,20 +40,20 @@ class Digests:
         self._calls = 0
         self._factors: dict[torch.device, Any] = {}
 
-    def vector(self, parts: Parts | None, in_full: bool) -> torch.Tensor | None:
+    def vector(self, parts: Parts | None, in_full: bool) -> list[int] | None:
         """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.
         parts: None for a batch that was refused."""
         if dist.get_world_size() == 1:
             return None
         in_full = in_full or self._calls % EVERY == 0
-        values = torch.full((2, self._places), _NOTHING, dtype=torch.int64, device=self.device)
+        values = [_NOTHING] * (2 * self._places)
         if parts is not None:
-            digest = self._digest(parts, in_full).to(self.device)
-            values[0, self._place], values[1, self._place] = digest, -digest
+            digest = self._digest(parts, in_full)
+            values[self._place], values[self._places + self._place] = digest, -digest
         self._calls += 1
-        return values.flatten()
+        return values
 
-    def _digest(self, parts: Parts, in_full: bool) -> torch.Tensor:
+    def _digest(self, parts: Parts, in_full: bool) -> int:
         total, on_device = 0, []
         for leaf, tensor in parts.tensors():
             if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
@@ -66,10 +65,10 @@ class Digests:
                     on_device.append(found * _signed(weight))
                 else:
                     total += int(found) * weight
-        digest = torch.tensor(_signed(total))
-        for each in on_device:
-            digest = digest.to(each.device) + each
-        return digest & (_MODULUS - 1)
+        # What lies on a GPU is read there: one number a device, for which the host waits.
+        for device in {each.device for each in on_device}:
+            total += int(torch.stack([each for each in on_device if each.device == device]).sum())
+        return total % _MODULUS
 
     def _sum(self, words: Any) -> Any:
         """Of a numpy array or of a tensor: numpy calls cost a third, and GPUs have torch."""

@@ -13,12 +13,12 @@ from autopar.compiler.lowered import STEP, Lowered
 from autopar.compiler.options import compiler_of
 from autopar.errors import CompileError
 from autopar.parallel.agreement import Agreement, Phase
-from autopar.parallel.partners import Owners
+from autopar.parallel.bindings import Bindings
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Outputs
 from autopar.runtime.groups import Group
-from autopar.runtime.inputs import Slot, StepInputs
+from autopar.runtime.inputs import StepInputs
 from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.runner import Runner, executor_runner
 
@@ -30,9 +30,8 @@ class Running:
     captured: Captured
     compiled: Lowered
     runner: Runner
-    slots: tuple[Slot, ...]
+    bound: Bindings
     constants: Constants
-    owners: Owners
     shared: frozenset[int] | None = None
 
     def run(self, inputs: StepInputs) -> Outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,17 +15,17 @@ from autopar.torch_compat import local_of, spec_of
 
 def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:
     """The quick way: all lists have items that lie alike, and nothing else is a tensor with dims."""
-    lead: Any = None
+    lead: Any = None  # the first list of ours, and how its items lie
     parts = []
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], PlacedTensor):
-            if any(isinstance(item, ViewOf) or not isinstance(item, PlacedTensor) for item in arg):
+            if not all(map(_has_part, set(map(type, arg)))):
                 return NotImplemented
-            specs = [spec_of(item) for item in arg]
-            lead = lead or (specs, arg)
-            if len(specs) != len(lead[0]) or any(a is not b for a, b in zip(specs, lead[0], strict=True)):
+            specs = list(map(spec_of, arg))
+            lead = lead or (arg, specs)
+            if len(specs) != len(lead[1]) or not all(map(is_, specs, lead[1])):
                 return NotImplemented
-            arg = [local_of(item) for item in arg]
+            arg = list(map(local_of, arg))
         elif isinstance(arg, PlacedTensor):
             if arg.ndim or isinstance(arg, ViewOf) or not arg.place.is_replicated:
                 return NotImplemented
@@ -38,10 +39,22 @@ def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:
     if lead is None:
         return NotImplemented
     out = func(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
-    if not out:
-        return out
-    items = lead[1]
-    return [item.around(part, item.place, item.shape) for item, part in zip(items, out, strict=True)]
+    return out and _around(out, *lead)
+
+
+def _has_part(kind: type) -> bool:
+    """Whether each tensor of a class has a part of its own."""
+    return issubclass(kind, PlacedTensor) and not issubclass(kind, ViewOf)
+
+
+def _around(out: Any, items: Any, specs: list[Any]) -> list[Any]:
+    """What was computed of the items' parts, as tensors that lie where they do."""
+    return [
+        type(item).make(type(item), part, item.place, spec)
+        if part.dtype == item.dtype and part.stride() == local_of(item).stride()
+        else item.around(part, item.place, item.shape)
+        for item, spec, part in zip(items, specs, out, strict=True)
+    ]
 
 
 def on_parts(call: Call) -> Any:

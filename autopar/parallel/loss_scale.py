@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopar.errors import PlanError
 from autopar.parallel.agreement import lost_peers
-from autopar.parallel.parameter import accumulate
 from autopar.torch_compat import unscale_and_check
 
 _log = logging.getLogger("autopar")
@@ -34,11 +32,12 @@ class LossScale:
     good: int = 0
     skipped: int = 0
 
-    def take(self, gradients: Sequence[torch.Tensor], device: torch.device) -> bool:
+    def take(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
         """Divide this rank's gradients by the scale, in place, and move the scale on. False if those of any rank are
-        not finite: then no rank may use its own. Every rank must call this."""
+        not finite: then no rank may use its own. None: of parameters on other stages. Every rank must call this."""
+        here = [gradient for gradient in gradients if gradient is not None]
         overflow = torch.zeros((), device=device)
-        unscale_and_check(gradients, overflow, torch.tensor(1.0 / self.scale, device=device))
+        unscale_and_check(here, overflow, torch.full((), 1.0 / self.scale, device=device))
         if dist.is_initialized() and dist.get_world_size() > 1:
             with lost_peers("asking all ranks for overflows"):
                 dist.all_reduce(overflow, dist.ReduceOp.MAX)
@@ -72,18 +71,3 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale, self.interval = float(state["scale"]), int(state["interval"])
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
-
-
-def give_gradients(
-    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, torch.Tensor | None], scale: LossScale | None,
-    device: torch.device,
-) -> None:  # fmt: skip
-    """Add a step's gradients to `.grad`. After an overflow every `.grad` is None, also what was added up before: an
-    optimizer passes over such parameters, weight decay and all."""
-    here = [value for value in gradients.values() if value is not None]
-    if scale is not None and not scale.take(here, device):
-        for parameter in parameters.values():
-            parameter.grad = None
-        return
-    for name, value in gradients.items():
-        accumulate(parameters[name], value)

@@ -13,6 +13,7 @@ from autopar.capture.spots import Numbers
 from autopar.compiler.lowered import Lowered
 from autopar.ir.mesh import PIPELINE
 from autopar.parallel.agreement import Phase, lost_peers
+from autopar.parallel.bindings import Bindings
 from autopar.parallel.building import Builder, Built
 from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.graphs import Recordings
@@ -64,7 +65,8 @@ class Maker:
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
         runner = make_runner(compiled, self._groups, settings.compiler, self._agreement, settings.device)
         runner = self._recordings.of(runner, compiled, slots, owners.parameters())
-        return Running(built.captured, compiled, runner, slots, built.constants, owners)
+        bound = Bindings(compiled, slots, self._store, owners, built.constants)
+        return Running(built.captured, compiled, runner, bound, built.constants)
 
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""

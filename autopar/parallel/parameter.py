@@ -8,7 +8,7 @@ tensors that lie alike go straight to the parts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow,
 from autopar.torch_compat import (
     SUBCLASSED_DTENSORS,
     TorchDispatchMode,
-    has_hooks,
+    hooks_of,
     local_of,
+    maker_of,
     no_torch_function,
     spec_of,
     take_in_lists,
@@ -174,6 +175,7 @@ class ViewTensor(_Held, ViewOf):
 
 
 take_in_lists(ParameterTensor)
+_new = maker_of(ParameterTensor)
 take_in_lists(ViewTensor)
 
 
@@ -242,11 +244,27 @@ def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> 
     return PlacedTensor.make(ParameterTensor, part, place, place.spec(part, shape))  # type: ignore[no-any-return]
 
 
-def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Add to a gradient. None where the parameter lies on other ranks: its gradient is there too, without elements.
+def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor | None]) -> None:
+    """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
+    known: Iterable[Any] = parameters
+    for parameter, value in zip(known, values, strict=True):
+        is_new = value is not None and parameter.grad is None and type(parameter) is ParameterTensor
+        if is_new and not any(hooks_of(parameter)):
+            made = _new(value, spec_of(parameter), requires_grad=False)
+            made.place = parameter.place
+            parameter.grad = made
+        else:
+            _add_to_gradient(parameter, value)
 
-    Where the user has hooks on the parameter autograd does it: it runs them once, on this backward pass's gradient.
-    """
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Leave every `.grad` None: an optimizer passes over such parameters, weight decay and all."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Where the user has hooks on a parameter autograd does it: it runs them once, on this backward pass's gradient."""
     if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
         assert value is not None
         torch.autograd.backward([parameter], [value])
@@ -255,7 +273,7 @@ def accumulate(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     held: Any = parameter
     grad: Any = parameter.grad
     made = PlacedTensor.make(ParameterTensor, part, held.place, spec_of(held))
-    if has_hooks(parameter):
+    if any(hooks_of(parameter)):
         if grad is None:  # else autograd would make one, of another class
             parameter.grad = torch.zeros_like(made)
         torch.autograd.backward([parameter], [made])
@@ -289,7 +307,7 @@ def _quick(name: str) -> Callable[..., Any]:
                 parts.append(local_of(arg))
             else:
                 return method(self, *args, **kwargs)
-        if torch.is_grad_enabled() or not kwargs.keys() <= _NUMBERS:
+        if torch.is_grad_enabled() or (kwargs and not kwargs.keys() <= _NUMBERS):
             return method(self, *args, **kwargs)
         if in_place:
             increment_version(self)

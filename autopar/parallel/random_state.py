@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(slots=True)
 class RandomState:
@@ -17,6 +19,12 @@ class RandomState:
 
     seed: int
     steps: int = 0
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """Both numbers, as programs take them: filled in on the device, for which a copy would wait."""
+        made = torch.full((2,), self.steps, dtype=torch.int64, device=device)
+        made[:1].fill_(self.seed)
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "steps": self.steps}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from autopar.parallel.partners import describe, flags_of
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
 
+_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
 
 class Signatures:
     """Reads what a call wants and agrees on it with all ranks. Every rank must make the same calls."""
@@ -26,7 +29,7 @@ class Signatures:
     def __init__(self, session: Session) -> None:
         settings, where = session.settings, session.store.distributor
         self._session = session
-        self._digests = Digests(where.mesh, where.coord, settings.is_local, settings.device)
+        self._digests = Digests(where.mesh, where.coord, settings.is_local)
         self._partners: dict[Any, tuple[Partner, ...]] = {}  # by the model's own part of a key
         self.lines: dict[Any, list[str]] = {}  # what ranks compare, by key
         self.variants = Variants()
@@ -52,9 +55,9 @@ class Signatures:
 
     def key(self, parts: Parts, train: bool) -> tuple[Any, ...]:
         """What the call, the model and its partners decide; the last of it is the partners'."""
-        model = self._session.store.model
-        flags = tuple(module.training for module in model.modules())
-        wanted = tuple(parameter.requires_grad for parameter in model.parameters())
+        structure = self._session.store.structure
+        flags = tuple(map(_training, structure.modules))
+        wanted = tuple(map(_requires_grad, structure.parameters.values()))
         own = train, signature_of(parts), flags, wanted
         return (*own, flags_of(self._partners.get(own, ())))
 
@@ -66,25 +69,30 @@ class Signatures:
 
         known: the keys and numbers of programs that there are. fits: whether one, by its number, will do.
         """
-        session = self._session
-        if key not in self.lines:
-            partners = describe(self._partners.get(key[:-1], ()))
-            self.lines[key] = signature_lines(session.store.model, parts) + partners
         self.numbers.clear()
         self.numbers.update(numbers_of(parts))
-        states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
-        states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
-        fault = session.store.structure.fault()
+        fault = self._session.store.structure.fault()
         number, values = (0, [fault]) if fault else self.variants.find(key, fits)
-        states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
-        digest = self._digests.vector(parts, in_full=(*key, number) not in known)
-        if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):
-            is_local = session.settings.is_local
-            tell_apart(session.agreement, parts, self._digests.part, is_local, session.random.steps)
+        if self._session.agreement.size > 1:
+            self._compare(call, key, parts, values, in_full=(*key, number) not in known)
         if fault:
             raise AutoparError(fault)
         self.variants.use(key, number)
         return number
+
+    def _compare(self, call: str, key: tuple[Any, ...], parts: Parts, values: list[str], in_full: bool) -> None:
+        """Raise RankError on every rank if ranks differ. values: as of `Variants.find`. in_full: all data is read."""
+        session = self._session
+        if key not in self.lines:
+            partners = describe(self._partners.get(key[:-1], ()))
+            self.lines[key] = signature_lines(session.store.model, parts) + partners
+        states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
+        states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
+        states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
+        digest = self._digests.vector(parts, in_full)
+        if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):
+            is_local = session.settings.is_local
+            tell_apart(session.agreement, parts, self._digests.part, is_local, session.random.steps)
 
     def add(self, key: tuple[Any, ...], number: int, running: Running, guards: Guards) -> tuple[Any, ...]:
         """Remember what a new program of a key read in Python; its own key, which knows its partners."""

@@ -17,36 +17,33 @@ from autopar.ir.program import Input
 from autopar.parallel.batches import of_local_batch
 from autopar.parallel.execution import Running
 from autopar.parallel.gradients import finished, guarded
-from autopar.parallel.loss_scale import give_gradients
+from autopar.parallel.parameter import accumulate, drop_gradients
 from autopar.parallel.session import Session
 from autopar.runtime import host
-from autopar.runtime.inputs import StepInputs, inputs_of
+from autopar.runtime.inputs import StepInputs
 
 
 def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs."""
+    bound = running.bound
     outputs = run_step(session, running, parts)
     session.random.steps += 1
-    gradients: dict[str, torch.Tensor | None] = {}
-    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-        if out.kind == "loss":
-            loss = value
-        elif out.kind == "gradient":
-            gradients[out.name] = running.owners.taken(out.name, value)
-        elif out.kind == "buffer":
-            running.owners.set_buffer(out.name, value)
-    give_gradients(running.owners.parameters(), gradients, session.scale, session.settings.device)
+    bound.write_buffers(outputs)
+    parameters, gradients = bound.gradients(outputs)
+    if session.scale is None or session.scale.take(gradients, session.settings.device):
+        accumulate(parameters, gradients)
+    else:
+        drop_gradients(bound.parameters().values())
     session.announcer.stepped()
-    return finished(loss), outputs
+    (loss,) = bound.losses
+    return finished(outputs[loss]), outputs
 
 
 def forward_step(session: Session, running: Running, parts: Parts) -> Any:
     """Run a forward program: buffers are written. What the model returns, which refuses a backward pass."""
     outputs = run_step(session, running, parts)
-    for out, value in zip(running.compiled.program.outputs, outputs, strict=True):
-        if out.kind == "buffer":
-            running.owners.set_buffer(out.name, value)
-    return running.captured.result(guarded(outputs, parts.leaves, running.owners.parameters().values()))
+    running.bound.write_buffers(outputs)
+    return running.captured.result(guarded(outputs, parts.leaves, running.bound.parameters().values()))
 
 
 def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, ...]:
@@ -58,8 +55,7 @@ def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Te
             raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
     with default_dtype(session.settings.lift):
         outputs = running.run(_inputs(session, running, parts.leaves))
-    pairs = zip(running.compiled.program.outputs, outputs, strict=True)
-    check_reads(running.captured.reads, [value for out, value in pairs if out.kind == "guard"])
+    check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
     return outputs
 
 
@@ -67,20 +63,14 @@ def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepIn
     device, is_local = session.settings.device, session.settings.is_local
     random, scale, mesh = session.random, session.scale, running.compiled.program.mesh
 
-    def value_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-        if entry.kind == "parameter":
-            return running.owners.given(entry.name, layout)
-        if entry.kind == "buffer":
-            return running.owners.buffer(entry.name)
-        if entry.kind == "constant":
-            return running.constants[entry.name]
+    def given(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
         if entry.kind == "scale":
-            return torch.tensor(scale.scale if scale else 1.0, device=device)
+            return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
-            return torch.tensor([random.seed, random.steps], device=device)
+            return random.tensor(device)
         leaf = leaves[int(entry.name)].detach()
         part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
         return part.to(device, non_blocking=not host.on_host(device) and leaf.is_pinned())
 
-    return inputs_of(running.slots, value_of)
+    return running.bound.inputs(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import is_
 
 from torch import nn
@@ -13,20 +14,31 @@ _ADVICE = (
 
 
 class Structure:
-    """Which submodules and parameters there are, by module."""
+    """Which submodules and parameters there are, by module.
+
+    modules, parameters: each once, the latter by first name. They stay the same as long as there is no `fault`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.modules = tuple(model.modules())
+        self.parameters = dict(model.named_parameters())
         self._kept = [
-            (path, table, tuple(table.items()), tuple(table.values()))
+            (path, table, tuple(table.items()))
             for path, module in model.named_modules(remove_duplicate=False)
             for table in (module._modules, module._parameters)
         ]
+        self._tables = [table for _, table, _ in self._kept]
+        self._sizes = list(map(len, self._tables))
+        self._values = tuple(self._all())
+
+    def _all(self) -> chain[object]:
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def fault(self) -> str:
         """What was added, removed or put in another's place; empty if nothing was."""
-        for path, table, items, values in self._kept:
-            if len(table) == len(values) and all(map(is_, table.values(), values)):
-                continue
+        if list(map(len, self._tables)) == self._sizes and all(map(is_, self._all(), self._values)):
+            return ""
+        for path, table, items in self._kept:
             before = dict(items)
             for name in {**before, **table}:
                 if before.get(name) is not table.get(name):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.guards import Change, Guards
-from autopar.capture.scalars import Place, Scalars, tensor_of
+from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
 from autopar.parallel.numbers import ChangingNumbers
 
@@ -48,9 +48,9 @@ class Constants:
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.places:  # filled in there: a copy would wait for what the device computes
+            return torch.full((), self._number(name), dtype=self.made[name].dtype, device=self.device)
         tensor = self._now(name)
-        if name in self.places:
-            return tensor.to(self.device)
         source, version, moved = self._moved.get(name, (None, -1, tensor))
         if source is not tensor or version != tensor._version:
             moved = tensor.detach().to(self.device)
@@ -82,11 +82,12 @@ class Constants:
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
 
     def _now(self, name: str) -> torch.Tensor:
-        if name in self.places:
-            place = self.places[name]
-            return tensor_of(place.number(self._spot(place.key).read()))
         found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
         return found
+
+    def _number(self, name: str) -> Any:
+        place = self.places[name]
+        return place.number(self._spot(place.key).read())
 
     def _spot(self, key: SpotKey) -> Spot:
         assert self.guards is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import models
@@ -85,3 +86,45 @@ def _exchanges(rank: int) -> tuple[int, int]:
 def test_ranks_compare_once_a_phase(two: Ranks) -> None:
     """Arguments, initial values; then the call and its program."""
     assert two.run(_exchanges) == [(2, 2), (2, 2)]
+
+
+def _beside_nccl() -> autopar.ParallelModule:
+    """A model whose ranks think that the default group is NCCL's."""
+    of_torch = dist.get_backend_config
+    dist.get_backend_config = lambda *_: "cuda:nccl"  # type: ignore[assignment]
+    try:
+        return parallel()
+    finally:
+        dist.get_backend_config = of_torch
+
+
+def _over_own_group(rank: int) -> list[tuple[bool, str]]:
+    """Of what ranks agree on before a step: whether it goes over another group than the default one, from where."""
+    model, all_reduce, seen = _beside_nccl(), dist.all_reduce, []
+    model.forward_backward(*BATCH)
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs.get("group") not in (None, dist.group.WORLD), tensor.device.type))
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = recorded
+    try:
+        model.prepare(*BATCH)
+    finally:
+        dist.all_reduce = all_reduce
+    return seen
+
+
+def test_beside_nccl_ranks_agree_over_a_group_of_their_own(two: Ranks) -> None:
+    """The host must not wait for what its GPU still computes."""
+    assert two.run(_over_own_group) == [[(True, "cpu")]] * 2
+    for outcome in two.attempt(_in_other_calls, timeout=30):
+        said = re.sub(r" at \S+:\d+", "", str(outcome.error))
+        assert said.endswith(
+            "0 calls check_replicas(), rank 1 calls full_state_dict(): every rank must make the same calls."
+        )
+
+
+def _in_other_calls(rank: int) -> None:
+    model = _beside_nccl()
+    model.full_state_dict() if rank else model.check_replicas()

@@ -18,12 +18,12 @@ from autopar.ir.mesh import Mesh
 from autopar.parallel import digests
 from autopar.parallel.digests import EVERY, SAMPLE, Digests
 
-WHOLE = Digests(Mesh(()), {}, False, torch.device("cpu"))
+WHOLE = Digests(Mesh(()), {}, False)
 
 
 def digest(*tensors: Tensor, call: int = 0, in_full: bool = False) -> int:
     WHOLE._calls = call
-    return int(WHOLE._digest(take_call_apart(tensors, {}), in_full))
+    return WHOLE._digest(take_call_apart(tensors, {}), in_full)
 
 
 def kinds() -> Iterator[Tensor]:

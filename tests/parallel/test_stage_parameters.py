@@ -98,7 +98,7 @@ def give_gradients(model: ParallelModule, single: Model, seed: int = 0) -> None:
         parameter.grad = value if parameter.grad is None else parameter.grad + value
         here = where.is_owner(model._store.owners[name])
         part = local_part(value, model._store.layouts[name], where.mesh, where.coord).clone() if here else None
-        accumulate(known[name], part)
+        accumulate([known[name]], [part])
 
 
 def assert_same(model: ParallelModule, single: Model, what: str) -> None:
