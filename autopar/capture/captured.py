@@ -45,7 +45,7 @@ class Captured:
         """The container that was returned, with the tensors among a program's outputs in their places."""
         assert self.result_form is not None
         leaves = list(self.result_leaves)
-        for out, value in zip(self.program.outputs, outputs, strict=True):
+        for out, value in zip(self.program.outputs, outputs, strict=True) if leaves else ():
             if out.kind in ("value", "aux"):
                 leaves[int(out.name)] = value
         return put_together(self.result_form, leaves)

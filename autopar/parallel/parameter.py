@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -175,7 +177,8 @@ class ViewTensor(_Held, ViewOf):
 
 
 take_in_lists(ParameterTensor)
-_new = maker_of(ParameterTensor)
+_without_grad = partial(maker_of(ParameterTensor), requires_grad=False)
+_grad_of, _is_none = attrgetter("grad"), partial(is_, None)
 take_in_lists(ViewTensor)
 
 
@@ -246,15 +249,22 @@ def parameter_tensor(part: torch.Tensor, place: Place, shape: Sequence[int]) -> 
 
 def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor | None]) -> None:
     """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
-    known: Iterable[Any] = parameters
-    for parameter, value in zip(known, values, strict=True):
-        is_new = value is not None and parameter.grad is None and type(parameter) is ParameterTensor
-        if is_new and not any(hooks_of(parameter)):
-            made = _new(value, spec_of(parameter), requires_grad=False)
-            made.place = parameter.place
-            parameter.grad = made
-        else:
+    parts: list[Any] = list(values)
+    known: list[Any] = list(parameters)
+    if not _are_new(known) or any(map(_is_none, parts)):
+        for parameter, value in zip(known, parts, strict=True):
             _add_to_gradient(parameter, value)
+        return
+    made = map(_without_grad, parts, map(spec_of, known))  # in C, as far as that goes
+    for parameter, gradient in zip(known, made, strict=True):
+        gradient.place = parameter.place
+        parameter.grad = gradient
+
+
+def _are_new(parameters: list[Any]) -> bool:
+    """Whether all are of a parallel model and have no gradients yet, nor hooks of the user for them."""
+    ours = set(map(type, parameters)) <= {ParameterTensor}
+    return ours and all(map(_is_none, map(_grad_of, parameters))) and not any(map(any, map(hooks_of, parameters)))
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:

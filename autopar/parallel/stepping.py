@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Te
         if fake_like(tensor):
             where = "is on the meta device, where nothing has data"
             raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
-    with default_dtype(session.settings.lift):
+    lift = session.settings.lift
+    with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, parts.leaves))
     check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
     return outputs

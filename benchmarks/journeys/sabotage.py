@@ -87,7 +87,9 @@ SABOTAGES: Mapping[str, Sabotage] = {
     ),
     "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),
     "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),
-    "hooks": Sabotage(6, "gradient hooks are dropped", {"autopar.parallel.parameter.has_hooks": lambda tensor: False}),
+    "hooks": Sabotage(
+        6, "gradient hooks are dropped", {"autopar.parallel.parameter.hooks_of": lambda tensor: (None, None)}
+    ),
     "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
     "calls": Sabotage(
         8,
