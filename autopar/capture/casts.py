@@ -51,7 +51,10 @@ def of_dtype(
 ) -> tuple[Any, Any]:
     """The arguments of a call, with `convert((tensor, wanted))` for each floating-point or complex tensor of another
     dtype: one that the user holds outside of parameters, buffers and batch, which no `model.to(dtype)` finds (an
-    attribute, an item of a list, the class weights of a loss). What the call writes into stays the tensor it is."""
+    attribute, an item of a list, the class weights of a loss). What the call writes into stays the tensor it is; beside
+    short floats all does, since ops themselves keep float32 beside them (the logsumexp of an attention)."""
+    if dtype.itemsize < torch.float32.itemsize:
+        return args, kwargs
     if func in _CASTS or func in _LEFT or _is_inner(getattr(func, "__name__", "")):
         return args, kwargs
     wanted = {True: dtype.to_complex(), False: dtype}

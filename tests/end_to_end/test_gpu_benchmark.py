@@ -16,13 +16,13 @@ def test_a_section_runs_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) 
     threads = torch.get_num_threads()
     SECTIONS[name].run("cpu")
     torch.set_num_threads(threads)
-    assert len(capsys.readouterr().out.split()) > 10, "a section says what it found"
+    assert len(capsys.readouterr().out.split()) > 5, "a section says what it found"
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_section_runs_in_a_process(name: str) -> None:
     is_good, text = run(SECTIONS[name], "cpu", 600)
-    assert is_good and len(text.split()) > 5, text
+    assert is_good and len(text.split()) > 3, text
 
 
 def test_what_fails_is_reported_and_the_others_go_on() -> None:

@@ -27,14 +27,15 @@ def test_a_verified_row() -> None:
 
 
 class Counting(nn.Module):
-    """What no program can hold: as many rows as the data says."""
+    """What no program can hold: as many rows as the weights say."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[x[:, 0] > 0].cumsum(0)
+        inner = self.inner(x)
+        return inner[inner[:, 0] > 0].cumsum(0)
 
 
 def _counting() -> Case:

@@ -95,7 +95,7 @@ def assert_found(report: Report, what: str = "") -> None:
     """Wrong, and the node is named with the pass that made it and the user's line."""
     assert not report.ok, f"a sabotaged program passed: {what}\n{report}"
     assert report.mismatch is not None and report.mismatch.node, str(report)
-    assert report.mismatch.pass_name in ("capture", "propagate", "reshard", "partition", "bucket")
+    assert report.mismatch.pass_name in ("capture", "propagate", "reshard", "partition", "overlap", "bucket")
     assert report.mismatch.source.rsplit(":", 1)[-1].isdigit(), str(report.mismatch)
     assert "NOT EQUAL" in str(report) and f"%{report.mismatch.node}" in str(report)
 
