@@ -21,6 +21,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import axes_of
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Action
+from autopar.runtime import host
 from autopar.runtime.mesh_ops import axis_group
 
 
@@ -56,6 +57,11 @@ class Group:
     def from_stored(self, parts: torch.Tensor) -> torch.Tensor:
         """[size, ...] from the order in which torch keeps the ranks to the order of the axis."""
         return parts if self.order is None else torch.stack([parts[i] for i in self.order])
+
+
+def has_queues(device: torch.device) -> bool:
+    """True where each group is a queue of its own on the device: NCCL's, which Gloo and the meta device have not."""
+    return device.type != "meta" and not host.on_host(device)
 
 
 def make_groups(

@@ -44,19 +44,20 @@ class Ran:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Collect on this thread, for as long as the context lasts. By a trace function, which is called where a
-        function begins and nowhere else: one of `sys.setprofile` would be told of returns and of all that is not
-        Python, six times as much, and would end a profile that the user takes."""
-        before = sys.gettrace()
-        sys.settrace(self._saw)
+        """Collect on this thread, for as long as the context lasts. By a profile function; where the user takes a
+        profile, which it would end, by a trace function."""
+        taken = sys.getprofile()
+        get, put = (sys.getprofile, sys.setprofile) if taken is None else (sys.gettrace, sys.settrace)
+        before: Any = get()
+        put(self._saw)
         try:
             yield
         finally:
-            sys.settrace(before)
+            put(before)
 
     def _saw(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if not _is_user(code.co_filename):
+        if event != "call" or not _is_user(code.co_filename):
             return
         self._codes.setdefault(id(code), (code, frame.f_globals))
         if code.co_freevars:

@@ -20,8 +20,7 @@ from autopar.parallel.graphs import Recordings
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners
 from autopar.parallel.session import Session
-from autopar.runtime import host
-from autopar.runtime.groups import Group, connect, make_groups
+from autopar.runtime.groups import Group, connect, has_queues, make_groups
 from autopar.runtime.inputs import slots_of
 
 _log = logging.getLogger("autopar")
@@ -71,11 +70,10 @@ class Maker:
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
         where, device = self._store.distributor, self._settings.device
-        has_queues = device.type != "meta" and not host.on_host(device)
-        twice = (compiled.plan.zero_axis, PIPELINE) if has_queues else ()
+        twice = (compiled.plan.zero_axis, PIPELINE) if has_queues(device) else ()
         made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
         self._groups.update(made)
-        if has_queues:
+        if has_queues(device):
             with lost_peers("connecting"):
                 connect(made, compiled.pipeline, where.coord.get(PIPELINE, 0), device)
 
