@@ -93,6 +93,7 @@ class Pair:
 
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
+        self.step()  # so that the last program is the one of a step now, whatever torch was set to before
         running: Running = self.ours.programs[-1]
         given: list[StepInputs] = []
         run = running.runner.run
