@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.parallel.execution import Running
 from autopar.runtime.inputs import StepInputs
+from autopar.runtime.runner import Runner
 from examples.gpt import GPT, GPTConfig
 
 WIDTH, TOKENS, WARM = 16, 8, 5
@@ -93,20 +94,28 @@ class Pair:
 
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
-        self.step()  # so that the last program is the one of a step now, whatever torch was set to before
-        running: Running = self.ours.programs[-1]
-        given: list[StepInputs] = []
-        run = running.runner.run
-
-        class Keeping:
-            def run(self, inputs: StepInputs) -> object:
-                given.append(dict(inputs))
-                return run(inputs)
-
-        before, running.runner = running.runner, Keeping()  # type: ignore[assignment]
+        calls: list[tuple[Running, StepInputs]] = []
+        before = [(running, running.runner) for running in self.ours.programs]
+        for running, runner in before:
+            running.runner = _Noting(running, runner, calls)  # type: ignore[assignment]
         self.step()
-        running.runner = before
-        return lambda: self.kept.append(running.run(given[0]))
+        for running, runner in before:
+            running.runner = runner
+        last, inputs = calls[-1]  # of several programs of one call, the one whose guards hold
+        return lambda: self.kept.append(last.run(inputs))
+
+
+@dataclass
+class _Noting:
+    """Runs a program, and notes what it was given."""
+
+    running: Running
+    runner: Runner
+    calls: list[tuple[Running, StepInputs]]
+
+    def run(self, inputs: StepInputs) -> object:
+        self.calls.append((self.running, dict(inputs)))
+        return self.runner.run(inputs)
 
 
 def forward_backward(pair: Pair, rounds: int) -> tuple[Row, float]:
