@@ -95,12 +95,13 @@ class Pair:
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
         calls: list[tuple[Running, StepInputs]] = []
-        before = [(running, running.runner) for running in self.ours.programs]
-        for running, runner in before:
-            running.runner = _Noting(running, runner, calls)  # type: ignore[assignment]
-        self.step()
-        for running, runner in before:
-            running.runner = runner
+        while not calls:  # a step may compile another program
+            before = [(running, running.runner) for running in self.ours.programs]
+            for running, runner in before:
+                running.runner = _Noting(running, runner, calls)  # type: ignore[assignment]
+            self.step()
+            for running, runner in before:
+                running.runner = runner
         last, inputs = calls[-1]  # of several programs of one call, the one whose guards hold
         return lambda: self.kept.append(last.run(inputs))
 
