@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import signal
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +44,8 @@ class Ran:
         self.is_whole = False  # once a run came to its end
         self.values: list[torch.Tensor] = []  # tensors that were read as Python numbers
         self._known: dict[int, tuple[FunctionType, bool]] = {}
+        self._interrupts: frozenset[CodeType] = frozenset()
+        self._aside: FrameType | None = None  # a call of one of these, and all that it calls
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -49,21 +54,37 @@ class Ran:
         taken = sys.getprofile()
         get, put = (sys.getprofile, sys.setprofile) if taken is None else (sys.gettrace, sys.settrace)
         before: Any = get()
+        self._interrupts = frozenset(_interrupts())
         put(self._saw)
         try:
             yield
         finally:
             put(before)
+            self._aside = None
 
     def _saw(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or not _is_user(code.co_filename):
+        if event != "call" or self._is_aside(frame) or not _is_user(code.co_filename):
             return
         self._codes.setdefault(id(code), (code, frame.f_globals))
         if code.co_freevars:
             values = frame.f_locals
             bound = tuple(id(Scalar.original(values.get(name))) for name in code.co_freevars)
             self._bound.setdefault(id(code), set()).add(bound)
+
+    def _is_aside(self, frame: FrameType) -> bool:
+        """True in what the interpreter calls at a moment of its own, which is no part of the step: callbacks of the
+        garbage collector, finalizers, handlers of signals."""
+        if self._aside is not None:
+            caller: FrameType | None = frame
+            while caller is not None and caller is not self._aside:
+                caller = caller.f_back
+            if caller is not None:
+                return True
+            self._aside = None
+        if frame.f_code in self._interrupts or frame.f_code.co_name == "__del__":
+            self._aside = frame
+        return self._aside is not None
 
     def add(self, function: Any) -> None:
         """A function that runs elsewhere, in a backward pass, and those that it names."""
@@ -109,6 +130,15 @@ class Ran:
             where = f"{_place(code)}, a global that {_name(code)} reads"
             for inner in _with_nested(code):
                 yield from (Root(name, where, values, name) for name in inner.co_names if name in values)
+
+
+def _interrupts() -> Iterator[CodeType]:
+    """The code that the interpreter calls between two instructions of the user's; of `__del__`, the name is enough."""
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
+    for function in (*gc.callbacks, *handlers, weakref.finalize.__call__):
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function.__code__
 
 
 def own_roots(function: FunctionType) -> Iterator[Root]:

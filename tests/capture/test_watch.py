@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 
 GAIN = 2.0
@@ -53,3 +59,73 @@ def test_a_trace_function_is_put_back() -> None:
     finally:
         sys.settrace(before)
     assert "GAIN" in {root.name for root in found.ran.globals()}
+
+
+collected = 0.5  # numbers that change in every step, and that no step reads
+freed = 0.5
+signalled = 0.5
+
+
+def count_collected(phase: str, info: object) -> None:
+    global collected
+    collected += more(1)
+
+
+def more(number: int) -> int:
+    return number * STEP
+
+
+STEP = 1
+
+
+class Freed:
+    def __del__(self) -> None:
+        global freed
+        freed += 1
+
+
+def count_signals(number: int, frame: FrameType | None) -> None:
+    global signalled
+    signalled += 1
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        Freed()
+        gc.collect()
+        signal.raise_signal(signal.SIGUSR1)
+        return super().forward(x) * GAIN
+
+
+@contextmanager
+def interruptions() -> Iterator[None]:
+    gc.callbacks.append(count_collected)
+    before = signal.signal(signal.SIGUSR1, count_signals)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        gc.callbacks.remove(count_collected)
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    profile = cProfile.Profile()
+    with profile:  # what ran is then noted by a trace function
+        yield
+
+
+@pytest.mark.parametrize("tools", [(interruptions,), (interruptions, traced)], ids=["profile", "trace"])
+def test_what_interrupts_the_step_is_no_part_of_it(tools: tuple[Callable[[], Any], ...]) -> None:
+    """hypothesis counts the time of garbage collections in a global: it was read as a number of the step's, so that
+    a collection ran ops of tensors, and every step was compiled anew."""
+    with ExitStack() as stack:
+        for tool in tools:
+            stack.enter_context(tool())
+        model = autopar.parallelize(Interrupted(4, 4), mesh="dp=1", loss_fn=lambda model, x: model(x).sum())
+        before = freed, collected, signalled
+        for _ in range(3):
+            model.forward_backward(torch.randn(2, 4))
+            assert {type(freed), type(collected), type(signalled)} == {float}
+    assert len(model.programs) == 1
+    assert freed > before[0] and collected > before[1] and signalled > before[2]
