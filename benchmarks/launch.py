@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import autopar
 from autopar.parallel.execution import Running
 from autopar.runtime.inputs import StepInputs
-from autopar.runtime.runner import Runner
 from examples.gpt import GPT, GPTConfig
 
 WIDTH, TOKENS, WARM = 16, 8, 5
@@ -94,29 +93,19 @@ class Pair:
 
     def program(self) -> Callable[[], object]:
         """The step's program alone."""
-        calls: list[tuple[Running, StepInputs]] = []
-        for _ in range(3):  # a step may compile another program
-            before = [(running, running.runner) for running in self.ours.programs]
-            for running, runner in before:
-                running.runner = _Noting(running, runner, calls)  # type: ignore[assignment]
-            self.step()
-            for running, runner in before:
-                running.runner = runner
-        last, inputs = calls[-1]  # of several programs of one call, the one whose guards hold
-        return lambda: self.kept.append(last.run(inputs))
+        running: Running = self.ours.programs[-1]
+        given: list[StepInputs] = []
+        run = running.runner.run
 
+        class Keeping:
+            def run(self, inputs: StepInputs) -> object:
+                given.append(dict(inputs))
+                return run(inputs)
 
-@dataclass
-class _Noting:
-    """Runs a program, and notes what it was given."""
-
-    running: Running
-    runner: Runner
-    calls: list[tuple[Running, StepInputs]]
-
-    def run(self, inputs: StepInputs) -> object:
-        self.calls.append((self.running, dict(inputs)))
-        return self.runner.run(inputs)
+        before, running.runner = running.runner, Keeping()  # type: ignore[assignment]
+        self.step()
+        running.runner = before
+        return lambda: self.kept.append(running.run(given[0]))
 
 
 def forward_backward(pair: Pair, rounds: int) -> tuple[Row, float]:
