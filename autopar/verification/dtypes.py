@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ _CASTS: Mapping[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.float64: nn.Module.double, torch.float32: nn.Module.float,
     torch.float16: nn.Module.half, torch.bfloat16: nn.Module.bfloat16,
 }  # fmt: skip
-_DEPTH = 3  # of lists in lists
-_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
@@ -27,25 +25,12 @@ def cast(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def module_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model itself, its parameters and buffers in `dtype`, and the plain tensors that modules keep."""
+    """The model itself, its parameters and buffers in `dtype`."""
     _CASTS[dtype](model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_complex():
             tensor.data = cast(tensor.data, dtype)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            for tensor in _tensors_in(value, _DEPTH) if name not in _OWN else ():
-                tensor.data = cast(tensor.data, dtype)
     return model
-
-
-def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors of a plain attribute, and those in its lists and dicts."""
-    if type(value) in (torch.Tensor, nn.Parameter):
-        yield value
-    elif type(value) in (list, tuple, dict) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item, depth - 1)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
