@@ -6,14 +6,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-from models import Llama, few_kv_heads, gpt, llama, mlp, resnet, square_loss, token_loss
-from random_programs import Program as RandomModel
+from models import few_kv_heads, llama, mlp, resnet
+from overlapping import compiled_case, large_llama, verify_random
 from test_golden import compare
-from verified import verified
 
 import autopar
-from autopar.errors import LayoutError
 from autopar.ir.ops import op
 from autopar.ir.plan import CPU, GPU, Fixed, Machine, Plan
 from autopar.ir.program import Program, record
@@ -24,7 +21,6 @@ from autopar.passes.node_costs import node_times
 
 # Products and links take about as long, copies and calls nothing: what can be cut pays.
 WORTH = Fixed(machine=Machine(1e2, 1e5, 1e1, 1e-3, 1e-3))
-OPTIONS = ({}, {"zero": 3}, {"zero": 2, "microbatches": 2}, {"recompute": "full"}, {"sequence_parallel": "auto"})
 EINSUM = op("einsum")
 
 
@@ -35,8 +31,7 @@ def cut_in(program: Program) -> Counter[str]:
 
 
 def before_and_plan(case: object, mesh: str, **options: object) -> tuple[Program, autopar.Compiled]:
-    model, loss_fn, batch = case()  # type: ignore[operator]
-    compiled = autopar.compile(model, mesh, loss_fn=loss_fn, batch=batch, **options)  # type: ignore[arg-type]
+    compiled = compiled_case(case, mesh, **options)
     return dict(compiled.history)["overlap"], compiled
 
 
@@ -66,11 +61,8 @@ def test_nothing_is_cut_where_it_does_not_pay() -> None:
 
 
 def test_chunks_hide_what_the_forward_pass_of_a_large_model_sums() -> None:
-    """Three layers of a Llama on two GPUs, without data: of the sums over tp half or more goes under products."""
-    with torch.device("meta"):
-        model = Llama(3, 4096, 32, 8, 11008, 32000, 2048)
-        batch = torch.empty(2, 2048, dtype=torch.int64), torch.empty(2, 2048, dtype=torch.int64)
-    compiled = autopar.compile(model, "tp=2", loss_fn=token_loss, batch=batch, precision="bf16")
+    """Of the sums over tp half or more goes under products."""
+    compiled = large_llama()
     before, after = dict(compiled.history)["overlap"], compiled.program
     times = node_times(before, compiled.plan.fixed.machine)
     late = [
@@ -86,19 +78,7 @@ def test_chunks_hide_what_the_forward_pass_of_a_large_model_sums() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_of_random_programs_are_right_where_all_that_can_be_is_cut(seed: int) -> None:
-    model: torch.nn.Module = RandomModel(seed)
-    batch, loss_fn = model.batch(), square_loss  # type: ignore[operator]
-    if seed % 4 == 0:
-        model, _, batch = gpt() if seed % 8 else llama()
-        loss_fn = token_loss
-    mesh = ("dp=2,tp=2", "dp=3,tp=2", "tp=2,dp=2", "pp=2,tp=2")[seed // 2 % 4]
-    options = {"microbatches": 2} if "pp" in mesh else OPTIONS[seed % len(OPTIONS)]
-    said = f"{mesh} {options}\n{model}"
-    print(said)
-    try:
-        verified(model, [mesh], loss_fn, batch, fixed=WORTH, **options)  # type: ignore[arg-type]
-    except LayoutError as error:
-        assert "can split no weight" in str(error) or "micro-batches cannot be" in str(error), said  # refused is right
+    verify_random(seed, WORTH)
 
 
 OWN_DIM = """LOCAL program on tp=2
