@@ -33,7 +33,7 @@ from autopar.capture.ran import Ran
 from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
 from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of, unmoved
 from autopar.capture.step import Step
-from autopar.capture.tracer import Traced, trace
+from autopar.capture.tracer import Traced, Unseen, trace
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
 from autopar.ir.program import PARTNER, Input, Output
@@ -116,7 +116,8 @@ class _Capture:
         before, drawn = Attributes(self.model), foreign_state()
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
-            with quiet(), default_dtype(self.lift), autocast:
+            scripted = torch.jit.optimized_execution(False)  # else a function runs other ops from its second run on
+            with quiet(), default_dtype(self.lift), autocast, scripted:
                 traced, inputs, fakes = self._whole_trace(before)
                 entries = self.state.entries
                 check_collectives(traced, self.locator)
@@ -245,7 +246,7 @@ class _Capture:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
         self._start()
-        with self.fake, redirect_stdout(io.StringIO()):
+        with self.fake, Unseen(), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks = self.forks
             with self.ran.watch() if is_watched else nullcontext():

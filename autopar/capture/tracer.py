@@ -55,6 +55,14 @@ class Traced:
         return fx.Interpreter(cast(fx.GraphModule, self.root), graph=self.graph).run(*inputs)
 
 
+class Unseen(TorchDispatchMode):
+    """Shows a function mode the ops of a run without a trace that it has not seen, as a trace does: those that C++
+    calls, as the functions of torch.jit.script do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class _Tracer(TorchDispatchMode):
     """Adds a node to `graph` for each op. A tensor that no op made is a constant, an attribute of `root`."""
 
