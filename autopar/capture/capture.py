@@ -116,8 +116,7 @@ class _Capture:
         before, drawn = Attributes(self.model), foreign_state()
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
-            scripted = torch.jit.optimized_execution(False)  # else a function runs other ops from its second run on
-            with quiet(), default_dtype(self.lift), autocast, scripted:
+            with quiet(), default_dtype(self.lift), autocast:
                 traced, inputs, fakes = self._whole_trace(before)
                 entries = self.state.entries
                 check_collectives(traced, self.locator)
