@@ -58,3 +58,8 @@ def tokens(length: int = 16, vocabulary: int = 64, rows: int = ROWS) -> Tensor:
 
 def sequence(length: int = 16, width: int = 32, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, length, width)
+
+
+def convolutions(kind: Callable[..., nn.Module], channels: int) -> nn.Module:
+    """To stand before what has no weights of its own: some that tp can split."""
+    return nn.Sequential(kind(channels, 8, 3, padding=1), kind(8, channels, 3, padding=1))

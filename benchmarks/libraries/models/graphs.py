@@ -123,7 +123,7 @@ class _Harmonics(nn.Module):
         super().__init__()
         from e3nn import o3
 
-        self.turn = nn.Linear(3, 3)
+        self.turn = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3))
         self.harmonics = o3.SphericalHarmonics("0e + 1o + 2e", normalize=True)
 
     def forward(self, x: Tensor) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.libraries.case import ROWS, Case, Table, image
+from benchmarks.libraries.case import ROWS, Case, Table, convolutions, image
 from benchmarks.libraries.models.vision_more import _own
 
 MONAI_NETS: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def _kornia_filter(name: str) -> Case:
     class Filtered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Conv2d(3, 3, 3, padding=1)
+            self.inner = convolutions(nn.Conv2d, 3)
             self.turn = nn.Linear(3 * 32 * 32, 1)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _kornia_filter(name: str) -> Case:
 
 
 def _perceptual(name: str) -> Case:
-    model = nn.Conv2d(3, 3, 3, padding=1)
+    model = convolutions(nn.Conv2d, 3)
     x, y = image(48).sigmoid(), image(48).sigmoid()
     loss: Any
     if name == "lpips":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.libraries.case import ROWS, Case, Table, image, sequence
+from benchmarks.libraries.case import ROWS, Case, Table, convolutions, image, sequence
 from benchmarks.libraries.models.vision_more import _own
 
 
@@ -162,7 +162,7 @@ def _wavelet() -> Case:
     class Waves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.before, self.waves = nn.Conv2d(3, 3, 3, padding=1), DWTForward(J=2, wave="db1", mode="zero")
+            self.before, self.waves = convolutions(nn.Conv2d, 3), DWTForward(J=2, wave="db1", mode="zero")
 
         def forward(self, x: Tensor) -> Any:
             return self.waves(self.before(x))

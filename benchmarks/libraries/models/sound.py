@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.libraries.case import ROWS, Case, Table, sequence
+from benchmarks.libraries.case import ROWS, Case, Table, convolutions, sequence
 from benchmarks.libraries.models.vision_more import _own
 
 TIME = 1000
@@ -74,7 +74,7 @@ def _feature(name: str) -> Case:
     class Classified(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.before, self.features = nn.Conv1d(1, 1, 3, padding=1), getattr(transforms, name)(**options)
+            self.before, self.features = convolutions(nn.Conv1d, 1), getattr(transforms, name)(**options)
 
         def forward(self, x: Tensor) -> Any:
             return self.features(self.before(x))
