@@ -40,7 +40,7 @@ from autopar.capture.raised_products import (
 )
 from autopar.capture.raised_random import RANDOM
 from autopar.capture.raised_recurrent import RECURRENT
-from autopar.capture.raised_windows import as_strided, average_pool_of, istft
+from autopar.capture.raised_windows import as_strided, average_pool_of, istft, stft
 from autopar.torch_compat import GROUPED_MM
 
 Tensor = torch.Tensor
@@ -82,6 +82,7 @@ RAISED: dict[Any, Callable[..., Any]] = {
     F.adaptive_avg_pool1d: average_pool_of(1),
     F.adaptive_avg_pool2d: average_pool_of(2),
     F.adaptive_avg_pool3d: average_pool_of(3),
+    **dict.fromkeys((torch.stft, Tensor.stft), stft),
     **dict.fromkeys((torch.istft, Tensor.istft), istft),
     torch.as_strided: as_strided,
     Tensor.as_strided: as_strided,

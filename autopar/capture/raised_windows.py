@@ -112,6 +112,31 @@ def average_pool_of(dims: int) -> Any:
     return pool
 
 
+def stft(
+    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Tensor | None = None, center: bool = True, pad_mode: str = "reflect", normalized: bool = False,
+    onesided: bool | None = None, return_complex: bool | None = None, align_to_window: bool | None = None,
+) -> Any:  # fmt: skip
+    """Raise torch.stft to windows and their transforms: a row of the batch hangs on itself alone."""
+    hop, win = hop_length or n_fft // 4, win_length or n_fft
+    is_plain = not input.is_complex() and not (window is not None and window.is_complex()) and not align_to_window
+    fits = hop > 0 and 0 < win <= n_fft and (window is None or window.shape == (win,))
+    if input.ndim not in (1, 2) or return_complex is None or not is_plain or not fits:
+        return NotImplemented
+    x = input if input.ndim == 2 else input.unsqueeze(0)
+    if center:
+        x = F.pad(x.unsqueeze(1), (n_fft // 2, n_fft // 2), pad_mode).squeeze(1)
+    if x.shape[-1] < n_fft:
+        return NotImplemented
+    frames = x.unfold(-1, n_fft, hop)
+    frames = frames if window is None and win == n_fft else frames * _padded(window, win, n_fft, input)
+    norm = "ortho" if normalized else "backward"
+    is_half = onesided is None or onesided
+    found = torch.fft.rfft(frames, norm=norm) if is_half else torch.fft.fft(frames, norm=norm)
+    found = found.transpose(1, 2) if input.ndim == 2 else found.squeeze(0).T
+    return found if return_complex else torch.view_as_real(found)
+
+
 def istft(
     input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
     window: Tensor | None = None, center: bool = True, normalized: bool = False, onesided: bool | None = None,
@@ -122,9 +147,7 @@ def istft(
     if return_complex or not input.is_complex() or input.ndim not in (2, 3):
         return NotImplemented
     hop, win = hop_length or n_fft // 4, win_length or n_fft
-    dtype = input.real.dtype
-    window = torch.ones(win, dtype=dtype, device=input.device) if window is None else window
-    window = F.pad(window, ((n_fft - win) // 2, n_fft - win - (n_fft - win) // 2))
+    window = _padded(window, win, n_fft, input.real)
     frames = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(1, 2)
     norm = "ortho" if normalized else "backward"
     is_half = frames.shape[-1] != n_fft if onesided is None else onesided
@@ -136,6 +159,12 @@ def istft(
     y = y[:, start:end] / weight[:, start:end]
     y = F.pad(y, (0, end - total)) if end > total else y
     return y if input.ndim == 3 else y.squeeze(0)
+
+
+def _padded(window: Tensor | None, win: int, n_fft: int, like: Tensor) -> Tensor:
+    """The window of `win` elements, of ones if there is none, in the middle of `n_fft`."""
+    window = torch.ones(win, dtype=like.dtype, device=like.device) if window is None else window
+    return F.pad(window, ((n_fft - win) // 2, n_fft - win - (n_fft - win) // 2))
 
 
 def _overlapped(frames: Tensor, hop: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar import verify
 from autopar.api import compile
-from autopar.capture.raised_windows import as_strided, istft
+from autopar.capture.raised_windows import as_strided, istft, stft
 
 
 def dense(draw: random.Random, memory: Tensor) -> Tensor:
@@ -200,6 +200,53 @@ def test_the_sum_of_windows_is_torchs(options: dict[str, Any]) -> None:
     for x in (torch.randn(3, 64), torch.randn(64)):
         given = spectrum(x.double(), options)
         torch.testing.assert_close(istft(given, 16, **options), torch.istft(given, 16, **options))
+
+
+SPECTRA: list[dict[str, Any]] = [
+    {}, {"hop_length": 5}, {"win_length": 11}, {"center": False}, {"pad_mode": "constant"}, {"normalized": True},
+    {"onesided": False}, {"return_complex": False}, {"window": None}, {"window": None, "win_length": 12},
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided", "ignore:stft with return_complex")
+@pytest.mark.parametrize("options", SPECTRA, ids=str)
+def test_the_spectra_of_windows_are_torchs(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    window = torch.hann_window(options.get("win_length", 16)).double()
+    options = {"return_complex": True, "window": window, **options}
+    for x in (torch.randn(3, 64).double(), torch.randn(64).double()):
+        torch.testing.assert_close(stft(x, 16, **options), torch.stft(x, 16, **options))
+
+
+def test_what_torch_refuses_or_reads_otherwise_is_left_to_it() -> None:
+    x = torch.randn(3, 64)
+    for options in (
+        {"return_complex": None}, {"return_complex": True, "window": torch.ones(3)},
+        {"return_complex": True, "center": False, "align_to_window": True},
+    ):  # fmt: skip
+        assert stft(x, 16, **options) is NotImplemented
+    assert stft(x[:, :8], 16, center=False, return_complex=True) is NotImplemented
+    assert stft(x.to(torch.complex64), 16, return_complex=True) is NotImplemented
+
+
+def test_a_spectrogram_is_of_each_row_alone() -> None:
+    """torchaudio's: `as_strided` inside of torch.stft needed the whole batch, so that micro-batches were refused."""
+
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(64, 64), nn.Linear(17, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            window = torch.hann_window(16, dtype=x.dtype)
+            found = self.before(x).stft(16, 4, window=window, return_complex=True).abs()
+            return self.after(found)
+
+    torch.manual_seed(0)
+    options: Any = {"microbatches": 2, "loss_fn": lambda m, x: m(x).square().mean(), "batch": torch.randn(4, 64)}
+    for mesh in ("dp=2,tp=2", "pp=2,dp=2"):
+        report = verify(Heard(), mesh, **options)
+        assert report.ok and report.max_error < 1e-10, report
 
 
 @pytest.mark.parametrize("options", WAVES[:3], ids=str)
