@@ -22,6 +22,7 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.program import record
 from autopar.parallel.agreement import Agreement
+from autopar.runtime import host
 
 
 def describe(parts: Parts) -> list[str]:
@@ -127,15 +128,23 @@ def check_split(compiled: Lowered, parts: Parts) -> None:
                 )
 
 
-def tell_apart(agreement: Agreement, parts: Parts, part: Mapping[str, int], is_local: bool, step: int) -> None:
-    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not."""
+def off_host(parts: Parts) -> list[str]:
+    """The paths of tensors that are compared one call later (see `Digests`)."""
+    return [parts.paths[leaf] for leaf, tensor in parts.tensors() if not host.on_host(tensor)]
+
+
+def tell_apart(
+    agreement: Agreement, parts: Parts, late: Mapping[str, str], part: Mapping[str, int], is_local: bool, step: int
+) -> None:
+    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not. late:
+    digests of data that are there no longer, by name."""
     digests = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
     if not is_local:
         advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
     else:
         whose = f"ranks of one {' and '.join(part)} coordinate" if part else "ranks"
         advice = f'With batch="local", {whose} pass the same part.'
-    agreement.tell_apart(digests, str(part), f"at step {step}", advice)
+    agreement.tell_apart({**digests, **late}, str(part), f"at step {step}", advice)
 
 
 def _digest(tensor: Any) -> str:

@@ -2,12 +2,14 @@
 
 Tensors are read as 64-bit words and summed with an odd factor for each place, modulo 2^64: one word that differs makes
 another sum, and so do words in another order. Of a long tensor most steps read a sample, whose places move from step to
-step; every `EVERY` steps all of it is read. What lies on a GPU is read there.
+step; every `EVERY` steps all of it is read. What lies on a GPU is read there, and compared in the next call: its number
+has come to the host by then, for which this call would wait, and with it for all that the GPU has to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,17 @@ _MODULUS = 1 << 62  # half of what 64 bits hold, so that the negative number is 
 _NOTHING = -_MODULUS  # less than any digest and its negative
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Numbers on their way from a device, each of the tensor of a path."""
+
+    paths: Sequence[str]
+    read: Callable[[], list[int]]
+
+    def numbers(self) -> Iterator[tuple[str, int]]:
+        return zip(self.paths, self.read(), strict=True)
+
+
 class Digests:
     """The digests of one rank's batches, each with the place that it is compared in: ranks of one data coordinate hold
     the same data, or all of them with whole batches."""
@@ -39,36 +52,45 @@ class Digests:
             self._place, self._places = self._place * mesh[axis] + place, self._places * mesh[axis]
         self._calls = 0
         self._factors: dict[torch.device, Any] = {}
+        self._sent: list[_Sent] = []  # of the call before
+        self.late: dict[str, int] = {}  # those of the call before which this one compared, by the path of the tensor
 
-    def vector(self, parts: Parts | None, in_full: bool) -> list[int] | None:
+    def vector(self, parts: Parts | None, at_once: bool) -> list[int] | None:
         """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.
-        parts: None for a batch that was refused."""
+        parts: None for a batch that was refused. at_once: all data is read, and nothing left for the next call."""
         if dist.get_world_size() == 1:
             return None
-        in_full = in_full or self._calls % EVERY == 0
+        in_full = at_once or self._calls % EVERY == 0
         values = [_NOTHING] * (2 * self._places)
         if parts is not None:
-            digest = self._digest(parts, in_full)
+            digest = self._digest(parts, in_full, at_once)
             values[self._place], values[self._places + self._place] = digest, -digest
         self._calls += 1
         return values
 
-    def _digest(self, parts: Parts, in_full: bool) -> int:
-        total, on_device = 0, []
+    def _digest(self, parts: Parts, in_full: bool, at_once: bool) -> int:
+        """Of these data and of those of the call before that were on their way."""
+        total, self._sent, before = 0, [], self._sent
+        on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for leaf, tensor in parts.tensors():
             if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
                 continue
+            path = parts.paths[leaf]
             for chunk, words in enumerate(_chunks(tensor.detach(), None if in_full else self._calls)):
                 weight = ((leaf << 32) + chunk) * _FACTOR | 1
                 found = self._sum(words)
                 if isinstance(found, torch.Tensor):
-                    on_device.append(found * _signed(weight))
+                    known = on_device.setdefault(tensor.device, {})
+                    known[path] = known.get(path, 0) + found * _signed(weight)
                 else:
                     total += int(found) * weight
-        # What lies on a GPU is read there: one number a device, for which the host waits.
-        for device in {each.device for each in on_device}:
-            total += int(torch.stack([each for each in on_device if each.device == device]).sum())
-        return total % _MODULUS
+        sent = [_Sent(list(found), host.sent(torch.stack(list(found.values())))) for found in on_device.values()]
+        self.late = {path: number for each in before for path, number in each.numbers()}
+        if at_once:
+            total += sum(number for each in sent for _, number in each.numbers())
+        else:
+            self._sent = sent
+        return (total + sum(self.late.values())) % _MODULUS
 
     def _sum(self, words: Any) -> Any:
         """Of a numpy array or of a tensor: numpy calls cost a third, and GPUs have torch."""

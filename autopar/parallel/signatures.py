@@ -13,7 +13,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers
 from autopar.errors import AutoparError, BatchError
-from autopar.parallel.batches import in_order, numbers_of, signature_lines, signature_of, tell_apart
+from autopar.parallel.batches import in_order, numbers_of, off_host, signature_lines, signature_of, tell_apart
 from autopar.parallel.digests import Digests
 from autopar.parallel.execution import Running
 from autopar.parallel.partners import describe, flags_of
@@ -42,7 +42,7 @@ class Signatures:
             if train:
                 check_detached(parts)
         except BatchError as error:
-            nothing = self._digests.vector(None, in_full=False)
+            nothing = self._digests.vector(None, at_once=False)
             refused = [f"arguments refused: {error}"]
             self._session.announcer.call(call, refused, what="batch and modes", data=nothing)
             raise
@@ -74,14 +74,14 @@ class Signatures:
         fault = self._session.store.structure.fault()
         number, values = (0, [fault]) if fault else self.variants.find(key, fits)
         if self._session.agreement.size > 1:
-            self._compare(call, key, parts, values, in_full=(*key, number) not in known)
+            self._compare(call, key, parts, values, is_new=(*key, number) not in known)
         if fault:
             raise AutoparError(fault)
         self.variants.use(key, number)
         return number
 
-    def _compare(self, call: str, key: tuple[Any, ...], parts: Parts, values: list[str], in_full: bool) -> None:
-        """Raise RankError on every rank if ranks differ. values: as of `Variants.find`. in_full: all data is read."""
+    def _compare(self, call: str, key: tuple[Any, ...], parts: Parts, values: list[str], is_new: bool) -> None:
+        """Raise RankError on every rank if ranks differ. values: as of `Variants.find`. is_new: a program is made."""
         session = self._session
         if key not in self.lines:
             partners = describe(self._partners.get(key[:-1], ()))
@@ -89,10 +89,12 @@ class Signatures:
         states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
-        digest = self._digests.vector(parts, in_full)
+        states += [f"{path} on a device" for path in off_host(parts)]
+        digest = self._digests.vector(parts, at_once=is_new)
         if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):
             is_local = session.settings.is_local
-            tell_apart(session.agreement, parts, self._digests.part, is_local, session.random.steps)
+            late = {f"{path} of the call before": str(number) for path, number in self._digests.late.items()}
+            tell_apart(session.agreement, parts, late, self._digests.part, is_local, session.random.steps)
 
     def add(self, key: tuple[Any, ...], number: int, running: Running, guards: Guards) -> tuple[Any, ...]:
         """Remember what a new program of a key read in Python; its own key, which knows its partners."""

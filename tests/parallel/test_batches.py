@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from off_host import off_host
 from processes import Ranks
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ WHOLE = Digests(Mesh(()), {}, False)
 
 def digest(*tensors: Tensor, call: int = 0, in_full: bool = False) -> int:
     WHOLE._calls = call
-    return WHOLE._digest(take_call_apart(tensors, {}), in_full)
+    return WHOLE._digest(take_call_apart(tensors, {}), in_full, at_once=True)
 
 
 def kinds() -> Iterator[Tensor]:
@@ -55,7 +57,7 @@ def test_one_element_and_another_order_make_another_digest() -> None:
 
 
 def test_numpy_and_torch_compute_the_same() -> None:
-    """What a GPU computes with torch, this does: ranks may hold one batch on different devices."""
+    """A copy of a batch that is written on a GPU, and one that is not, are alike."""
     words = torch.randn(64).view(torch.int64)
     assert int(WHOLE._sum(words.numpy())) == int(_by_torch(words))
 
@@ -136,6 +138,35 @@ def test_ranks_of_one_data_coordinate_are_compared(four: Ranks) -> None:
             "  rank 1 has other values than rank 0 in argument 0['x']\n"
             'With batch="local", ranks of one dp coordinate pass the same part.'
         )
+
+
+def _moved_on_a_device(rank: int) -> list[str]:
+    with off_host():
+        return _moved_once(rank, "dp=2", "global", False)[0]
+
+
+def test_what_lies_on_a_device_is_compared_in_the_next_call(two: Ranks) -> None:
+    """At once, the host would wait for all that the device has to do."""
+    for errors in two.run(_moved_on_a_device):
+        assert errors[:4] == ["", "", "", ""]
+        assert errors[4].startswith("ranks were given different data at step 4:\n")
+        names = "argument 0['x'], argument 0['x'] of the call before\n"
+        assert f"  rank 1 has other values than rank 0 in {names}" in errors[4]
+
+
+def _on_a_device_on_one(rank: int) -> str:
+    model, batch = _parallel("dp=2"), {"x": torch.zeros(8, 4), "y": torch.zeros(8, 4)}
+    with off_host() if rank else nullcontext():
+        try:
+            model.forward_backward(batch)
+        except RankError as error:
+            return str(error)
+    return ""
+
+
+def test_a_batch_lies_on_the_device_of_every_rank_or_of_none(two: Ranks) -> None:
+    for text in two.run(_on_a_device_on_one):
+        assert "rank 1 has 'argument 0['x'] on a device' where the others have 'nothing'" in text
 
 
 def _one_element(rank: int) -> int:

@@ -18,7 +18,7 @@ import autopar
 
 READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "tensor", "as_tensor"}
 # What lies in the host's memory on every machine: the batch, and what ranks say to each other.
-HOST = {"agreement.py", "digests.py"}
+HOST = {"agreement.py", "host.py"}
 ROOT = Path(autopar.__file__).parents[1]
 SOURCES = {path for folder in ("autopar", "runtime") for path in (ROOT / folder).rglob("*.py")}
 
