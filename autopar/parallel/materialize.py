@@ -45,7 +45,7 @@ def materialize(
     filled = _Filling(model, where, device, seed, weights)
     filled.take_from_first()
     made = agreement.together("model", filled.run)
-    if made and weights is None:
+    if made and weights is None and device.type != "meta":  # where a dry run has no values to look for
         _check_filled(made, device)
 
 
