@@ -23,6 +23,7 @@ from autopar.compiler.constraints import (
     parse_shard,
     patterns_of,
 )
+from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.precision_check import check_parameters
 from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
@@ -48,6 +49,7 @@ def compile_step(
     return captured, lower(captured, mesh, options)
 
 
+@uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
     *, train: bool = True, lift: torch.dtype | None = None,
@@ -81,6 +83,7 @@ def check_model(model: object) -> None:
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 
 
+@uncollected()
 def lower(
     captured: Captured, mesh: Mesh, options: StepOptions | None = None, fixed: Fixed | None = None,
     settings: Settings | None = None,
