@@ -1,4 +1,4 @@
-"""What a layer of a Llama launches on a GPU, and the bytes that it moves, on the meta device: numbers that only fall."""
+"""What a layer of a Llama launches on a GPU, and the bytes that it moves, on the meta device: they only fall."""
 
 from __future__ import annotations
 
