@@ -61,12 +61,18 @@ class Digests:
         if dist.get_world_size() == 1:
             return None
         in_full = at_once or self._calls % EVERY == 0
+        if parts is None:
+            self.forget()
         values = [_NOTHING] * (2 * self._places)
         if parts is not None:
             digest = self._digest(parts, in_full, at_once)
             values[self._place], values[self._places + self._place] = digest, -digest
         self._calls += 1
         return values
+
+    def forget(self) -> None:
+        """Leave nothing for the next call: this one has failed on every rank."""
+        self._sent = []
 
     def _digest(self, parts: Parts, in_full: bool, at_once: bool) -> int:
         """Of these data and of those of the call before that were on their way."""

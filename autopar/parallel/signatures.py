@@ -12,7 +12,7 @@ from autopar.capture.containers import Parts, check_detached, take_call_apart
 from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import AutoparError, BatchError, RankError
 from autopar.parallel.batches import in_order, numbers_of, off_host, signature_lines, signature_of, tell_apart
 from autopar.parallel.digests import Digests
 from autopar.parallel.execution import Running
@@ -91,10 +91,15 @@ class Signatures:
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in off_host(parts)]
         digest = self._digests.vector(parts, at_once=is_new)
-        if not session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest):
-            is_local = session.settings.is_local
-            late = {f"{path} of the call before": str(number) for path, number in self._digests.late.items()}
-            tell_apart(session.agreement, parts, late, self._digests.part, is_local, session.random.steps)
+        try:
+            is_same = session.announcer.call(call, [*self.lines[key], *states], what="batch and modes", data=digest)
+            if not is_same:
+                late = {f"{path} of the call before": str(number) for path, number in self._digests.late.items()}
+                is_local = session.settings.is_local
+                tell_apart(session.agreement, parts, late, self._digests.part, is_local, session.random.steps)
+        except RankError:
+            self._digests.forget()
+            raise
 
     def add(self, key: tuple[Any, ...], number: int, running: Running, guards: Guards) -> tuple[Any, ...]:
         """Remember what a new program of a key read in Python; its own key, which knows its partners."""

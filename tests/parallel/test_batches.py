@@ -154,6 +154,29 @@ def test_what_lies_on_a_device_is_compared_in_the_next_call(two: Ranks) -> None:
         assert f"  rank 1 has other values than rank 0 in {names}" in errors[4]
 
 
+def _after_an_error(rank: int) -> list[str]:
+    """A batch that rank 1 refuses, then one that differs, each followed by two that are alike."""
+    model, x = _parallel("dp=2"), torch.ones(8, 4)
+    fine, other = {"x": x, "y": x + 0}, {"x": x, "y": x + rank}
+    refused: dict[str, Any] = {"x": 2 * x, "y": iter([x]) if rank else 2 * x}
+    errors = []
+    with off_host():
+        for batch in (fine, fine, refused, fine, fine, other, fine, fine, fine):
+            try:
+                model.forward_backward(batch)
+            except (RankError, BatchError) as error:
+                errors.append(type(error).__name__)
+            else:
+                errors.append("")
+    return errors
+
+
+def test_an_error_leaves_nothing_to_compare_in_the_next_call(two: Ranks) -> None:
+    """What was on its way when a call failed is compared on no rank."""
+    for errors in two.run(_after_an_error):
+        assert errors == ["", "", "RankError", "", "", "", "RankError", "", ""]
+
+
 def _on_a_device_on_one(rank: int) -> str:
     model, batch = _parallel("dp=2"), {"x": torch.zeros(8, 4), "y": torch.zeros(8, 4)}
     with off_host() if rank else nullcontext():
