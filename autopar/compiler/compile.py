@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +26,10 @@ from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.precision_check import check_parameters
 from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
-from autopar.errors import ArtifactError, CaptureError, LayoutError
+from autopar.errors import CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
-from autopar.ir.text import print_program
 from autopar.passes import make_pipeline, run_passes
 from autopar.passes.search.step_cost import step_cost
 from autopar.settings import Settings
@@ -104,7 +102,7 @@ def lower(
         compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
     directory = (settings or Settings.read()).dump
     if directory is not None:
-        dump(compiled, directory)
+        compiled.dump(directory)
     return compiled
 
 
@@ -148,16 +146,6 @@ def cheaper(split: Lowered, whole: Lowered) -> Lowered:
     chosen, said = (split, "on") if is_on else (whole, "off")
     note = f"sequence_parallel='auto' is {said}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
     return replace(chosen.with_note(note), sequence=is_on)
-
-
-def dump(compiled: Lowered, directory: Path) -> None:
-    """Write the program after each pass, as `00-capture.txt` and so on."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for i, (name, program) in enumerate(compiled.history):
-            (directory / f"{i:02}-{name}.txt").write_text(print_program(program))
-    except OSError as error:
-        raise ArtifactError(f"AUTOPAR_DUMP={directory}: cannot write there: {error.strerror}.") from None
 
 
 def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

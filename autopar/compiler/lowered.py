@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import fx, nn
 
+from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
@@ -177,6 +179,15 @@ class Lowered:
         """The same, with one more note."""
         *before, (name, last) = self.history
         return replace(self, history=(*before, (name, last.with_(notes=(*last.notes, note)))))
+
+    def dump(self, directory: Path) -> None:
+        """Write the program after each pass, as `00-capture.txt` and so on."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for i, (name, program) in enumerate(self.history):
+                (directory / f"{i:02}-{name}.txt").write_text(print_program(program))
+        except OSError as error:
+            raise ArtifactError(f"AUTOPAR_DUMP={directory}: cannot write there: {error.strerror}.") from None
 
     def text(self, rank: int = 0, graph: str | None = None) -> str:
         """A rank's graph, one line a value; all of them, if none is named."""
