@@ -119,7 +119,7 @@ def stft(
 ) -> Any:  # fmt: skip
     """Raise torch.stft to windows and their transforms: a row of the batch hangs on itself alone."""
     hop, win = hop_length or n_fft // 4, win_length or n_fft
-    is_plain = not input.is_complex() and not (window is not None and window.is_complex()) and not align_to_window
+    is_plain = not input.is_complex() and not (window is not None and window.is_complex()) and align_to_window is None
     fits = hop > 0 and 0 < win <= n_fft and (window is None or window.shape == (win,))
     if input.ndim not in (1, 2) or return_complex is None or not is_plain or not fits:
         return NotImplemented
