@@ -87,7 +87,7 @@ def _warm_step(rank: int, way: str) -> Counter[str]:
         model.forward_backward(x, y)
         optimizer.step()
     if dist.is_initialized():
-        dist.barrier()  # where nobody waits for a send (a GPU's branch), Gloo loses what had not left by the model's end
+        dist.barrier()  # nobody waits for a send there, and Gloo loses what has not left when the model dies
     return Counter({each: count for each, count in counting.seen.items() if each.partition(":")[0] not in HOST})
 
 
