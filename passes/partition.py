@@ -15,7 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, record
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
-from autopar.passes.rules.rule import Dims, Reading, Rule, Table
+from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
 from autopar.passes.search.states import choice_at, states_of
 
 MADE_BY = "partition"
@@ -84,10 +84,12 @@ class _Partition:
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
         offset = self._times(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
-        readings = (
-            {name: self._reading(rule.sizes[name], cut, found) for name, cut in cuts.items()} if row.local else {}
-        )
-        args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings)
+        read = cuts.keys() if row.local else cuts.keys() & rule.positional
+        readings = {name: self._reading(rule.sizes[name], cuts[name], found) for name in cuts if name in read}
+        starts = [
+            self._position(one, found) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
+        ]
+        args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings, starts)
         made = self.build.copy(node)
         made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: self.build.value.get(old, old))
         return made
@@ -104,6 +106,17 @@ class _Partition:
             position *= self.mesh[axis]
         dims.append((size // position, size // position, 0))
         return tuple(dims)
+
+    def _position(self, position: Position, like: Record) -> fx.Node:
+        """A number that differs from rank to rank."""
+        first, terms = position
+        scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
+        found: Any = first
+        for factor, offset in terms:
+            term = self.build.call(operator.mul, offset, factor, like=scalar, name="offset")
+            found = self.build.call(operator.add, found, term, like=scalar, name="start") if found else term
+        assert isinstance(found, fx.Node)
+        return found
 
     def _coord(self, axis: str, like: Record) -> fx.Node:
         if axis not in self.coords:

@@ -7,34 +7,48 @@ is added; causal: query i sees keys 0..i. A row that sees no key has out = 0, ls
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from autopar.ir.ops import op
 from autopar.runtime.attention_kernels import PLAIN, call_of, kernel_for
+from autopar.runtime.attention_runs import attention_of_runs, attention_of_runs_backward
 from autopar.runtime.kernel import Kernel
 
 Mask = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float) -> Tensors:
-    """(out [b,h,s,e], logsumexp [b,h,s] in at least float32)."""
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float, *,
+    starts: Sequence[int] = (),
+) -> Tensors:  # fmt: skip
+    """(out [b,h,s,e], logsumexp [b,h,s] in at least float32). starts: where the runs of queries begin in the whole."""
+    if starts:
+        return attention_of_runs(attention, q, k, v, mask, scale, starts)
     return kernel_for(call_of(q, k, v, mask, causal)).attention(q, k, v, mask, causal, scale)
 
 
 def attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, *, starts: Sequence[int] = (),
 ) -> Tensors:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v."""
+    if starts:
+        return attention_of_runs_backward(attention_backward, grad, q, k, v, mask, out, lse, scale, starts)
     kernel = kernel_for(call_of(q, k, v, mask, causal))
     return kernel.attention_backward(grad, q, k, v, mask, out, lse, causal, scale)
 
 
-def _traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float) -> Any:
+def _traced(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float, *,
+    starts: Sequence[int] = (),
+) -> Any:  # fmt: skip
     """The op of the fused kernel. Plain products are opaque to a compiler, which would make the scores of the whole."""
+    if starts:
+        return attention_of_runs(_traced, q, k, v, mask, scale, starts)
     kernel = kernel_for(call_of(q, k, v, mask, causal))
     if kernel is PLAIN:
         return op("attention")(*map(_contiguous, (q, k, v, mask)), causal, scale)
@@ -43,8 +57,10 @@ def _traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causa
 
 def _traced_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, *, starts: Sequence[int] = (),
 ) -> Any:  # fmt: skip
+    if starts:
+        return attention_of_runs_backward(_traced_backward, grad, q, k, v, mask, out, lse, scale, starts)
     kernel = kernel_for(call_of(q, k, v, mask, causal))
     if kernel is PLAIN:
         return op("attention_backward")(*map(_contiguous, (grad, q, k, v, mask, out, lse)), causal, scale)

@@ -7,33 +7,35 @@ from the logsumexp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from autopar.runtime import host
+from autopar.runtime.attention_runs import runs_of
 
 Mask = torch.Tensor | None
-Factors = Callable[[torch.Tensor, slice, slice], torch.Tensor]
-"""Of the probabilities of a block, its queries and its keys: what they are multiplied by before they meet values."""
+Factors = Callable[[torch.Tensor, int, slice], torch.Tensor]
+"""Of the probabilities of a block, the position of its first query and its keys: what they are multiplied by before
+they meet values."""
 _BLOCK_BYTES_CPU, _BLOCK_BYTES = 1 << 24, 1 << 28  # of the scores of a block
 
 
 def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, causal: bool, scale: float,
-    block_bytes: int | None = None, factors: Factors | None = None,
+    block_bytes: int | None = None, factors: Factors | None = None, starts: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, logsumexp). `out` is dense in (b, s, h, e), as `attention` of ir/ops.py says."""
+    """(out, logsumexp). `out` is dense in (b, s, h, e), as `attention` of ir/ops.py says; so are `starts`."""
     (b, h, s, _), e = q.shape, v.shape[3]
     out = q.new_empty((b, s, h, e)).transpose(1, 2)
     lse = torch.empty((b, h, s), dtype=_wide(q.dtype), device=q.device)
-    for rows, keys in _blocks(q, k, causal, block_bytes):
-        scores = _scores(q, k, mask, causal, scale, rows, keys)
+    for rows, keys, first in _blocks(q, k, causal, block_bytes, starts):
+        scores = _scores(q, k, mask, causal, scale, rows, keys, first)
         part = torch.logsumexp(scores, -1)
         lse[:, :, rows] = part.masked_fill_(part == -torch.inf, 0)
         weights = scores.sub_(part.unsqueeze(-1)).exp_()
         if factors is not None:
-            weights *= factors(weights, rows, keys)
+            weights *= factors(weights, first, keys)
         out[:, :, rows] = torch.matmul(_folded(weights.to(v.dtype), k), v[:, :, keys]).view(*part.shape, e)
     return out, lse
 
@@ -41,14 +43,14 @@ def plain(
 def plain_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
     out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, block_bytes: int | None = None,
-    factors: Factors | None = None,
+    factors: Factors | None = None, starts: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v. What the blocks give to keys and values is summed in at least float32."""
     wide = _wide(q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, keys in _blocks(q, k, causal, block_bytes):
-        weights = _scores(q, k, mask, causal, scale, rows, keys).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        folded_grad, factor = _folded(grad[:, :, rows], k), None if factors is None else factors(weights, rows, keys)
+    for rows, keys, first in _blocks(q, k, causal, block_bytes, starts):
+        weights = _scores(q, k, mask, causal, scale, rows, keys, first).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        folded_grad, factor = _folded(grad[:, :, rows], k), None if factors is None else factors(weights, first, keys)
         met = weights if factor is None else weights * factor
         dv[:, :, keys] += torch.matmul(_folded(met.to(v.dtype), k).mT, folded_grad)
         # d(softmax): p * (dp - sum(p dp)), and that sum is grad . out
@@ -61,19 +63,23 @@ def plain_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, block_bytes: int | None) -> Iterator[tuple[slice, slice]]:
-    """(queries, the keys that they may see) of each block."""
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, block_bytes: int | None, starts: Sequence[int]
+) -> Iterator[tuple[slice, slice, int]]:
+    """(queries, the keys that they may see, the position of the first query in the whole) of each block."""
     (b, h, s, _), t = q.shape, k.shape[2]
     most = block_bytes or (_BLOCK_BYTES_CPU if host.on_host(q) else _BLOCK_BYTES)
     step = max(1, most // max(1, b * h * t * _wide(q.dtype).itemsize))
-    for start in range(0, s, step):
-        stop = min(start + step, s)
-        yield slice(start, stop), slice(0, min(stop, t) if causal else t)
+    for run, position in runs_of(starts or (0,), s):
+        for start in range(run.start, run.stop, step):
+            stop, first = min(start + step, run.stop), position + start - run.start
+            yield slice(start, stop), slice(0, min(first + stop - start, t) if causal else t), first
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask, causal: bool, scale: float, rows: slice, keys: slice
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, causal: bool, scale: float, rows: slice, keys: slice,
+    first: int,
+) -> torch.Tensor:  # fmt: skip
     """The masked scores of a block, in at least float32. One product a key head: keys are not repeated."""
     b, h = q.shape[:2]
     count, seen = rows.stop - rows.start, keys.stop
@@ -85,7 +91,7 @@ def _scores(
     elif part is not None:
         scores += part
     if causal:
-        hidden = torch.ones(count, seen, dtype=torch.bool, device=q.device).triu_(rows.start + 1)
+        hidden = torch.ones(count, seen, dtype=torch.bool, device=q.device).triu_(first + 1)
         scores.masked_fill_(hidden, -torch.inf)
     return scores
 

@@ -18,7 +18,7 @@ from autopar.ir.layout import Factor, Layout, combine, local_part, local_shape, 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import TensorType
 from autopar.passes.rules import Table, local_call, rule_of
-from autopar.passes.rules.rule import Arguments, Call, Dims, Reading, Row, Rule, allows
+from autopar.passes.rules.rule import Arguments, Call, Dims, Reading, Row, Rule, allows, starts_of
 
 Tensors = list[torch.Tensor]
 Split = tuple[str, int, int]  # (name, pieces, outer)
@@ -181,7 +181,12 @@ class Cut:
             assert outer == 1
             offset = coord[axis] * sizes[name]
         readings = {name: _reading(rule.sizes[name], cut, self.mesh, coord) for name, cut in self.cuts.items()}
-        return local_call(self.trial.call, self.trial.row, rule, self.shapes(), sizes, offset, readings)
+        starts = [
+            first + sum(factor * place for factor, place in terms)
+            for name in rule.positional & readings.keys()
+            for first, terms in starts_of(readings[name])
+        ]
+        return local_call(self.trial.call, self.trial.row, rule, self.shapes(), sizes, offset, readings, starts)
 
     def operands(self, coord: Mapping[str, int]) -> Tensors:
         """One rank's pieces of the operands."""

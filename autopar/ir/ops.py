@@ -27,14 +27,18 @@ def einsum(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
 
 
 @semantic(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, *, SymInt[] starts=[]) -> "
+    "(Tensor, Tensor)",
     precision="low",
     gradient="Attention",
 )
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * scale + mask) v and the logsumexp; q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h divided by hk."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float, *,
+    starts: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """softmax(q k^T * scale + mask) v and the logsumexp; q [b,h,s,d], k [b,hk,t,d], v [b,hk,t,e], h divided by hk.
+
+    starts: where the queries are a piece of the whole, the first position of each of its runs of equal length."""
     b, h, s, _d = q.shape
     # dense in (b, s, h, e): what the flash kernels return, so that the following transpose and view are free
     out = q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
@@ -44,29 +48,33 @@ def attention(
 
 @semantic(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
-    "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "bool causal, float scale, *, SymInt[] starts=[]) -> (Tensor, Tensor, Tensor)",
     precision="low",
     statistic=6,
 )
 def attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+    out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, *, starts: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_DRAWN = "Tensor seed, bool causal, float scale, int key, float p, int[] whole, int[] local, SymInt[] offsets"
-# Attention with `dropout` of its probabilities [b,h,s,t]; `whole`, `local` and `offsets` say where these lie.
+_DRAWN = (
+    "Tensor seed, bool causal, float scale, int key, float p, int[] whole, int[] local, SymInt[] offsets, *, "
+    "SymInt[] starts=[]"
+)
+# Attention with `dropout` of its probabilities [b,h,s,t]; `whole`, `local` and `offsets` say where these lie, but for
+# the queries, whose piece `starts` tells.
 dropped_attention = SemanticOp(
     f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_DRAWN}) -> (Tensor, Tensor)",
-    lambda q, k, v, mask, seed, causal, scale, *_: attention.meta(q, k, v, mask, causal, scale),
+    lambda q, k, v, mask, seed, causal, scale, *_, **__: attention.meta(q, k, v, mask, causal, scale),
     precision="low", random=True, gradient="DroppedAttention",
 )  # fmt: skip
 dropped_attention_backward = SemanticOp(
     f"dropped_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
     f"{_DRAWN}) -> (Tensor, Tensor, Tensor)",
-    lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+    lambda grad, q, k, v, *_, **__: tuple(map(torch.empty_like, (q, k, v))),
     precision="low", statistic=6, random=True,
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T * scale + mask) v, with g query heads to each of the k key heads.
 
-Softmax needs all keys (t), and its logits all of d; rows (s) are independent, but for the causal mask, which a
-kernel counts from the first row it is given.
+Softmax needs all keys (t), and its logits all of d. Queries (s) are independent; where the causal mask or dropout
+counts them, a kernel is told where in the whole its piece lies.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _mask(call: Call, at: int) -> list[str]:
     return [" ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))]
 
 
-def _replicated(causal: bool) -> frozenset[str]:
-    return frozenset({"s", "t", "d", "e"} if causal else {"t", "d", "e"})
+_WHOLE = frozenset({"t", "d", "e"})
+_QUERIES = frozenset({"s"})
 
 
 def _points(call: Call, q: int, k: int) -> int:
@@ -38,33 +38,35 @@ def _attention(call: Call) -> Rule:
     spec = f"{', '.join((Q, K, V, *_mask(call, 3)))} -> {OUT}, {LSE}"
     d, e = call.operands[0].shape[3], call.operands[2].shape[3]
     flops = 2 * _points(call, 0, 1) * (d + e)
-    return instantiate(spec, call, replicated=_replicated(bool(argument(call, 4, "causal"))), flops=flops)
+    positional = _QUERIES if argument(call, 4, "causal") else ()
+    return instantiate(spec, call, replicated=_WHOLE, positional=positional, flops=flops)
 
 
 def _attention_backward(call: Call) -> Rule:
     spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE))} -> {Q}, {K}, {V}"
     d, e = call.operands[1].shape[3], call.operands[3].shape[3]
     flops = 2 * _points(call, 1, 2) * (3 * d + 2 * e)  # the logits once more, and a product for each gradient
-    replicated = _replicated(bool(argument(call, 7, "causal")))
-    return instantiate(spec, call, replicated=replicated, linear=({0},), flops=flops)
+    positional = _QUERIES if argument(call, 7, "causal") else ()
+    return instantiate(spec, call, replicated=_WHOLE, positional=positional, linear=({0},), flops=flops)
 
 
 def _dropped(call: Call) -> Rule:
-    """The mask is drawn by blocks of whole rows: those are replicated as well."""
     spec = f"{', '.join((Q, K, V, *_mask(call, 3), 'z'))} -> {OUT}, {LSE}"
     flops = 2 * _points(call, 0, 1) * (call.operands[0].shape[3] + call.operands[2].shape[3])
-    return instantiate(spec, call, replicated=_replicated(True) | {"z"}, flops=flops)
+    return instantiate(spec, call, replicated=_WHOLE | {"z"}, positional=_QUERIES, flops=flops)
 
 
 def _dropped_backward(call: Call) -> Rule:
     spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE, 'z'))} -> {Q}, {K}, {V}"
     flops = 2 * _points(call, 1, 2) * (3 * call.operands[1].shape[3] + 2 * call.operands[3].shape[3])
-    return instantiate(spec, call, replicated=_replicated(True) | {"z"}, linear=({0},), flops=flops)
+    return instantiate(spec, call, replicated=_WHOLE | {"z"}, positional=_QUERIES, linear=({0},), flops=flops)
 
 
 def _drawn(pieces: Pieces) -> Arguments:
-    """Where the piece of the probabilities lies: every dim as its names are cut."""
-    cuts = [cut for name in ("b", "k", "g", "s", "t") for cut in pieces.reading(name)]
+    """Where the piece of the probabilities lies: every dim as its names are cut, but for the queries, as a whole."""
+    sizes = pieces.rule.sizes
+    cuts = [cut for name in ("b", "k", "g") for cut in pieces.reading(name)]
+    cuts += [(sizes[name], sizes[name], 0) for name in ("s", "t")]
     return (*pieces.call.args[:-3], *([cut[i] for cut in cuts] for i in range(3))), {}
 
 

@@ -16,6 +16,7 @@ def local_call(
     sizes: Mapping[str, int],
     offset: Any = None,
     readings: Mapping[str, Reading] | None = None,
+    starts: Sequence[Any] = (),
 ) -> Arguments:
     """The args and kwargs of `call` when each name has its local size; tensors among them stay as they are.
 
@@ -23,6 +24,7 @@ def local_call(
     sizes: the local size of every name of the rule.
     offset: where the piece of the indexed name begins (a number or a node); None if that name is not split.
     readings: how each split name is cut; only ops whose values depend on positions (dropout) read it.
+    starts: the first position of each run of the piece of a split positional name (numbers or nodes).
     """
     if row.local is not None:
         pieces = Pieces(call, rule, tuple(result_shapes), sizes, offset, readings or {})
@@ -38,6 +40,9 @@ def local_call(
     if offset is not None:
         assert rule.indexed, call.op
         kwargs["offset"] = offset
+    if starts:
+        assert rule.positional, call.op
+        kwargs["starts"] = list(starts)
     return args, kwargs
 
 

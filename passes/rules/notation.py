@@ -63,6 +63,7 @@ def instantiate(
     linear: Sequence[Iterable[int]] = (),
     partial: str = "sum",
     indexed: Iterable[str] = (),
+    positional: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
     flops: int = 0,
 ) -> Rule:
@@ -109,6 +110,7 @@ def instantiate(
         partial=partial,
         linear=tuple(frozenset(one) for one in linear),
         indexed=frozenset(indexed),
+        positional=frozenset(positional),
         flops=flops,
     )
 

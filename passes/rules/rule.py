@@ -43,6 +43,8 @@ class Rule:
     indexed: names along which an index operand points; they may be split contiguously only, and the call then gets
       the offset of its piece as the argument `offset`.
     flops: floating-point operations of the whole call, if it is a contraction; 0 for cheap ops.
+    positional: names whose positions the op counts (causal attention its queries): if one is split, the call gets the
+      first position of each run of its piece as the argument `starts`.
     """
 
     operands: tuple[Dims, ...]
@@ -53,6 +55,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     indexed: frozenset[str] = frozenset()
     flops: int = 0
+    positional: frozenset[str] = frozenset()
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""
@@ -67,6 +70,26 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
 # A name as dims of its own, major to minor: (whole size, size of the piece, offset of the piece in the whole). The
 # offset may be a node. ((3, 3, 0), (8, 4, 4)): the second half of every third of a name of size 24.
 Reading = tuple[tuple[int, int, Any], ...]
+# A position in the whole: a number, and (factor, offset) terms to be added to it. The offset may be a node.
+Position = tuple[int, tuple[tuple[int, Any], ...]]
+
+
+def starts_of(reading: Reading) -> tuple[Position, ...]:
+    """Where the runs of consecutive elements of a piece begin in the whole, in the order in which the piece has them.
+
+    ((2, 2, 0), (3, 1, c), (4, 4, 0)), a name of 24 of which each half is split in three, has two runs: of 4 elements
+    from 4 c and from 12 + 4 c.
+    """
+    found: list[Position] = [(0, ())]
+    stride = 1
+    for place, (size, part, offset) in enumerate(reversed(reading)):
+        if part < size:
+            assert part == 1, reading
+            found = [(first, (*terms, (stride, offset))) for first, terms in found]
+        elif place:  # the last dim is the run itself
+            found = [(first + i * stride, terms) for i in range(size) for first, terms in found]
+        stride *= size
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
