@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import CONTEXT, MICROBATCH
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -132,7 +132,8 @@ class _Reshard:
         if node in self.stored:
             return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
-        return self.plan.sequence_parallel and node.op != "placeholder" and phases == ("forward", "backward")
+        along = self.plan.sequence_parallel or CONTEXT in record(node).layout.axes
+        return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _shortest(
         self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: str

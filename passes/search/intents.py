@@ -5,6 +5,8 @@
          (arXiv 1909.08053). With sequence parallelism they are scattered and gathered instead, and lie split on the
          sequence where no weight needs them whole (arXiv 2205.05198)
     fsdp as dp; ZeRO splits states over it
+    cp   the sequence is split: the batch is whole and sliced where it is used, parameters are whole; what attention
+         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2)
     mb   as dp, but one rank computes the parts, one after another
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import DATA_AXES, MICROBATCH
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -49,11 +51,13 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """The meaning of one axis."""
+    """The meaning of one axis. sequence_split: values may lie split along the batch's other dims. context: they do,
+    and only what attention reads or gives moves."""
 
     batch_split: bool
     weights_split: bool
     sequence_split: bool = False
+    context: bool = False
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -77,27 +81,34 @@ class Intent:
             return [(dim, 1) for dim in range(len(role.type.shape))]
         return self.sequence_seeds(role)
 
+    @property
+    def divides_products(self) -> bool:
+        """True if no rank should do the work of another, whatever that moves."""
+        return self.batch_split or self.context
+
     def sequence_seeds(self, role: Role) -> list[Split]:
-        """The dims of the batch that sequence parallelism may split: all but the first."""
+        """The dims of the batch that sequence and context parallelism may split: all but the first."""
         if role.entry.kind != "batch" or not self.sequence_split:
             return []
         return [(dim, 1) for dim in range(1, len(role.type.shape))]
 
     def factor(
-        self, source: State, target: State, of_parameters: bool, to_gradient: bool, along_sequence: bool
-    ) -> float | None:
+        self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
+        at_attention: bool,
+    ) -> float | None:  # fmt: skip
         """By how much a move costs more than its bytes; None forbids it.
 
         of_parameters: the value is computed from parameters alone. to_gradient: it leaves as a gradient.
-        along_sequence: it is, or will be, split on a sequence.
+        along_sequence: it is, or will be, split on a sequence. at_attention: attention gives it or reads it.
         """
         gathers = isinstance(source, tuple) and source != target
         scatters = isinstance(source, str) and isinstance(target, tuple)
         if of_parameters and gathers:
             return None
-        if self.batch_split:
+        if self.divides_products:
             moves = source is not None and source != target
-            return ACTIVATIONS_OVER_DP if moves and not to_gradient else 1.0
+            is_free = to_gradient or (self.context and along_sequence and at_attention)
+            return ACTIVATIONS_OVER_DP if moves and not is_free else 1.0
         if self.sequence_split and to_gradient:  # of norms and biases: little, whatever the batch
             return 0.0
         if along_sequence:
@@ -119,13 +130,18 @@ class Intent:
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
-INTENTS = {**dict.fromkeys(DATA_AXES, _DATA), MICROBATCH: _DATA, "tp": Intent(batch_split=False, weights_split=True)}
+INTENTS = {
+    **dict.fromkeys(DATA_AXES, _DATA),
+    MICROBATCH: _DATA,
+    CONTEXT: Intent(batch_split=False, weights_split=False, sequence_split=True, context=True),
+    "tp": Intent(batch_split=False, weights_split=True),
+}
 
 
 def intent_of(axis: str, sequence_parallel: bool) -> Intent:
     """The meaning of an axis in a plan."""
     found = INTENTS[axis]
-    return replace(found, sequence_split=sequence_parallel and found.weights_split)
+    return replace(found, sequence_split=sequence_parallel) if found.weights_split else found
 
 
 def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:

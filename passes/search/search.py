@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
@@ -18,7 +19,9 @@ WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because
 WHOLE_PRODUCT = 200.0
 SHARED = 6  # a weight that as many products multiply has its layout guessed first, see `solve.py`
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
-
+ATTENTION = frozenset(
+    op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
+)  # what looks along a whole sequence
 
 Options = list[list[tuple[Strategy, float]]]
 
@@ -58,7 +61,7 @@ def options_of(
             continue
         flops = item.rule.flops * BYTES_PER_FLOP * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
-        if intent.batch_split and item.is_product:  # data parallel: no rank does the work of another
+        if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
         sizes_ = [_bytes(*result, sizes) * item.count for result in zip(item.types, item.states, strict=True)]
         replica = BYTES_PER_REPLICA * intent.sequence_split
@@ -199,9 +202,10 @@ def problem_of(
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 along = bool(splits) and splits <= sequences.get((source, result), set())
+                attends = _is_attention(classes, source) or _is_attention(classes, user)
                 if strict and s == "sum" and s != t and not classes.casts.get(user, True):
                     continue  # the terms of a gradient are summed behind their cast
-                factor = _factor(classes, intent, source, s, t, to_gradient, along) if strict else 1.0
+                factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0
                     move[s, t] = move_cost(s, t, bytes_, size) * factor + more
@@ -244,11 +248,19 @@ def _products(classes: Classes, i: int) -> frozenset[int]:
 
 
 def _factor(
-    classes: Classes, intent: Intent, source: int, state: State, target: State, to_gradient: bool, along: bool
-) -> float | None:
+    classes: Classes, intent: Intent, source: int, state: State, target: State, to_gradient: bool, along: bool,
+    attends: bool,
+) -> float | None:  # fmt: skip
     if source in classes.of_gradients:
         return intent.gradient_factor(state, target)
-    return intent.factor(state, target, source in classes.of_parameters, to_gradient, along)
+    return intent.factor(
+        state, target, of_parameters=source in classes.of_parameters, to_gradient=to_gradient, along_sequence=along,
+        at_attention=attends,
+    )  # fmt: skip
+
+
+def _is_attention(classes: Classes, i: int) -> bool:
+    return i < len(classes.items) and classes.items[i].node.target in ATTENTION
 
 
 def _bytes(type_: TensorType, states: Mapping[str, State], sizes: Mapping[str, int]) -> float:
