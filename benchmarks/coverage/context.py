@@ -45,7 +45,13 @@ def main() -> None:
             good, right = good + counts, right + is_right
             error = "-" if row["error"] is None else f"{row['error']:.0e}"
             share = "-" if row["share"] is None else f"{row['share']:.0f}"
-            cells = ("ok" if counts else "right" if is_right else "NO", name, error, share, row["said"].replace("|", "/"))
+            cells = (
+                "ok" if counts else "right" if is_right else "NO",
+                name,
+                error,
+                share,
+                row["said"].replace("|", "/"),
+            )
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     lines.append(f"\n{good} of {len(wanted)} are divided by {DIVIDED:.0f} % or more; {right} are right.")
