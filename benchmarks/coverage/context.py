@@ -2,8 +2,8 @@
 
     timeout 3600 .venv/bin/python -m benchmarks.coverage.context [NAME ...] [--jobs 2] [--mesh cp=2] [--out FILE]
 
-A row is a model: the largest relative error of loss, gradients and weights after two AdamW steps, the share of the matrix
-operations that cp divides, and what the compiler says of the rest. Models without a sequence are refused by name.
+A row is a model: the largest relative error of loss, gradients and weights after two AdamW steps, the share of the
+matrix operations that cp divides, and what the compiler says of the rest. Models without a sequence are refused.
 """
 
 from __future__ import annotations
