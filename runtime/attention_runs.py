@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+PIECES = 4  # of the keys before a run, in the backward pass: a kernel makes gradients of as many keys as it is given
 Mask = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., Tensors]  # (q, k, v, mask, causal, scale) -> (out, lse)
@@ -62,7 +63,7 @@ def attention_of_runs_backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for rows, start in runs_of(starts, q.shape[2]):
-        for part in _parts(q, k, mask, rows, start):
+        for part in _parts(q, k, mask, rows, start, PIECES):
             keys = part.keys
             of_q, of_k, of_v = backward(
                 grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], part.mask, out[:, :, rows],
@@ -74,15 +75,16 @@ def attention_of_runs_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor, mask: Mask, rows: slice, start: int) -> Iterator[Part]:
-    """The calls for a run that begins at position `start`."""
+def _parts(q: torch.Tensor, k: torch.Tensor, mask: Mask, rows: slice, start: int, pieces: int = 1) -> Iterator[Part]:
+    """The calls for a run that begins at position `start`; pieces: of the keys before it, if they are many."""
     stop, t = start + rows.stop - rows.start, k.shape[2]
     if mask is not None or stop > t:
         keys = slice(0, min(stop, t))
         yield Part(rows, keys, False, _with_causal(mask, rows, keys, start, q.device))
         return
-    if start:
-        yield Part(rows, slice(0, start), False)
+    step = max(stop - start, -(-start // pieces))
+    for first in range(0, start, step):
+        yield Part(rows, slice(first, min(first + step, start)), False)
     yield Part(rows, slice(start, stop), True)
 
 
