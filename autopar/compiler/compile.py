@@ -24,13 +24,16 @@ from autopar.compiler.constraints import (
 )
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
+from autopar.compiler.positions import check_positions, divides_positions
 from autopar.compiler.precision_check import check_parameters
 from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed, Plan
+from autopar.ir.program import Program
 from autopar.passes import make_pipeline, run_passes
+from autopar.passes.rules import table_of
 from autopar.passes.search.step_cost import step_cost
 from autopar.settings import Settings
 
@@ -125,6 +128,14 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         rules=CUSTOM_OPS.rows(),
     )
     check_zero(plan)
+    return with_positions(plan, program)
+
+
+def with_positions(plan: Plan, program: Program) -> Plan:
+    """The plan with what is done where cp cannot divide the positions of the batch."""
+    if plan.fixed.uneven and not divides_positions(program, plan.mesh, table_of(plan)):
+        return replace(plan, context_replicated=True)
+    check_positions(program, plan.mesh, table_of(plan))
     return plan
 
 

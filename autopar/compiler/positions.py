@@ -1,0 +1,68 @@
+"""Check that cp divides the positions of the batch: those that it has, and those that are cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import BatchError, divisors, one_of
+from autopar.ir.mesh import CONTEXT, Mesh
+from autopar.ir.program import Program, operand_nodes, record
+from autopar.passes.rules import call_of, replicated_rule, rule_of
+from autopar.passes.rules.rule import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """A dim that may be a sequence."""
+
+    count: int
+    where: str
+
+
+def check_positions(program: Program, mesh: Mesh, table: Table) -> None:
+    """Raise BatchError if cp divides no sequence of the batch."""
+    if divides_positions(program, mesh, table):
+        return
+    size = mesh[CONTEXT]
+    first = positions_of(program, table)[0]
+    raise BatchError(
+        f"cp={size} does not divide the {first.count} positions ({first.where}): pad to "
+        f"{-(-first.count // size) * size}, or use a cp of {one_of(divisors(first.count))}."
+    )
+
+
+def divides_positions(program: Program, mesh: Mesh, table: Table) -> bool:
+    """True if cp divides a sequence of the batch. What has none, images say, is judged by its products."""
+    size = dict(mesh.axes).get(CONTEXT, 1)
+    found = positions_of(program, table) if size > 1 else []
+    return not found or any(one.count % size == 0 for one in found)
+
+
+def positions_of(program: Program, table: Table) -> list[Positions]:
+    """Dim 1 of the batch's tensors of 2 or 3 dims, and of what is cut out of them: `x[:, :-1]`. A tensor of which only
+    such pieces are used does not count."""
+    cuts = dict(_cuts(program, table))
+    found = [
+        Positions(shape[1], f"dim 1 of batch tensor {entry.name}")
+        for node, entry in program.entries
+        if entry.kind == "batch" and len(shape := record(node).type.shape) in (2, 3)
+        if any(user not in cuts for user in node.users)
+    ]
+    return found + list(cuts.values())
+
+
+def _cuts(program: Program, table: Table) -> Iterator[tuple[fx.Node, Positions]]:
+    """The calls on tensors of the batch through which no split of the positions gets."""
+    batch = {node for node, entry in program.entries if entry.kind == "batch"}
+    for node in program.calls():
+        known = record(node)
+        if not known.is_tensor or not {*operand_nodes(node)} <= batch or len(known.type.shape) not in (2, 3):
+            continue
+        found = rule_of(call_of(node), table)
+        rule = found[0] if found else replicated_rule(call_of(node))
+        if rule.results[0][1] and rule.replicated & {*rule.results[0][1]}:
+            where = f"%{node.name}{f' at {known.source}' if known.source else ''}, cut out of the batch"
+            yield node, Positions(known.type.shape[1], where)
