@@ -46,7 +46,7 @@ class Window:
     def is_most(self) -> bool:
         """True if little work is done for rows that nobody sees."""
         dropped = self.long - self.short
-        return 0 < dropped < self.short and dropped <= max(1, self.long // 8)
+        return 0 < dropped < self.short and dropped <= max(1, self.long // 4)
 
 
 @dataclass(frozen=True, slots=True)
