@@ -16,7 +16,7 @@ from autopar.ir.program import Builder, Level, Program, Record, is_getitem, reco
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
-from autopar.passes.search.states import choice_at, states_of
+from autopar.passes.search.states import by_outer, choice_at, states_of
 
 MADE_BY = "partition"
 Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
@@ -99,10 +99,12 @@ class _Partition:
         dims: list[tuple[int, int, Any]] = []
         position = 1
         for outer, _, axis in cut:
-            if outer > position:
-                dims.append((outer // position, outer // position, 0))
-                position = outer
-            dims.append((self.mesh[axis], 1, self._coord(axis, like)))
+            blocks = abs(outer) // position
+            if blocks > 1:
+                dims.append((blocks, blocks, 0))
+                position *= blocks
+            size_ = self.mesh[axis]
+            dims.append((-size_ if outer < 0 and blocks > 1 else size_, 1, self._coord(axis, like)))
             position *= self.mesh[axis]
         dims.append((size // position, size // position, 0))
         return tuple(dims)
@@ -148,5 +150,5 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
             if cut not in known:
                 assert all(other[2] != axis for other in known), (choice, known, str(layout))
                 known.append(cut)
-                known.sort()
+                known.sort(key=by_outer)
     return cuts

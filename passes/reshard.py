@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.layout import Factor, Layout
+from autopar.ir.layout import Factor, Layout, outer_of
 from autopar.ir.mesh import CONTEXT, MICROBATCH
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
@@ -219,7 +218,7 @@ class _Moves:
             if axis in wanted:
                 before = _without_integers(wanted[: wanted.index(axis)])
                 if _without_integers(self.dims[dim]) == before and _prefix(self.dims[dim], wanted):
-                    return dim, _outer(wanted, axis)
+                    return dim, outer_of(wanted, axis)
         return None
 
     def _gather(self) -> None:
@@ -227,7 +226,7 @@ class _Moves:
             keep = _common(self.dims[dim], wanted)
             while any(isinstance(factor, str) for factor in self.dims[dim][keep:]):
                 axis = _last_axis(self.dims[dim])
-                outer = _outer(self.dims[dim], axis)
+                outer = outer_of(self.dims[dim], axis)
                 self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axis)]))
                 target = self._next_split(axis)
                 if target is not None and target[0] != dim:
@@ -243,7 +242,7 @@ class _Moves:
             for position, factor in enumerate(wanted):
                 if isinstance(factor, str) and factor not in self.dims[dim]:
                     self.dims[dim] = list(wanted[: position + 1])
-                    self._step("shard", factor, dim, _outer(wanted, factor))
+                    self._step("shard", factor, dim, outer_of(wanted, factor))
 
     def _make_partial(self) -> None:
         for axis, kind in self.wanted.partial:
@@ -276,11 +275,6 @@ def _without_tail(factors: list[Factor] | tuple[Factor, ...]) -> tuple[Factor, .
 
 def _last_axis(factors: list[Factor]) -> str:
     return next(factor for factor in reversed(factors) if isinstance(factor, str))
-
-
-def _outer(factors: list[Factor] | tuple[Factor, ...], axis: str) -> int:
-    """The whole elements-blocks outside of an axis, on one rank: the integers before it."""
-    return math.prod(factor for factor in factors[: list(factors).index(axis)] if isinstance(factor, int))
 
 
 def _prefix(factors: list[Factor], of: tuple[Factor, ...]) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -58,6 +58,7 @@ class Intent:
     weights_split: bool
     sequence_split: bool = False
     context: bool = False
+    zigzag: bool = False  # a sequence may lie in mirrored pieces
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -90,7 +91,8 @@ class Intent:
         """The dims of the batch that sequence and context parallelism may split: all but the first."""
         if role.entry.kind != "batch" or not self.sequence_split:
             return []
-        return [(dim, 1) for dim in range(1, len(role.type.shape))]
+        outers = (1, -2) if self.zigzag else (1,)
+        return [(dim, outer) for dim in range(1, len(role.type.shape)) for outer in outers]
 
     def factor(
         self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
@@ -133,15 +135,17 @@ _DATA = Intent(batch_split=True, weights_split=False)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
     MICROBATCH: _DATA,
-    CONTEXT: Intent(batch_split=False, weights_split=False, sequence_split=True, context=True),
+    CONTEXT: Intent(batch_split=False, weights_split=False, sequence_split=True, context=True, zigzag=True),
     "tp": Intent(batch_split=False, weights_split=True),
 }
 
 
-def intent_of(axis: str, sequence_parallel: bool) -> Intent:
-    """The meaning of an axis in a plan."""
+def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool) -> Intent:
+    """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves."""
     found = INTENTS[axis]
-    return replace(found, sequence_split=sequence_parallel) if found.weights_split else found
+    if not found.weights_split:
+        return found
+    return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
 
 
 def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
