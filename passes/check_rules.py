@@ -29,8 +29,8 @@ def check_rules(program: Program, plan: Plan) -> None:
         rule = pair[0] if pair else replicated_rule(call)
         cuts = cuts_of(rule, found.operands, layouts, program.mesh)
         axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}
-        operands = [states_of(layout, program.mesh) for layout in found.operands]
-        results = [states_of(layout, program.mesh) for layout in layouts]
+        operands = [states_of(layout, program.mesh, apart=True) for layout in found.operands]
+        results = [states_of(layout, program.mesh, apart=True) for layout in layouts]
         for axis in program.mesh.names:
             given = tuple(states.get(axis) for states in operands)
             made = tuple(states.get(axis) for states in results)

@@ -140,7 +140,7 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
     for dims, layout in tensors:
         if not any(layout.dims):
             continue
-        for axis, state in states_of(layout, mesh).items():
+        for axis, state in states_of(layout, mesh, apart=True).items():
             if not isinstance(state, tuple):
                 continue
             choice = choice_at(dims, state, sizes)

@@ -79,15 +79,16 @@ def unslice(program: Program, plan: Plan) -> Program:
 
 
 def _next(program: Program, plan: Plan, size: int, kept: set[str]) -> SlicedRows | None:
-    """The first slice of rows that the axis divides before it and not after it, if it need not be."""
+    """The first slice of a sequence of the batch that need not be, if the axis divides what it is cut out of."""
     alone = _alone(program)
+    lengths = _lengths(program, alone)
     for node in program.calls():
         found = window_of(node)
         if found is None or node in alone or node.name in kept:
             continue
         dim, window = found
         kept.add(node.name)
-        if window.is_most and window.long % size == 0:
+        if window.is_most and window.long % size == 0 and window.long in lengths:
             rows = SlicedRows(node, dim, window, table_of(plan), alone)
             if rows.is_unseen():
                 return rows
@@ -101,6 +102,15 @@ def _alone(program: Program) -> set[fx.Node]:
         if any(operand in fed for operand in node.all_input_nodes):
             fed.add(node)
     return {node for node in program.graph.nodes if node not in fed}
+
+
+def _lengths(program: Program, alone: set[fx.Node]) -> set[int]:
+    """The sizes of the batch's dims but the first, and of what is computed of it alone."""
+    fed = {node for node, entry in program.entries if entry.kind == "batch"}
+    for node in program.calls():
+        if node in alone and any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return {size for node in fed for type_ in record(node).types if type_ for size in type_.shape[1:]}
 
 
 class _Unslice:

@@ -150,8 +150,12 @@ def by_outer(cut: tuple[int, int, str]) -> tuple[int, int]:
     return abs(cut[0]), cut[1]
 
 
-def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
-    """The state of each axis in a layout: the inverse of `compose`."""
+def states_of(layout: Layout, mesh: Mesh, apart: bool = False) -> dict[str, State]:
+    """The state of each axis in a layout: the inverse of `compose`.
+
+    apart: axes that follow each other directly have each an outer of its own. So `[dp:cp]` is told to split names (b s)
+    one by one if dp divides b to the last row.
+    """
     states: dict[str, State] = dict(layout.partial)
     for dim, factors in enumerate(layout.dims):
         position = run = 1  # a run of axes that follow each other directly share their outer
@@ -160,8 +164,8 @@ def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
             if isinstance(factor, int):
                 position *= abs(factor)
             else:
-                if not isinstance(previous, str):
-                    run = position if previous is None or previous > 0 else -position
+                if apart or not isinstance(previous, str):
+                    run = -position if isinstance(previous, int) and previous < 0 else position
                 states[factor] = (dim, run)
                 position *= mesh[factor]
             previous = factor

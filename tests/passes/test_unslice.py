@@ -194,7 +194,7 @@ def test_sequence_parallelism_stages_and_micro_batches(name: str) -> None:
 def test_a_product_instead_of_a_choice_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the tester: dropped rows that are not set to zero."""
     monkeypatch.setattr(_Unslice, "_filled", lambda self, node, fill, user, name="": self._long(node, user))
-    for loss in (gathered, before_the_head, behind):
+    for loss in (gathered, behind, inside):
         with pytest.raises(AssertionError):
             verified(Words(), ("cp=2",), loss, batch())
 
