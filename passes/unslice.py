@@ -54,12 +54,12 @@ def unslice(program: Program, plan: Plan) -> Program:
         %padded: f32[2,4] = aten.constant_pad_nd.default(%slice_2, [0, 1], 0.0)
         %sub: f32[2,4] = aten.sub.Tensor(%einsum, %padded)
         %abs_1: f32[2,4] = aten.abs.default(%sub)
-        %arange: i64[4] = aten.arange.default(4)
-        %kept: b8[4] = aten.lt.Scalar(%arange, 3)
-        %reshape: b8[1,4] = aten.reshape.default(%kept, [1, 4])
+        %row: i64[4] = aten.arange.default(4)
+        %kept: b8[4] = aten.lt.Scalar(%row, 3)
+        %rows: b8[1,4] = aten.reshape.default(%kept, [1, 4])
         %zero: f32[] = aten.full.default([], 0, dtype=f32)
-        %where: f32[2,4] = aten.where.self(%reshape, %abs_1, %zero)
-        %sum_1: f32[] = aten.sum.default(%where)
+        %chosen: f32[2,4] = aten.where.self(%rows, %abs_1, %zero)
+        %sum_1: f32[] = aten.sum.default(%chosen)
         return loss "loss" = %sum_1
 
     The 3 rows of a slice and the 4 of its source share no split, so that the source would be gathered. It is done if
@@ -178,7 +178,7 @@ class _Unslice:
         args, kwargs = fx.node.map_arg(self.rows.arguments(node), operands.__getitem__)
         types = self.rows.types(node)
         like = known if types == known.types else known.with_(types=types, origin="")
-        made = self.build.call(node.target, *args, like=like, name=node.name, **kwargs)
+        made = self.build.call(node.target, *args, like=like, name=node.name, **kwargs)  # type: ignore[arg-type]
         return self._is_long(node, made)
 
     def _item(self, node: fx.Node) -> fx.Node:
@@ -244,7 +244,7 @@ class _Unslice:
             self.zeroed[node] = self._filled(node, 0, user)
         return self.zeroed[node]
 
-    def _filled(self, node: fx.Node, fill: Any, user: Record, name: str = "where") -> fx.Node:
+    def _filled(self, node: fx.Node, fill: Any, user: Record, name: str = "chosen") -> fx.Node:
         """A long value with a number in the dropped rows."""
         long = self._long(node, user)
         if self.rows.number(node) == fill:
@@ -272,7 +272,7 @@ class _Unslice:
             apart = (outer, window.long, inner)
             mask = self.build.call(
                 aten.expand.default, mask, list(apart), like=like.with_(types=(TensorType(apart, torch.bool),)),
-                name="expand",
+                name="rows",
             )  # fmt: skip
         self.masks[key] = self._reshaped(mask, wanted, like)
         return self.masks[key]
@@ -281,7 +281,7 @@ class _Unslice:
         """True for each row of the slice."""
         window = self.window
         numbers = like.with_(types=(TensorType((window.long,), torch.int64),))
-        row = self.build.call(aten.arange.default, window.long, like=numbers, name="arange")
+        row = self.build.call(aten.arange.default, window.long, like=numbers, name="row")
         end = window.start + window.short
         found = []
         if window.start:
@@ -297,7 +297,7 @@ class _Unslice:
         if type_.shape == shape:
             return value
         like = like.with_(types=(TensorType(shape, type_.dtype),))
-        return self.build.call(aten.reshape.default, value, list(shape), like=like, name="reshape")
+        return self.build.call(aten.reshape.default, value, list(shape), like=like, name="rows")
 
 
 def _apart(shape: tuple[int, ...], at: Split, rows: int) -> tuple[int, ...]:

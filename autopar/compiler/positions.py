@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.errors import BatchError, divisors, one_of
-from autopar.ir.mesh import CONTEXT, Mesh
+from autopar.ir.mesh import CONTEXT
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
-from autopar.passes.rules import call_of, replicated_rule, rule_of
+from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
 from autopar.passes.rules.rule import Table
 
 
@@ -22,23 +23,22 @@ class Positions:
     where: str
 
 
-def check_positions(program: Program, mesh: Mesh, table: Table) -> None:
-    """Raise BatchError if cp divides no sequence of the batch."""
-    if divides_positions(program, mesh, table):
-        return
-    size = mesh[CONTEXT]
-    first = positions_of(program, table)[0]
+def with_positions(plan: Plan, program: Program) -> Plan:
+    """The plan with what is done where cp divides no sequence of the batch: every rank computes all of it.
+
+    Raises BatchError if that may be refused. What has no sequence, images say, is judged by its products.
+    """
+    size = dict(plan.mesh.axes).get(CONTEXT, 1)
+    found = positions_of(program, table_of(plan)) if size > 1 else []
+    if not found or any(one.count % size == 0 for one in found):
+        return plan
+    if plan.fixed.uneven:
+        return replace(plan, context_replicated=True)
+    count, padded = found[0].count, -(-found[0].count // size) * size
     raise BatchError(
-        f"cp={size} does not divide the {first.count} positions ({first.where}): pad to "
-        f"{-(-first.count // size) * size}, or use a cp of {one_of(divisors(first.count))}."
+        f"cp={size} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use a cp of "
+        f"{one_of(divisors(count))}."
     )
-
-
-def divides_positions(program: Program, mesh: Mesh, table: Table) -> bool:
-    """True if cp divides a sequence of the batch. What has none, images say, is judged by its products."""
-    size = dict(mesh.axes).get(CONTEXT, 1)
-    found = positions_of(program, table) if size > 1 else []
-    return not found or any(one.count % size == 0 for one in found)
 
 
 def positions_of(program: Program, table: Table) -> list[Positions]:
