@@ -42,8 +42,8 @@ def with_positions(plan: Plan, program: Program) -> Plan:
 
 
 def positions_of(program: Program, table: Table) -> list[Positions]:
-    """Dim 1 of the batch's tensors of 2 or 3 dims, and of what is cut out of them: `x[:, :-1]`. A tensor of which only
-    such pieces are used does not count."""
+    """Dim 1 of the batch's tensors of 2 or 3 dims that are used whole; if none is, of what is cut out of them:
+    `x[:, :-1]`."""
     cuts = dict(_cuts(program, table))
     found = [
         Positions(shape[1], f"dim 1 of batch tensor {entry.name}")
@@ -51,7 +51,7 @@ def positions_of(program: Program, table: Table) -> list[Positions]:
         if entry.kind == "batch" and len(shape := record(node).type.shape) in (2, 3)
         if any(user not in cuts for user in node.users)
     ]
-    return found + list(cuts.values())
+    return found or list(cuts.values())
 
 
 def _cuts(program: Program, table: Table) -> Iterator[tuple[fx.Node, Positions]]:
