@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, outer_of
-from autopar.ir.mesh import CONTEXT, MICROBATCH
+from autopar.ir.mesh import CONTEXT, MICROBATCH, ULYSSES
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -131,7 +131,7 @@ class _Reshard:
         if node in self.stored:
             return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
-        along = self.plan.sequence_parallel or CONTEXT in record(node).layout.axes
+        along = self.plan.sequence_parallel or bool({CONTEXT, ULYSSES}.intersection(record(node).layout.axes))
         return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _shortest(

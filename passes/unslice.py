@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.mesh import CONTEXT
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
     Builder,
@@ -21,6 +21,7 @@ from autopar.ir.program import (
     set_record,
 )
 from autopar.passes.rules import table_of
+from autopar.passes.search.intents import context_axes
 from autopar.passes.search.items import source_of
 from autopar.passes.search.states import Split
 from autopar.passes.sliced_rows import SlicedRows, readers, window_of
@@ -68,7 +69,7 @@ def unslice(program: Program, plan: Plan) -> Program:
     they are zero: selected, never multiplied, so that no inf or NaN of theirs is seen. Labels are padded with what the
     loss ignores, which makes zeros of what follows. Where it is not so the program stays as it is.
     """
-    size = dict(plan.mesh.axes).get(CONTEXT, 1)
+    size = math.prod(size for _, size in context_axes(plan.mesh))
     kept: set[str] = set()  # slices that stay
     while size > 1:
         found = _next(program, plan, size, kept)

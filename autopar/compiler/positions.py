@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.errors import BatchError, divisors, one_of
-from autopar.ir.mesh import CONTEXT
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
 from autopar.passes.rules.rule import Table
+from autopar.passes.search.intents import context_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +25,22 @@ class Positions:
 
 
 def with_positions(plan: Plan, program: Program) -> Plan:
-    """The plan with what is done where cp divides no sequence of the batch: every rank computes all of it.
+    """The plan with what is done where cp (or ulysses) divides no sequence of the batch: every rank computes all of it.
 
     Raises BatchError if that may be refused. What has no sequence, images say, is judged by its products.
     """
-    size = dict(plan.mesh.axes).get(CONTEXT, 1)
-    found = positions_of(program, table_of(plan)) if size > 1 else []
+    axes = context_axes(plan.mesh)
+    size = math.prod(size for _, size in axes)
+    found = positions_of(program, table_of(plan)) if axes else []
     if not found or any(one.count % size == 0 for one in found):
         return plan
     if plan.fixed.uneven:
         return replace(plan, context_replicated=True)
     count, padded = found[0].count, -(-found[0].count // size) * size
+    spelled = " x ".join(f"{axis}={ranks}" for axis, ranks in axes)
+    of = " x ".join(axis for axis, _ in axes)
     raise BatchError(
-        f"cp={size} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use a cp of "
+        f"{spelled} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use a {of} of "
         f"{one_of(divisors(count))}."
     )
 

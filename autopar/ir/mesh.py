@@ -12,7 +12,7 @@ from autopar.errors import MeshError, divisors, one_of
 
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
 DATA_AXES = ("dp", "fsdp")  # split the batch
-CONTEXT = "cp"  # splits the sequence
+CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")

@@ -2,8 +2,8 @@
 
     timeout 3600 .venv/bin/python -m benchmarks.coverage.context [NAME ...] [--jobs 2] [--mesh cp=2] [--out FILE]
 
-A row is a model: the largest relative error of loss, gradients and weights after two AdamW steps, the share of the matrix
-operations that cp divides, and what the compiler says of the rest. Models without a sequence are refused by name.
+A row is a model: the largest relative error of loss, gradients and weights after two AdamW steps, the share of the
+matrix operations that cp divides, and what the compiler says of the rest. Models without a sequence are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ def main() -> None:
             good, right = good + counts, right + is_right
             error = "-" if row["error"] is None else f"{row['error']:.0e}"
             share = "-" if row["share"] is None else f"{row['share']:.0f}"
-            cells = ("ok" if counts else "right" if is_right else "NO", name, error, share, row["said"].replace("|", "/"))
+            cells = (
+                "ok" if counts else "right" if is_right else "NO",
+                name,
+                error,
+                share,
+                row["said"].replace("|", "/"),
+            )
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     lines.append(f"\n{good} of {len(wanted)} are divided by {DIVIDED:.0f} % or more; {right} are right.")

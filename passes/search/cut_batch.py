@@ -24,10 +24,13 @@ def cut_from_batch(classes: Classes) -> Iterator[tuple[int, int]]:
             yield from ((i, result) for result in range(len(classes.items[i].types)))
 
 
-def cut_dims(classes: Classes, value: tuple[int, int], reached: Collection[Split]) -> list[Split]:
-    """The dims of a result, but the first, which its call cannot split and no split reached."""
+def cut_dims(
+    classes: Classes, value: tuple[int, int], reached: Collection[Split], outers: tuple[int, ...]
+) -> list[Split]:
+    """Splits of the dims of a result, but the first, which its call cannot split and no split reached."""
     rule = classes.items[value[0]].rule
     assert rule is not None
     known = {dim for dim, _ in reached}
     dims = enumerate(rule.results[value[1]])
-    return [(dim, 1) for dim, names in dims if dim and dim not in known and rule.replicated & {*names}]
+    cut = [dim for dim, names in dims if dim and dim not in known and rule.replicated & {*names}]
+    return [(dim, outer) for dim in cut for outer in outers]

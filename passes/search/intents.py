@@ -6,7 +6,9 @@
          sequence where no weight needs them whole (arXiv 2205.05198)
     fsdp as dp; ZeRO splits states over it
     cp   the sequence is split: the batch is whole and sliced where it is used, parameters are whole; what attention
-         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2)
+         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2),
+         or its heads are split instead (all-to-all, arXiv 2309.14509)
+    ulysses  as cp, of which attention splits heads only
     mb   as dp, but one rank computes the parts, one after another
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
@@ -15,10 +17,11 @@ is it allowed at its cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, Mesh
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -59,6 +62,8 @@ class Intent:
     sequence_split: bool = False
     context: bool = False
     zigzag: bool = False  # a sequence may lie in mirrored pieces
+    heads: int = 0  # attention may split its heads, after so many pieces that later axes make of them; 0: it may not
+    only_heads: bool = False  # and nothing else
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -89,10 +94,13 @@ class Intent:
 
     def sequence_seeds(self, role: Role) -> list[Split]:
         """The dims of the batch that sequence and context parallelism may split: all but the first."""
-        if role.entry.kind != "batch" or not self.sequence_split:
-            return []
-        outers = (1, -2) if self.zigzag else (1,)
-        return [(dim, outer) for dim in range(1, len(role.type.shape)) for outer in outers]
+        dims = range(1, len(role.type.shape)) if role.entry.kind == "batch" else ()
+        return [(dim, outer) for dim in dims for outer in self.sequence_outers]
+
+    @property
+    def sequence_outers(self) -> tuple[int, ...]:
+        """The outers of the splits of a sequence; none if there are none."""
+        return ((1, -2) if self.zigzag else (1,)) if self.sequence_split else ()
 
     def factor(
         self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
@@ -132,20 +140,26 @@ class Intent:
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
+_CONTEXT = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True, zigzag=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
     MICROBATCH: _DATA,
-    CONTEXT: Intent(batch_split=False, weights_split=False, sequence_split=True, context=True, zigzag=True),
+    CONTEXT: _CONTEXT,
+    ULYSSES: replace(_CONTEXT, only_heads=True),
     "tp": Intent(batch_split=False, weights_split=True),
 }
 
 
-def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool) -> Intent:
+def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str) -> Intent:
     """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves."""
     found = INTENTS[axis]
-    if not found.weights_split:
+    if found.weights_split:
+        return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
+    if not found.context or attention == "gather" or (axis == CONTEXT and ULYSSES in mesh):
         return found
-    return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
+    later = mesh.names[mesh.names.index(axis) + 1 :]
+    heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)
+    return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")
 
 
 def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
@@ -154,3 +168,8 @@ def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
         if entry.kind == "batch" and type_.shape:
             return type_.shape[0]
     return None
+
+
+def context_axes(mesh: Mesh) -> list[tuple[str, int]]:
+    """The axes of a mesh that split the sequence, with their sizes."""
+    return [(axis, size) for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].context and size > 1]

@@ -23,6 +23,7 @@ MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, a
 ATTENTION = frozenset(
     op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
 )  # what looks along a whole sequence
+HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
 Options = list[list[tuple[Strategy, float]]]
 
@@ -64,6 +65,8 @@ def options_of(
         found = strategies(item.rule, names, size, tuple(item.taken))
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
+        if intent.only_heads and item.node.target in ATTENTION:
+            found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
         sizes_ = [_bytes(*result, sizes) * item.count for result in zip(item.types, item.states, strict=True)]
         replica = BYTES_PER_REPLICA * intent.sequence_split
         options.append(
@@ -115,20 +118,26 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    return _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_split)[0]
+    found = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers)[0]
+    for item, names in zip(classes.items, found, strict=True):
+        if intent.heads and item.node.target in ATTENTION:
+            for name in HEADS:
+                names.setdefault(name, set()).add(intent.heads if name == HEADS[0] else 1)
+    return found
 
 
 def sequences_of(classes: Classes, intent: Intent) -> Values:
     """The splits of each value that are splits of a sequence."""
-    return _spread(classes, lambda _, role: intent.sequence_seeds(role), True)[1] if intent.sequence_split else {}
+    outers = intent.sequence_outers
+    return _spread(classes, lambda _, role: intent.sequence_seeds(role), outers)[1] if outers else {}
 
 
 def _spread(
-    classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: bool
+    classes: Classes, seeds: Callable[[int, Role], list[Split]], outers: tuple[int, ...]
 ) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 
-    of_sequences: what is cut out of the batch is a sequence, though no split of the batch gets there.
+    outers: of the splits of sequences. What is cut out of the batch is one, though no split of the batch gets there.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
@@ -146,11 +155,11 @@ def _spread(
         if item.role is not None:
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
-    cut = list(cut_from_batch(classes)) if of_sequences else []
+    cut = list(cut_from_batch(classes)) if outers else []
     while pending or cut:
         if not pending:
             first = cut.pop(0)
-            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ())))
+            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), outers))
             pending.update(dict.fromkeys(users.get(first, ())))
             continue
         i = next(iter(pending))
@@ -212,8 +221,9 @@ def problem_of(
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
-                along = bool(splits) and splits <= sequences.get((source, result), set())
                 attends = _is_attention(classes, source) or _is_attention(classes, user)
+                heads = {state for state in splits if attends and intent.heads and state[0] == 1}
+                along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if strict and s == "sum" and s != t and not classes.casts.get(user, True):
                     continue  # the terms of a gradient are summed behind their cast
                 factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0

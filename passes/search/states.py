@@ -158,14 +158,16 @@ def states_of(layout: Layout, mesh: Mesh, apart: bool = False) -> dict[str, Stat
     """
     states: dict[str, State] = dict(layout.partial)
     for dim, factors in enumerate(layout.dims):
-        position = run = 1  # a run of axes that follow each other directly share their outer
+        position = run = 1  # axes that follow each other directly, in the order of the mesh, share their outer
         previous: Factor | None = None
         for factor in factors:
             if isinstance(factor, int):
                 position *= abs(factor)
             else:
-                if apart or not isinstance(previous, str):
-                    run = -position if isinstance(previous, int) and previous < 0 else position
+                if isinstance(previous, int):
+                    run = position if previous > 0 else -position
+                elif previous is not None and (apart or mesh.names.index(previous) > mesh.names.index(factor)):
+                    run = position
                 states[factor] = (dim, run)
                 position *= mesh[factor]
             previous = factor

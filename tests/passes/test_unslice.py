@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.passes import sliced_rows
 from autopar.passes.unslice import _Unslice, unslice
 
-WORDS, WIDTH, BATCH, TIME = 20, 12, 4, 12
+WORDS, WIDTH, BATCH, TIME = 20, 12, 4, 24
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 MESHES = ("cp=2", "cp=3", "dp=2,cp=2", "cp=2,tp=2")
 
@@ -44,7 +44,7 @@ def batch() -> tuple[Tensor, Tensor]:
     """Tokens and labels, some ignored, unevenly."""
     torch.manual_seed(0)
     x, y = torch.randint(WORDS, (BATCH, TIME)), torch.randint(WORDS, (BATCH, TIME))
-    y[0, 2:7] = y[2, :10] = y[1, -1] = -100
+    y[0, 2:7] = y[2, :20] = y[1, -1] = -100
     return x, y
 
 
@@ -137,7 +137,7 @@ OTHERS: dict[str, Loss] = {
     "shifted": lambda m, x, _: (F.pad(m(x)[:, :-1], (0, 0, 1, 0)) * m(x)).square().mean(),
     "the largest": lambda m, x, _: m(x)[:, :-1].amax(1).square().mean(),
     "a softmax along": lambda m, x, _: (m(x)[:, :-1].softmax(1) * m(x)[:, :-1]).square().mean(),
-    "half": lambda m, x, _: m(x)[:, :6].square().mean(),
+    "half": lambda m, x, _: m(x)[:, :12].square().mean(),
     "of the channels": lambda m, x, _: m(x)[..., :-1].square().mean(),
 }
 

@@ -66,13 +66,17 @@ SHIFTS: dict[str, tuple[Callable[..., Tensor], Batch]] = {
 }
 
 
+def moved(compiled: Compiled) -> list[Any]:
+    """What activations are gathered, or exchanged, over cp."""
+    return [row for row in compiled.collectives if row.axis == "cp" and row.op in ("all_gather", "all_to_all")]
+
+
 @pytest.mark.parametrize("name", SHIFTS)
 def test_every_shift_is_right_and_all_products_are_divided(name: str) -> None:
     loss, batch = SHIFTS[name]
     for _, compiled in verified(gpt(), ("cp=2", "cp=3", "dp=2,cp=2", "dp=4,cp=2", "cp=2,tp=2"), loss, batch):
         assert not any("cp" in note for note in compiled.notes)
-        moved = [row for row in compiled.collectives if row.axis == "cp" and row.op == "all_gather"]
-        assert {len(row.shape) for row in moved} == {4}  # keys and values of attention, nothing else
+        assert {len(row.shape) for row in moved(compiled)} == {4}  # of attention, nothing else
 
 
 @pytest.mark.parametrize("name", SHIFTS)
@@ -105,7 +109,7 @@ def test_positions_that_cp_does_not_divide() -> None:
     refused(BatchError, message, lambda: made("cp=5"))
     line = line_of(batch_cut, "x, y = tokens[:, :-1]")
     message = (
-        f"cp=5 does not divide the 24 positions (%slice_1 at test_context.py:{line}, cut out of the batch): pad to 25, "
+        f"cp=5 does not divide the 24 positions (%slice_1 at test_context_models.py:{line}, cut out of the batch): pad to 25, "
         "or use a cp of 1, 2, 3, 4, 6, 8, 12 or 24."
     )
     refused(BatchError, message, lambda: made("dp=2,cp=5", "batch cut"))
@@ -123,7 +127,7 @@ def test_later_lengths_that_cp_does_not_divide_are_computed_whole() -> None:
         assert report.ok and report.max_error < 1e-10
         said = "axis 'cp' (size 2) cannot divide the positions of this batch: every rank computes all of them"
         assert (said in found.notes) == (time == 9)
-        assert any(row.axis == "cp" and row.op == "all_gather" for row in Compiled.of(found).collectives) == (time != 9)
+        assert bool(moved(Compiled.of(found))) == (time != 9)
 
 
 # Models that cp is not for
@@ -161,4 +165,4 @@ def test_a_note_names_the_op_that_stops_the_split() -> None:
     (note,) = found.notes
     assert "axis 'cp' (size 2) leaves 3 of 5 products replicated" in note and " in head" in note
     line = line_of(Pooled.forward, "h.cumsum")
-    assert f"; no split of the positions gets through %cumsum at test_context.py:{line}" in note
+    assert f"; no split of the positions gets through %cumsum at test_context_models.py:{line}" in note
