@@ -133,11 +133,12 @@ def sequences_of(classes: Classes, intent: Intent) -> Values:
 
 
 def _spread(
-    classes: Classes, seeds: Callable[[int, Role], list[Split]], outers: tuple[int, ...]
+    classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...]
 ) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
 
-    outers: of the splits of sequences. What is cut out of the batch is one, though no split of the batch gets there.
+    of_sequences: the outers of their splits. What is cut out of the batch is a sequence, too, though no split of the
+    batch gets there.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
@@ -155,11 +156,11 @@ def _spread(
         if item.role is not None:
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
-    cut = list(cut_from_batch(classes)) if outers else []
+    cut = list(cut_from_batch(classes)) if of_sequences else []
     while pending or cut:
         if not pending:
             first = cut.pop(0)
-            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), outers))
+            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
             pending.update(dict.fromkeys(users.get(first, ())))
             continue
         i = next(iter(pending))

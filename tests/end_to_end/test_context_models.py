@@ -22,6 +22,7 @@ from autopar.errors import BatchError, LayoutError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
+from autopar.ir.program import record
 from autopar.verification.verify import verify_compiled
 
 WORDS, BATCH, TIME = 40, 4, 24
@@ -80,6 +81,14 @@ def test_every_shift_is_right_and_all_products_are_divided(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIFTS)
+def test_the_work_of_causal_attention_is_balanced(name: str) -> None:
+    loss, batch = SHIFTS[name]
+    found = compile(gpt(), "cp=2", loss_fn=loss, batch=batch, attention="gather")
+    layouts = {str(record(node).layouts[0]) for node in found.program.calls() if "attention.def" in str(node.target)}
+    assert layouts == {"[-,-,2~cp,-]"}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
 def test_beside_sequence_parallelism_stages_and_micro_batches(name: str) -> None:
     loss, batch = SHIFTS[name]
     verified(gpt(), ("cp=2,tp=2",), loss, batch, sequence_parallel=True)
@@ -109,8 +118,8 @@ def test_positions_that_cp_does_not_divide() -> None:
     refused(BatchError, message, lambda: made("cp=5"))
     line = line_of(batch_cut, "x, y = tokens[:, :-1]")
     message = (
-        f"cp=5 does not divide the 24 positions (%slice_1 at test_context_models.py:{line}, cut out of the batch): pad to 25, "
-        "or use a cp of 1, 2, 3, 4, 6, 8, 12 or 24."
+        f"cp=5 does not divide the 24 positions (%slice_1 at test_context_models.py:{line}, cut out of the batch): pad "
+        "to 25, or use a cp of 1, 2, 3, 4, 6, 8, 12 or 24."
     )
     refused(BatchError, message, lambda: made("dp=2,cp=5", "batch cut"))
 
