@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from autopar.passes import sliced_rows
 from autopar.passes.unslice import _Unslice, unslice
 
 WORDS, WIDTH, BATCH, TIME = 20, 12, 4, 24
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor, Tensor], Any]
 MESHES = ("cp=2", "cp=3", "dp=2,cp=2", "cp=2,tp=2")
 
 
@@ -116,6 +117,38 @@ def predictive(m: Words, x: Tensor, _: Tensor) -> Tensor:
     return (m(x)[:, :-1] - after).square().mean()
 
 
+def preferred(m: Words, x: Tensor, y: Tensor) -> Tensor:
+    """As DPO does (trl): the first rows of the batch are preferred to the others."""
+    labels, logits = y[:, 1:].clone(), m(x)[:, :-1]
+    counts = labels != -100
+    labels[labels == -100] = 0
+    each = logits.log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
+    score = (each * counts).sum(-1) / counts.sum(-1)
+    return -F.logsigmoid(score[:2] - score[2:]).mean()
+
+
+def distilled(m: Words, x: Tensor, y: Tensor) -> Tensor:
+    """Two slices that belong together."""
+    student, teacher = m(x)[:, :-1].reshape(-1, WORDS), m.head(m.hidden(x))[:, :-1].reshape(-1, WORDS)
+    counts = (y[:, 1:] != -100).reshape(-1)
+    each = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    return (each * counts).sum() / counts.sum()
+
+
+def clipped(m: Words, x: Tensor, y: Tensor) -> Tensor:
+    """As PPO does: probabilities now and before, and advantages that are computed of the batch."""
+    now = m(x)[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1)
+    ratio = (now - torch.linspace(-3, -2, TIME - 1, dtype=torch.float64)).exp()
+    gain = y[:, 1:].double().flip(1).cumsum(1) / 50
+    return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+
+
+def measured(m: Words, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric beside the loss."""
+    logits = m(x)[:, :-1]
+    return F.cross_entropy(logits.transpose(1, 2), y[:, 1:]), (logits.argmax(-1) == y[:, 1:]).double().mean()
+
+
 def hard(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The largest losses: a look along all rows, at a number of each."""
     losses = F.cross_entropy(m(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
@@ -126,7 +159,7 @@ UNSLICED: dict[str, Loss] = {
     each.__name__: each  # type: ignore[attr-defined]
     for each in (
         flat, moved, classes_second, weighted_classes, gathered, weighted, masked, before_the_head, normalised, behind,
-        inside, three_times, predictive, hard,
+        inside, three_times, predictive, preferred, distilled, clipped, measured, hard,
     )
 }  # fmt: skip
 
@@ -137,6 +170,7 @@ OTHERS: dict[str, Loss] = {
     "shifted": lambda m, x, _: (F.pad(m(x)[:, :-1], (0, 0, 1, 0)) * m(x)).square().mean(),
     "the largest": lambda m, x, _: m(x)[:, :-1].amax(1).square().mean(),
     "a softmax along": lambda m, x, _: (m(x)[:, :-1].softmax(1) * m(x)[:, :-1]).square().mean(),
+    "drawn": lambda m, x, _: F.dropout(m(x)[:, :-1], 0.3).square().mean(),
     "half": lambda m, x, _: m(x)[:, :12].square().mean(),
     "of the channels": lambda m, x, _: m(x)[..., :-1].square().mean(),
 }
