@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op, op
@@ -132,7 +133,7 @@ class _Partition:
 
 
 def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Mesh) -> Cuts:
-    """Which axes cut which names, read off the layouts of a call."""
+    """Which axes cut which names, read off the layouts of a call. Raises VerificationError if one cuts none."""
     cuts: Cuts = {}
     tensors: list[tuple[Dims, Layout]] = [*zip(rule.operands, operands, strict=True)]
     tensors += zip(rule.results, results, strict=True)
@@ -144,11 +145,13 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
             if not isinstance(state, tuple):
                 continue
             choice = choice_at(dims, state, sizes)
-            assert choice is not None, (dims, str(layout))
+            if choice is None:
+                raise VerificationError(f"{layout} of dims {dims} splits none of {sizes} over '{axis}'")
             cut = (choice[1], mesh.names.index(axis), axis)
             known = cuts.setdefault(choice[0], [])
             if cut not in known:
-                assert all(other[2] != axis for other in known), (choice, known, str(layout))
+                if any(other[2] == axis for other in known):
+                    raise VerificationError(f"{layout} of dims {dims} splits '{choice[0]}' in another way than {known}")
                 known.append(cut)
                 known.sort(key=by_outer)
     return cuts
