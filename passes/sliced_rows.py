@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.ir.ops import op, semantic_of
 from autopar.ir.program import TensorType, operand_nodes, record
-from autopar.passes.rules import call_of, local_call, rule_of
+from autopar.passes.rules import call_of, linalg, local_call, rule_of
 from autopar.passes.rules.rule import Call, Dims, Row, Rule, Table
 from autopar.passes.search.items import source_of
 from autopar.passes.search.states import Split, choice_at, place
@@ -149,8 +149,8 @@ class SlicedRows:
         call = call_of(node)
         pair = rule_of(call, self.table)
         semantic = semantic_of(node.target)
-        if pair is None or (semantic is not None and semantic.random):
-            return None
+        if pair is None or (semantic is not None and semantic.random) or call.op in linalg.ROWS:
+            return None  # a decomposition may refuse a row of zeros
         rule, sizes = pair[0], dict(pair[0].sizes)
         tensors = list(_tensors(node, rule))
         choices = {choice_at(dims, self.places[value], sizes) for value, dims in tensors if value in self.places}
@@ -174,21 +174,25 @@ class SlicedRows:
                     self.rest[value] = rest
 
     def _fill(self, value: Value) -> Any:
-        """What a value is padded with: labels so that they are ignored."""
+        """What a value is padded with: labels with what every check of theirs ignores."""
         if self.is_whole(value[0]):
             return None
         type_ = type_of(value)
         if type_.dtype.is_floating_point or type_.dtype is torch.bool:
             return type_.dtype.is_floating_point and 0.0
-        pending, known = [value], {value}
+        ignored = {user.args[2] for user in self._checks(value)}
+        return ignored.pop() if len(ignored) == 1 and None not in ignored else 0
+
+    def _checks(self, value: Value) -> list[fx.Node]:
+        """The checks of an index that a value is, as it is or after a view."""
+        found, pending = [], [value]
         while pending:
             for user in readers(pending.pop()):
-                if user.target is op("checked_index") and user.args[2] is not None:
-                    return user.args[2]
-                if user in self.calls and str(user.target) in _VIEWS and (user, 0) not in known:
-                    known.add((user, 0))
+                if user.target is op("checked_index"):
+                    found.append(user)
+                elif user in self.calls and str(user.target) in _VIEWS:
                     pending.append((user, 0))
-        return 0
+        return found
 
     def _rest(self, node: fx.Node) -> Any:
         """The number in the dropped rows of a call's result; None where it is not known."""
@@ -243,6 +247,10 @@ class SlicedRows:
     def _is_possible(self, node: fx.Node) -> bool:
         """True if a call has no index that a dropped row could lack, and gives at the whole length what it should."""
         lifted = self.calls[node]
+        if node.target is op("checked_index"):
+            index, size, ignored = node.args
+            number = self.number(index)  # type: ignore[arg-type]
+            return number is not None and (number == ignored or 0 <= number < size)  # type: ignore[operator]
         is_lookup = not lifted.row.pointwise and str(node.target) not in _VIEWS and node.target not in _SUMS
         checked = semantic_of(node.target) is not None
         for i, operand in enumerate(operand_nodes(node)):

@@ -149,17 +149,29 @@ def measured(m: Words, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.transpose(1, 2), y[:, 1:]), (logits.argmax(-1) == y[:, 1:]).double().mean()
 
 
+def also_embedded(m: Words, x: Tensor, _: Tensor) -> Tensor:
+    """The labels are looked up in a table, too: there nothing is ignored."""
+    after = x[:, 1:]
+    hidden = m.hidden(x)[:, :-1] + m.embed(after)
+    return F.cross_entropy(m.head(hidden).flatten(0, 1), after.flatten())
+
+
 def hard(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The largest losses: a look along all rows, at a number of each."""
     losses = F.cross_entropy(m(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
     return losses.topk(7).values.mean()
 
 
+def squares(x: Tensor) -> Tensor:
+    return torch.eye(3, dtype=x.dtype) + 0.1 * x[..., :9].unflatten(-1, (3, 3))
+
+
 UNSLICED: dict[str, Loss] = {
     each.__name__: each  # type: ignore[attr-defined]
     for each in (
         flat, moved, classes_second, weighted_classes, gathered, weighted, masked, before_the_head, normalised, behind,
-        inside, three_times, predictive, preferred, distilled, clipped, measured, hard,
+        inside, three_times, predictive, preferred, distilled, clipped, measured, also_embedded,
+        hard,
     )
 }  # fmt: skip
 
@@ -171,6 +183,7 @@ OTHERS: dict[str, Loss] = {
     "the largest": lambda m, x, _: m(x)[:, :-1].amax(1).square().mean(),
     "a softmax along": lambda m, x, _: (m(x)[:, :-1].softmax(1) * m(x)[:, :-1]).square().mean(),
     "drawn": lambda m, x, _: F.dropout(m(x)[:, :-1], 0.3).square().mean(),
+    "solved": lambda m, x, _: torch.linalg.inv(squares(m.hidden(x))[:, :-1]).square().mean(),
     "half": lambda m, x, _: m(x)[:, :12].square().mean(),
     "of the channels": lambda m, x, _: m(x)[..., :-1].square().mean(),
 }
