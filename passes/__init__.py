@@ -19,6 +19,7 @@ from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.rowwise import rowwise
+from autopar.passes.unslice import unslice
 from autopar.passes.unsort import unsort
 from autopar.passes.zero import zero
 
@@ -27,6 +28,7 @@ Pass = Callable[[Program, Plan], Program]
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
+    (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over a data axis

@@ -12,20 +12,11 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
-from autopar.compiler.constraints import (
-    check_batch,
-    check_zero,
-    divides_batch,
-    is_sequence_parallel,
-    microbatches_of,
-    no_sequence,
-    parse_shard,
-    patterns_of,
-)
+from autopar.compiler.constraints import is_sequence_parallel, no_sequence
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
-from autopar.compiler.precision_check import check_parameters
-from autopar.custom_ops.registry import CUSTOM_OPS, check_calls
+from autopar.compiler.make_plan import make_plan
+from autopar.custom_ops.registry import check_calls
 from autopar.errors import CaptureError, LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
@@ -104,28 +95,6 @@ def lower(
     if directory is not None:
         compiled.dump(directory)
     return compiled
-
-
-def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Plan:
-    """The decisions of the user, checked against the model, its batch and the mesh."""
-    program = captured.program
-    check_parameters(program, options)
-    batch_replicated = fixed.uneven and not divides_batch(program, mesh)
-    if not batch_replicated:
-        check_batch(program, mesh)
-    count = microbatches_of(program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven)
-    plan = Plan(
-        mesh,
-        parse_shard(options.shard, program, mesh),
-        options=replace(options, microbatches=count),
-        fixed=fixed,
-        batch_replicated=batch_replicated,
-        patterns=patterns_of(options.shard, program),
-        frozen=captured.frozen,
-        rules=CUSTOM_OPS.rows(),
-    )
-    check_zero(plan)
-    return plan
 
 
 def whole_sequence(compiled: Lowered) -> Lowered:

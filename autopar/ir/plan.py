@@ -44,9 +44,9 @@ class Fixed:
     """What is decided before a plan is made, by the device and by the programs before this one.
 
     machine: what the cut of a pipeline is for. owners: the stages that keep parameters already, by name. stored: how
-    parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide is computed whole
-    by every rank, and not refused. decided: the layouts of earlier programs, by their structure. sequence: what
-    `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
+    parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide, or positions that
+    cp cannot, are computed whole by every rank, and not refused. decided: the layouts of earlier programs, by their
+    structure. sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
     """
 
     machine: Machine = GPU
@@ -64,6 +64,7 @@ class Plan:
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. options: of the step, with what the model and the batch decide in
     place of None and "auto". batch_replicated: every rank computes the whole batch, as its axes cannot divide it.
+    context_replicated: every rank of cp computes all positions, as it cannot divide them.
     frozen: parameters that are not trained, by first name. rules: the rows of the user's custom ops, by op, beside
     those of `passes/rules`.
     """
@@ -74,6 +75,7 @@ class Plan:
     options: StepOptions = field(default_factory=StepOptions)
     fixed: Fixed = field(default_factory=Fixed)
     batch_replicated: bool = False
+    context_replicated: bool = False
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     rules: Mapping[str, Any] = field(default_factory=dict, compare=False)

@@ -41,7 +41,8 @@ class Solution:
 class AxisSearch:
     """The search of one axis. The states of `classes` hold what the axes before it have chosen.
 
-    is_idle: the axis should split the batch and cannot divide it, so that every value is replicated on it.
+    is_idle: the axis should split the batch, or its positions, and cannot divide them: every value is replicated on it.
+    may_refuse: a model for which the axis is of no use is an error.
     """
 
     classes: Classes
@@ -50,6 +51,7 @@ class AxisSearch:
     mesh: Mesh
     pins: Pins
     is_idle: bool = False
+    may_refuse: bool = False
 
     @property
     def size(self) -> int:
@@ -103,7 +105,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
         if size > 1:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
-            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle)
+            is_idle |= plan.context_replicated and intent.context
+            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle, not plan.fixed.uneven)
 
 
 def _whole(item: Item) -> Strategy:

@@ -48,7 +48,8 @@ def as_earlier(program: Program, plan: Plan) -> Program | None:
 
 def _structure(program: Program, plan: Plan) -> Hashable:
     """All that decides whether layouts may be taken over, but for sizes: these are checked one by one."""
-    of_plan = plan.layout_mesh, plan.batch_replicated, plan.sequence_parallel, plan.zero, plan.options.attention
+    whole = plan.batch_replicated, plan.context_replicated
+    of_plan = plan.layout_mesh, whole, plan.sequence_parallel, plan.zero, plan.options.attention
     return *of_plan, program.inputs, program.outputs, tuple(map(_form, program.graph.nodes))
 
 

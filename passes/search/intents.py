@@ -94,10 +94,13 @@ class Intent:
 
     def sequence_seeds(self, role: Role) -> list[Split]:
         """The dims of the batch that sequence and context parallelism may split: all but the first."""
-        if role.entry.kind != "batch" or not self.sequence_split:
-            return []
-        outers = (1, -2) if self.zigzag else (1,)
-        return [(dim, outer) for dim in range(1, len(role.type.shape)) for outer in outers]
+        dims = range(1, len(role.type.shape)) if role.entry.kind == "batch" else ()
+        return [(dim, outer) for dim in dims for outer in self.sequence_outers]
+
+    @property
+    def sequence_outers(self) -> tuple[int, ...]:
+        """The outers of the splits of a sequence; none if there are none."""
+        return ((1, -2) if self.zigzag else (1,)) if self.sequence_split else ()
 
     def factor(
         self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
@@ -165,3 +168,8 @@ def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
         if entry.kind == "batch" and type_.shape:
             return type_.shape[0]
     return None
+
+
+def context_axes(mesh: Mesh) -> list[tuple[str, int]]:
+    """The axes of a mesh that split the sequence, with their sizes."""
+    return [(axis, size) for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].context and size > 1]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.program import PARTNER, record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
-from autopar.passes.search.search import ATTENTION, HEADS
+from autopar.passes.search.search import ATTENTION, HEADS, sequences_of
 
 SHOWN = 3  # products in a note
+FEW = 0.05  # the share of the work that may stay whole without a word on why
 
 
 def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
     """List what an axis leaves undivided. Raises LayoutError if it should split the weights and splits none."""
     if search.is_idle:
-        return [f"axis '{search.axis}' (size {search.size}) cannot divide this batch: every rank computes all of it"]
+        what = "the positions of this batch: every rank computes all of them"
+        what = what if search.intent.context else "this batch: every rank computes all of it"
+        return [f"axis '{search.axis}' (size {search.size}) cannot divide {what}"]
     notes = []
     if not solution.strict:
         notes.append(
@@ -90,23 +95,63 @@ def _whole_products(search: AxisSearch, solution: Solution) -> list[str]:
         return [] if any(isinstance(state, tuple) for state in states) else [f"{axis} divides nothing: all work {each}"]
     if not work:
         return []
+    end = _end_of_sequence(search, work) if search.intent.context and sum(work.values()) > FEW else ""
     largest = sorted(work, key=lambda number: (-work[number], number))
     named = [_product(classes.items[number], work[number]) for number in largest[:SHOWN]]
     more = f" and {len(work) - SHOWN} more" if len(work) > SHOWN else ""
     count = sum(classes.items[number].count for number in work)
     products = sum(item.count for item in classes.items if item.rule and item.rule.flops)
     what = "divides no product" if count == products else f"leaves {count} of {products} products replicated"
-    return [f"{axis} {what}: {_share(sum(work.values()))} of the work {each}: {', '.join(named)}{more}"]
+    note = f"{axis} {what}: {_share(sum(work.values()))} of the work {each}: {', '.join(named)}{more}{end}"
+    if count == products and search.intent.context and search.may_refuse:
+        raise LayoutError(f"{note}. {_no_context(search)}")
+    return [note]
+
+
+def _no_context(search: AxisSearch) -> str:
+    """What to do where no product has positions that could be split."""
+    items = [item for item in search.classes.items if item.role and item.role.entry.kind == "batch"]
+    batch = "; ".join(f"batch tensor {item.role.entry.name} {list(item.types[0].shape)}" for item in items if item.role)
+    return (
+        f"'{search.axis}' splits a sequence: a dim after the first of {batch}, which the products keep. "
+        f"Leave it out of the mesh, and give its ranks to another axis, e.g. dp."
+    )
+
+
+def _end_of_sequence(search: AxisSearch, work: Mapping[int, float]) -> str:
+    """The nearest op before the largest whole product that takes split positions and gives none."""
+    classes = search.classes
+    sequences = sequences_of(classes, search.intent)
+
+    def is_split(i: int, result: int) -> bool:
+        shape = classes.items[i].types[result].shape
+        return any(shape[dim] % (outer * search.size) == 0 for dim, outer in sequences.get((i, result), ()))
+
+    pending = sorted(work, key=lambda number: (-work[number], number))[:1]
+    known = set(pending)
+    for i in pending:
+        item = classes.items[i]
+        given = [source for source in item.sources if source[0] not in classes.of_parameters]
+        if item.rule and any(is_split(*source) for source in given):
+            if not any(is_split(i, result) for result in range(len(item.types))):
+                return f"; no split of the positions gets through {_where(item)}"
+            continue
+        pending += [source for source in dict.fromkeys(source for source, _ in given) if source not in known]
+        known |= {*pending}
+    return ""
 
 
 def _product(item: Item, share: float) -> str:
     """`%einsum_3 at model.py:12 in head (17 %)`."""
+    times = f", {item.count} times" if item.count > 1 else ""
+    return f"{_where(item)} ({_share(share)}{times})"
+
+
+def _where(item: Item) -> str:
     known = record(item.node)
     place = f" at {known.source}" if known.source else ""
     module = f" in {known.module}" if known.module else ""
-    phase = " backward" if known.is_backward else ""
-    times = f", {item.count} times" if item.count > 1 else ""
-    return f"%{item.node.name}{place}{module}{phase} ({_share(share)}{times})"
+    return f"%{item.node.name}{place}{module}{' backward' if known.is_backward else ''}"
 
 
 def _share(share: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
+from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, used_role
 from autopar.passes.search.problem import Edge, Problem
@@ -119,7 +120,7 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    found = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)))[0]
+    found = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)), intent.sequence_outers)[0]
     for item, names in zip(classes.items, found, strict=True):
         if intent.heads and item.node.target in ATTENTION:
             for name in HEADS:
@@ -127,13 +128,19 @@ def _candidates(classes: Classes, intent: Intent) -> Names:
     return found
 
 
-def _sequences(classes: Classes, intent: Intent) -> Values:
+def sequences_of(classes: Classes, intent: Intent) -> Values:
     """The splits of each value that are splits of a sequence."""
-    return _spread(classes, lambda _, role: intent.sequence_seeds(role))[1] if intent.sequence_split else {}
+    outers = intent.sequence_outers
+    return _spread(classes, lambda _, role: intent.sequence_seeds(role), outers)[1] if outers else {}
 
 
-def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tuple[Names, Values]:
+def _spread(
+    classes: Classes, seeds: Callable[[int, Role], list[Split]], of_sequences: tuple[int, ...]
+) -> tuple[Names, Values]:  # fmt: skip
     """Splits of placeholders, spread over the graph: the names that they are splits of, and the values'.
+
+    of_sequences: the outers of their splits. What is cut out of the batch is a sequence, too, though no split of the
+    batch gets there.
 
     They spread along names through calls and along edges between them, both ways, until nothing new is found. A
     compound dim `(c n)` that is split on n is seen by its neighbours at outer = size(c): so the fused weight of a
@@ -151,7 +158,13 @@ def _spread(classes: Classes, seeds: Callable[[int, Role], list[Split]]) -> tupl
         if item.role is not None:
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
-    while pending:
+    cut = list(cut_from_batch(classes)) if of_sequences else []
+    while pending or cut:
+        if not pending:
+            first = cut.pop(0)
+            values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
+            pending.update(dict.fromkeys(users.get(first, ())))
+            continue
         i = next(iter(pending))
         del pending[i]
         rule = classes.items[i].rule
@@ -201,7 +214,7 @@ def problem_of(
         for item, result in ((classes.items[source], result) for source, result, _ in classes.gradients)
     )
 
-    sequences = _sequences(classes, intent)
+    sequences = sequences_of(classes, intent)
 
     def add(source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False) -> None:
         given = tuple(states[result] for states in results[source])

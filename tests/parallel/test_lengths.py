@@ -101,6 +101,7 @@ def _train(rank: int, mesh: str, options: dict[str, Any]) -> None:
         ("dp=2,tp=2", {"sequence_parallel": True}),
         ("dp=2,tp=2", {"microbatches": 2, "zero": 3}),
         ("pp=2,dp=2", {"microbatches": 2}),
+        ("dp=2,cp=2", {}),
     ],
 )
 def test_each_length_is_right(four: Ranks, mesh: str, options: dict[str, Any]) -> None:

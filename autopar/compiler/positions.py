@@ -1,0 +1,72 @@
+"""Check that cp divides the positions of the batch: those that it has, and those that are cut out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.errors import BatchError, divisors, one_of
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, operand_nodes, record
+from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
+from autopar.passes.rules.rule import Table
+from autopar.passes.search.intents import context_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """A dim that may be a sequence."""
+
+    count: int
+    where: str
+
+
+def with_positions(plan: Plan, program: Program) -> Plan:
+    """The plan with what is done where cp (or ulysses) divides no sequence of the batch: every rank computes all of it.
+
+    Raises BatchError if that may be refused. What has no sequence, images say, is judged by its products.
+    """
+    axes = context_axes(plan.mesh)
+    size = math.prod(size for _, size in axes)
+    found = positions_of(program, table_of(plan)) if axes else []
+    if not found or any(one.count % size == 0 for one in found):
+        return plan
+    if plan.fixed.uneven:
+        return replace(plan, context_replicated=True)
+    count, padded = found[0].count, -(-found[0].count // size) * size
+    spelled = " x ".join(f"{axis}={ranks}" for axis, ranks in axes)
+    of = " x ".join(axis for axis, _ in axes)
+    raise BatchError(
+        f"{spelled} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use a {of} of "
+        f"{one_of(divisors(count))}."
+    )
+
+
+def positions_of(program: Program, table: Table) -> list[Positions]:
+    """Dim 1 of the batch's tensors of 2 or 3 dims that are used whole; if none is, of what is cut out of them:
+    `x[:, :-1]`."""
+    cuts = dict(_cuts(program, table))
+    found = [
+        Positions(shape[1], f"dim 1 of batch tensor {entry.name}")
+        for node, entry in program.entries
+        if entry.kind == "batch" and len(shape := record(node).type.shape) in (2, 3)
+        if any(user not in cuts for user in node.users)
+    ]
+    return found or list(cuts.values())
+
+
+def _cuts(program: Program, table: Table) -> Iterator[tuple[fx.Node, Positions]]:
+    """The calls on tensors of the batch through which no split of the positions gets."""
+    batch = {node for node, entry in program.entries if entry.kind == "batch"}
+    for node in program.calls():
+        known = record(node)
+        if not known.is_tensor or not {*operand_nodes(node)} <= batch or len(known.type.shape) not in (2, 3):
+            continue
+        found = rule_of(call_of(node), table)
+        rule = found[0] if found else replicated_rule(call_of(node))
+        if rule.results[0][1] and rule.replicated & {*rule.results[0][1]}:
+            where = f"%{node.name}{f' at {known.source}' if known.source else ''}, cut out of the batch"
+            yield node, Positions(known.type.shape[1], where)
