@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, fits
+from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
@@ -132,21 +133,24 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
     dims = [list(dim) for dim in has.dims]
     partial = list(has.partial)
-    axis = str(args[0]) if args else ""
+    axes = axes_of_group(str(args[0])) if args else ()
     if name in ("all_reduce", "reduce_scatter"):
         kind = str(args[-1])
-        if (axis, kind) not in partial:
+        summed = {(axis, kind) for axis in axes}
+        if not summed.issubset(partial):
             return None
-        partial.remove((axis, kind))
+        partial = [pair for pair in partial if pair not in summed]
     if name == "keep_first":
-        partial.append((axis, "sum"))
-    if name == "all_gather":
-        _remove(dims, axis, args[1], args[2])
+        partial += [(axis, "sum") for axis in axes]
+    if name in ("all_gather", "all_to_all"):
+        for axis in reversed(axes):
+            _remove(dims, axis, args[1], args[2])
     if name == "all_to_all":
-        _remove(dims, axis, args[1], args[2])
-        _insert(dims, axis, args[3], args[4])
+        for axis in axes:
+            _insert(dims, axis, args[3], args[4])
     if name in ("shard", "reduce_scatter"):
-        _insert(dims, axis, args[1], args[2])
+        for axis in axes:
+            _insert(dims, axis, args[1], args[2])
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 
