@@ -95,14 +95,14 @@ class _Prefetch:
             bundles: list[list[fx.Node]] = []
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
-                dtype = record(node).type.dtype
+                alike = node.args[1], record(node).type.dtype  # what moves together
                 if local_bytes(node, self.program.mesh) >= self.small:
                     bundles.append([node])
-                elif dtype in small:
-                    small[dtype].append(node)
+                elif alike in small:
+                    small[alike].append(node)
                 else:
-                    small[dtype] = [node]
-                    bundles.append(small[dtype])
+                    small[alike] = [node]
+                    bundles.append(small[alike])
             found.append(bundles)
         return found
 
