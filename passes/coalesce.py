@@ -90,7 +90,9 @@ class Coalesced:
         if node.target is op("all_reduce"):
             return self._reshape(value, [-1], type_, Layout((WHOLE,), partial), node)
         if node.target is op("all_gather"):
-            return self._reshape(value, [1, -1], type_, Layout((axes_of_group(str(node.args[1])), WHOLE), partial), node)
+            return self._reshape(
+                value, [1, -1], type_, Layout((axes_of_group(str(node.args[1])), WHOLE), partial), node
+            )
         # [.., outer ranks rest, ..] -> [ranks, (.. outer rest ..)]
         _, _, dim, outer, _ = node.args
         assert isinstance(dim, int) and isinstance(outer, int)
