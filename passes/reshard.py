@@ -214,7 +214,7 @@ class _Moves:
             else:
                 dim, outer = place
                 after = self.wanted.dims[dim]
-                axes = [axis, *takewhile(alike.__contains__, after[after.index(axis) + 1 :])]
+                axes = [axis, *map(str, takewhile(alike.__contains__, after[after.index(axis) + 1 :]))]
                 self.partial = [part for part in self.partial if part[0] not in axes]
                 self.dims[dim] = list(after[: after.index(axes[-1]) + 1])
                 self._step("reduce_scatter", joined(axes), dim, outer, kind)

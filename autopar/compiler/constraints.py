@@ -138,8 +138,8 @@ def check_zero(plan: Plan) -> None:
     """Raise PlanError if ZeRO has no axis to split states over."""
     if plan.zero and not any(axis in plan.mesh for axis in GRADIENT_AXES):
         raise PlanError(
-            f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to it, "
-            f"e.g. 'dp=2,{plan.mesh}', or leave zero out."
+            f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to "
+            f"it, e.g. 'dp=2,{plan.mesh}', or leave zero out."
         )
 
 
