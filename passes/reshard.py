@@ -205,19 +205,22 @@ class _Moves:
     def _reduce(self) -> None:
         while left := [part for part in self.partial if part not in self.wanted.partial]:
             axis, kind = min(left, key=self._turn)
+            alike = [other for other, its_kind in left if its_kind == kind and _moves_with(axis, other)]
             place = self._scattered_to(axis, kind)
-            alike = {other for other, its_kind in left if its_kind == kind and _moves_with(axis, other)}
-            if place is None:
-                axes = [other for other, _ in left if other in alike and self._scattered_to(other, kind) is None]
-                self.partial = [part for part in self.partial if part[0] not in axes]
-                self._step("all_reduce", joined(axes), kind)
-            else:
-                dim, outer = place
-                after = self.wanted.dims[dim]
-                axes = [axis, *map(str, takewhile(alike.__contains__, after[after.index(axis) + 1 :]))]
-                self.partial = [part for part in self.partial if part[0] not in axes]
-                self.dims[dim] = list(after[: after.index(axes[-1]) + 1])
-                self._step("reduce_scatter", joined(axes), dim, outer, kind)
+            if place is not None:
+                self._scatter(axis, alike, *place)
+                continue
+            axes = [other for other in alike if self._scattered_to(other, kind) is None]
+            self.partial = [part for part in self.partial if part[0] not in axes]
+            self._step("all_reduce", joined(axes), kind)
+
+    def _scatter(self, axis: str, alike: list[str], dim: int, outer: int) -> None:
+        """Scatter a sum over an axis, and over those after it in the wanted layout that move alike."""
+        wanted = self.wanted.dims[dim]
+        axes = [axis, *map(str, takewhile(alike.__contains__, wanted[wanted.index(axis) + 1 :]))]
+        self.partial = [part for part in self.partial if part[0] not in axes]
+        self.dims[dim] = list(wanted[: wanted.index(axes[-1]) + 1])
+        self._step("reduce_scatter", joined(axes), dim, outer, "sum")
 
     def _turn(self, part: tuple[str, str]) -> tuple[bool, bool, bool]:
         """When a partial axis is reduced: what is scattered before what is not, so that less is moved."""
