@@ -29,7 +29,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
-    (zero, Level.SHARDED),  # parameters lie split over a data axis
+    (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (partition, Level.LOCAL),  # global shapes become one rank's
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
