@@ -9,7 +9,7 @@ from itertools import takewhile
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout
-from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, joined
+from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -212,7 +212,7 @@ class _Moves:
                 continue
             axes = [other for other in alike if self._scattered_to(other, kind) is None]
             self.partial = [part for part in self.partial if part[0] not in axes]
-            self._step("all_reduce", joined(axes), kind)
+            self._step("all_reduce", group_name(axes), kind)
 
     def _scatter(self, axis: str, alike: list[str], dim: int, outer: int) -> None:
         """Scatter a sum over an axis, and over those after it in the wanted layout that move alike."""
@@ -220,7 +220,7 @@ class _Moves:
         axes = [axis, *map(str, takewhile(alike.__contains__, wanted[wanted.index(axis) + 1 :]))]
         self.partial = [part for part in self.partial if part[0] not in axes]
         self.dims[dim] = list(wanted[: wanted.index(axes[-1]) + 1])
-        self._step("reduce_scatter", joined(axes), dim, outer, "sum")
+        self._step("reduce_scatter", group_name(axes), dim, outer, "sum")
 
     def _turn(self, part: tuple[str, str]) -> tuple[bool, bool, bool]:
         """When a partial axis is reduced: what is scattered before what is not, so that less is moved."""
@@ -253,7 +253,7 @@ class _Moves:
                     self.dims[other] = list(self.wanted.dims[other][: self.wanted.dims[other].index(axis) + 1])
                     self._step("all_to_all", axis, dim, outer, other, other_outer)
                 else:
-                    self._step("all_gather", joined(axes), dim, outer)
+                    self._step("all_gather", group_name(axes), dim, outer)
             self.dims[dim] = list(_without_tail(self.dims[dim]))
 
     def _goes_to(self, axis: str, dim: int) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout, factor_sizes, padded_shape
-from autopar.ir.mesh import Mesh, joined
+from autopar.ir.mesh import Mesh, group_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
     CAST,
@@ -234,4 +234,5 @@ class _Zero:
     def _notes(self) -> list[str]:
         names = ", ".join(f"'{name}'" for name in self.replicated[:3])
         more = f" and {len(self.replicated) - 3} more" if self.replicated[3:] else ""
-        return [f"ZeRO cannot split {names}{more} over '{joined(self.axes)}': every rank keeps them"] if names else []
+        axes = group_name(self.axes)
+        return [f"ZeRO cannot split {names}{more} over '{axes}': every rank keeps them"] if names else []

@@ -49,7 +49,7 @@ class Mesh:
     def __getitem__(self, axis: str) -> int:
         """The number of ranks along an axis, or along several joined ones ("dp:cp")."""
         sizes = dict(self.axes)
-        return math.prod(sizes[name] for name in axes_of_group(axis))
+        return sizes[axis] if axis in sizes else math.prod(sizes[name] for name in axes_of_group(axis))
 
     def __contains__(self, axis: str) -> bool:
         return axis in self.names
@@ -82,13 +82,13 @@ class Mesh:
         return tuple(self.rank({**coord, axis: i}) for i in range(self[axis]))
 
 
-def joined(axes: Iterable[str]) -> str:
+def group_name(axes: Iterable[str]) -> str:
     """The name of the group of ranks that differ on some axes only, the first axis slowest: "dp:cp"."""
     return ":".join(axes)
 
 
 def axes_of_group(name: str) -> tuple[str, ...]:
-    """The inverse of `joined`."""
+    """The inverse of `group_name`."""
     return tuple(name.split(":"))
 
 
