@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,23 @@ def test_sums_that_stay_whole_wait_for_the_micro_batches() -> None:
 def test_explain_names_the_sum_of_a_value() -> None:
     text = str(compiled("dp=2,cp=2").explain("places.weight"))
     assert "dp:cp" in text and "its gradient" in text
+
+
+def test_a_saved_program_has_its_groups(tmp_path: Path) -> None:
+    found = compiled("dp=2,cp=2", zero=3)
+    found.save(tmp_path / "saved")
+    loaded = autopar.load(tmp_path / "saved")
+    assert loaded.axes == found.axes == ("dp:cp", "cp", "dp")
+    assert loaded.text() == found.text()
+
+
+def test_a_sequence_that_cp_does_not_divide() -> None:
+    """Every rank of cp computes it whole; states lie split all the same."""
+    x, y = (tensor[:, :11] for tensor in batch())
+    for zero in (0, 3):
+        torch.manual_seed(0)
+        report = autopar.verify(Net(), "dp=2,cp=2", loss_fn=token_loss, batch=(x, y), steps=1, zero=zero)
+        assert report.ok and report.max_error < 1e-10, str(report)
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------
