@@ -32,8 +32,9 @@ from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
 
 LIMIT_S = 180
-MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3")
-STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2")
+MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "tp=3",
+          "cp=2", "dp=2,cp=2", "cp=2,tp=2", "ulysses=2", "fsdp=2,cp=2", "cp=2,ulysses=2")  # fmt: skip
+STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 
 
@@ -59,6 +60,8 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
             options["reshard_after_forward"] = False
     if "tp" in mesh and dice.random() < 0.4:
         options["sequence_parallel"] = dice.choice((True, "auto"))
+    if "cp" in mesh and "ulysses" not in mesh and dice.random() < 0.5:
+        options["attention"] = dice.choice(("gather", "ulysses"))
     if dice.random() < 0.5:
         options["recompute"] = dice.choice(("full", "selective", 0.7, 0.9))
     if dice.random() < 0.3:

@@ -146,10 +146,12 @@ class _Overlap:
         return found, time
 
     def _may_wait(self, node: fx.Node, begin: int) -> bool:
-        """True for the gradient of a weight that waits for nothing yet, and for which no start waits."""
+        """True for the gradient of a weight that waits for nothing yet, and for which neither a start nor what was sunk
+        before waits (the sum of this term and an earlier one)."""
         if node not in self.weights or node in self.position_after:
             return False
-        return self.planned.isdisjoint(self._with_followers({node}, begin))
+        followers = self._with_followers({node}, begin)
+        return self.planned.isdisjoint(followers) and self.position_after.keys().isdisjoint(followers)
 
     def _with_followers(self, weights: set[fx.Node], begin: int) -> list[fx.Node]:
         """Gradients, and what is made of them before `begin`, in the order of the program."""

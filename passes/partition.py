@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op, op
@@ -16,7 +17,7 @@ from autopar.ir.program import Builder, Level, Program, Record, is_getitem, reco
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
-from autopar.passes.search.states import choice_at, states_of
+from autopar.passes.search.states import by_outer, choice_at, states_of
 
 MADE_BY = "partition"
 Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
@@ -99,10 +100,12 @@ class _Partition:
         dims: list[tuple[int, int, Any]] = []
         position = 1
         for outer, _, axis in cut:
-            if outer > position:
-                dims.append((outer // position, outer // position, 0))
-                position = outer
-            dims.append((self.mesh[axis], 1, self._coord(axis, like)))
+            blocks = abs(outer) // position
+            if blocks > 1:
+                dims.append((blocks, blocks, 0))
+                position *= blocks
+            size_ = self.mesh[axis]
+            dims.append((-size_ if outer < 0 and blocks > 1 else size_, 1, self._coord(axis, like)))
             position *= self.mesh[axis]
         dims.append((size // position, size // position, 0))
         return tuple(dims)
@@ -130,7 +133,7 @@ class _Partition:
 
 
 def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Mesh) -> Cuts:
-    """Which axes cut which names, read off the layouts of a call."""
+    """Which axes cut which names, read off the layouts of a call. Raises VerificationError if one cuts none."""
     cuts: Cuts = {}
     tensors: list[tuple[Dims, Layout]] = [*zip(rule.operands, operands, strict=True)]
     tensors += zip(rule.results, results, strict=True)
@@ -142,11 +145,13 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
             if not isinstance(state, tuple):
                 continue
             choice = choice_at(dims, state, sizes)
-            assert choice is not None, (dims, str(layout))
+            if choice is None:
+                raise VerificationError(f"{layout} of dims {dims} splits none of {sizes} over '{axis}'")
             cut = (choice[1], mesh.names.index(axis), axis)
             known = cuts.setdefault(choice[0], [])
             if cut not in known:
-                assert all(other[2] != axis for other in known), (choice, known, str(layout))
+                if any(other[2] == axis for other in known):
+                    raise VerificationError(f"{layout} of dims {dims} splits '{choice[0]}' in another way than {known}")
                 known.append(cut)
-                known.sort()
+                known.sort(key=by_outer)
     return cuts

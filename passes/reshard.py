@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import takewhile
 
 from torch import fx
 
-from autopar.ir.layout import Factor, Layout
-from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, group_name
+from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
+from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, ULYSSES, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -133,7 +132,7 @@ class _Reshard:
         if node in self.stored:
             return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
-        along = self.plan.sequence_parallel or CONTEXT in record(node).layout.axes
+        along = self.plan.sequence_parallel or bool({CONTEXT, ULYSSES}.intersection(record(node).layout.axes))
         return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _shortest(
@@ -217,7 +216,8 @@ class _Moves:
     def _scatter(self, axis: str, alike: list[str], dim: int, outer: int) -> None:
         """Scatter a sum over an axis, and over those after it in the wanted layout that move alike."""
         wanted = self.wanted.dims[dim]
-        axes = [axis, *map(str, takewhile(alike.__contains__, wanted[wanted.index(axis) + 1 :]))]
+        after = () if outer < 0 else wanted[wanted.index(axis) + 1 :]  # what is mirrored moves alone
+        axes = [axis, *map(str, takewhile(alike.__contains__, after))]
         self.partial = [part for part in self.partial if part[0] not in axes]
         self.dims[dim] = list(wanted[: wanted.index(axes[-1]) + 1])
         self._step("reduce_scatter", group_name(axes), dim, outer, "sum")
@@ -236,7 +236,7 @@ class _Moves:
             if axis in wanted:
                 before = _without_integers(wanted[: wanted.index(axis)])
                 if _without_integers(self.dims[dim]) == before and _prefix(self.dims[dim], wanted):
-                    return dim, _outer(wanted, axis)
+                    return dim, outer_of(wanted, axis)
         return None
 
     def _gather(self) -> None:
@@ -244,7 +244,7 @@ class _Moves:
             keep = _common(self.dims[dim], wanted)
             while any(isinstance(factor, str) for factor in self.dims[dim][keep:]):
                 axis = _last_axis(self.dims[dim])
-                outer = _outer(self.dims[dim], axis)
+                outer = outer_of(self.dims[dim], axis)
                 target = self._goes_to(axis, dim)
                 axes = [axis] if target is not None else self._gathered_with(axis, dim, keep)
                 self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axes[0])]))
@@ -263,19 +263,22 @@ class _Moves:
 
     def _gathered_with(self, axis: str, dim: int, keep: int) -> list[str]:
         """The axes, `axis` the last of them, that split a dim one right after the other, and move alike."""
-        factors = self.dims[dim]
-        outward = reversed(factors[keep : factors.index(axis)])
-        found = takewhile(
-            lambda one: isinstance(one, str) and _moves_with(axis, one) and self._goes_to(one, dim) is None, outward
-        )
-        return [*(str(one) for one in reversed([*found])), axis]
+        factors, found = self.dims[dim], [axis]
+        for place in reversed(range(keep, factors.index(axis))):
+            one = factors[place]
+            if not (isinstance(one, str) and _moves_with(axis, one)) or is_mirrored(factors, place):
+                break
+            if self._goes_to(one, dim) is not None:
+                break
+            found.insert(0, one)
+        return found
 
     def _split(self) -> None:
         for dim, wanted in enumerate(self.wanted.dims):
             for position, factor in enumerate(wanted):
                 if isinstance(factor, str) and factor not in self.dims[dim]:
                     self.dims[dim] = list(wanted[: position + 1])
-                    self._step("shard", factor, dim, _outer(wanted, factor))
+                    self._step("shard", factor, dim, outer_of(wanted, factor))
 
     def _make_partial(self) -> None:
         for axis, kind in self.wanted.partial:
@@ -313,11 +316,6 @@ def _without_tail(factors: list[Factor] | tuple[Factor, ...]) -> tuple[Factor, .
 
 def _last_axis(factors: list[Factor]) -> str:
     return next(factor for factor in reversed(factors) if isinstance(factor, str))
-
-
-def _outer(factors: list[Factor] | tuple[Factor, ...], axis: str) -> int:
-    """The whole elements-blocks outside of an axis, on one rank: the integers before it."""
-    return math.prod(factor for factor in factors[: list(factors).index(axis)] if isinstance(factor, int))
 
 
 def _prefix(factors: list[Factor], of: tuple[Factor, ...]) -> bool:

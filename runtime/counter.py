@@ -47,17 +47,30 @@ class Runs:
 
     @staticmethod
     def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int]) -> Runs:
-        """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`, with the fewest dims."""
+        """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`, with the fewest dims. A negative whole
+        size: in every second place of the dim before, the piece of 1 counts its offset from the end."""
         start, stride, dims = 0, 1, [(1, 1)]
+
+        def add(count: int, spacing: int) -> None:
+            inner, last = dims[-1]
+            if inner * last == spacing:  # goes on where the inner dim ends, all of which is in the piece
+                dims[-1] = (inner * count, last)
+            elif count > 1:
+                dims.append((count, spacing))
+
+        apart = 0  # two places of the next dim, as the mirrored one behind it has them
         for size, part, offset in zip(reversed(whole), reversed(local), reversed(offsets), strict=True):
             start += offset * stride
-            inner, spacing = dims[-1]
-            if inner * spacing == stride:  # goes on where the inner dim ends, all of which is in the piece
-                dims[-1] = (inner * part, spacing)
-            elif part > 1:
-                dims.append((part, stride))
-            stride *= size
-        return Runs(start, tuple(reversed(dims[1:])), dims[0][0], math.prod(whole) > 2**31)
+            if size < 0:
+                apart = (-2 * size - 1 - 2 * offset) * stride
+            elif apart:
+                add(2, apart)
+                add(part // 2, 2 * stride)
+                apart = 0
+            else:
+                add(part, stride)
+            stride *= abs(size)
+        return Runs(start, tuple(reversed(dims[1:])), dims[0][0], abs(math.prod(whole)) > 2**31)
 
 
 @dataclass(frozen=True, slots=True)

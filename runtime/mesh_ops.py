@@ -1,7 +1,8 @@
 """The maths of the mesh ops for one rank, shared by the drivers.
 
 A dim that an axis of n ranks splits is (outer, n, rest) when whole and (outer, rest) on each rank. `pieces` and
-`join` go between the whole dim and a leading dim of n, which is what communication libraries split.
+`join` go between the whole dim and a leading dim of n, which is what communication libraries split. A negative outer:
+in every second of -outer places the n stand in reverse.
 An axis may be several, joined by ":" ("dp:cp"): their ranks as one group, the first axis slowest.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from autopar.ir.layout import mirrored
 from autopar.ir.mesh import Mesh, axes_of_group
 from autopar.ir.ops import op
 
@@ -36,23 +38,31 @@ def axis_group(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
 
 def pieces(x: torch.Tensor, count: int, dim: int, outer: int) -> torch.Tensor:
     """[..., (outer count rest), ...] -> [count, ..., (outer rest), ...]; a view where strides allow."""
-    rest = x.shape[dim] // (outer * count)
-    assert outer * count * rest == x.shape[dim], (tuple(x.shape), dim, outer, count)
+    blocks = abs(outer)
+    rest = x.shape[dim] // (blocks * count)
+    assert blocks * count * rest == x.shape[dim], (tuple(x.shape), dim, outer, count)
     if outer == 1:
         return x.unflatten(dim, (count, rest)).movedim(dim, 0)
-    return x.unflatten(dim, (outer, count, rest)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    x = x.unflatten(dim, (blocks, count, rest))
+    return (mirrored(x, dim) if outer < 0 else x).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def join(parts: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
     """[count, ..., (outer rest), ...] -> [..., (outer count rest), ...]: the inverse of `pieces`."""
-    rest = parts.shape[dim + 1] // outer
-    assert outer * rest == parts.shape[dim + 1], (tuple(parts.shape), dim, outer)
-    return parts.unflatten(dim + 1, (outer, rest)).movedim(0, dim + 1).flatten(dim, dim + 2)
+    blocks = abs(outer)
+    rest = parts.shape[dim + 1] // blocks
+    assert blocks * rest == parts.shape[dim + 1], (tuple(parts.shape), dim, outer)
+    x = parts.unflatten(dim + 1, (blocks, rest)).movedim(0, dim + 1)
+    return (mirrored(x, dim) if outer < 0 else x).flatten(dim, dim + 2)
 
 
 def shard(x: torch.Tensor, size: int, place: int, dim: int, outer: int) -> torch.Tensor:
-    """The piece of a whole dim at `place` of `size`: a view."""
-    return pieces(x, size, dim, outer)[place]
+    """The piece of a whole dim at `place` of `size`: a view, but for mirrored ones."""
+    if outer >= 0:
+        return pieces(x, size, dim, outer)[place]
+    even, odd = x.unflatten(dim, (-outer // 2, 2, size, -1)).unbind(dim + 1)
+    found = torch.stack([even.select(dim + 1, place), odd.select(dim + 1, size - 1 - place)], dim + 1)
+    return found.flatten(dim, dim + 2)
 
 
 def keep_first(x: torch.Tensor, place: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
-from autopar.ir.layout import Layout, factor_sizes, parse_layout
+from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
@@ -95,6 +95,8 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
         ]
     if layout.partial:
         return [f"'{entry.name}': a parameter cannot be partial, as layout {layout} says. {origin}."]
+    if any(isinstance(factor, int) and factor < 0 for dim in layout.dims for factor in dim):
+        return [f"'{entry.name}': a parameter cannot be mirrored ('~'), as layout {layout} says. {origin}."]
     unknown = sorted({axis for axis in layout.axes if axis not in mesh})
     if unknown:
         return [
@@ -106,8 +108,8 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
         needed = math.prod(factor_sizes(factors, mesh))
         if size % needed:
             axis = next(factor for factor in factors if isinstance(factor, str))
-            spelled, product = ":".join(map(str, factors)), " x ".join(map(str, factor_sizes(factors, mesh)))
-            what = f"axis '{axis}' (size {mesh[axis]})" if len(factors) == 1 else f"'{spelled}' ({product} = {needed})"
+            text, product = spelled(factors), " x ".join(map(str, factor_sizes(factors, mesh)))
+            what = f"axis '{axis}' (size {mesh[axis]})" if len(factors) == 1 else f"'{text}' ({product} = {needed})"
             others = needed // mesh[axis]
             allowed = f"{axis} may be {one_of(divisors(size // others))} here." if size % others == 0 else (
                 f"No size of {axis} would do: {size} is not divisible by {others}."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.errors import WrongRule
-from autopar.ir.layout import Factor, Layout, combine, local_part, local_shape, replica_error
+from autopar.ir.layout import Factor, Layout, combine, is_mirrored, local_part, local_shape, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import TensorType
 from autopar.passes.rules import Table, local_call, rule_of
@@ -101,7 +101,7 @@ def check_shapes(rule: Rule, call: Call) -> None:
             raise WrongRule(f"{call.op}: {dims} with {dict(rule.sizes)} is not {type_.shape}")
 
 
-def splits_of(rule: Rule, name: str, counts: Sequence[int] = (2, 3), outers: Sequence[int] = (1, 2)) -> list[Split]:
+def splits_of(rule: Rule, name: str, counts: Sequence[int] = (2, 3), outers: Sequence[int] = (1, 2, -2)) -> list[Split]:
     """The ways to split a name that are tried."""
     return [(name, n, outer) for n in counts for outer in outers if allows(rule, name, n, outer)]
 
@@ -122,12 +122,13 @@ def name_factors(size: int, cuts: Sequence[tuple[str, int, int]]) -> tuple[Facto
     """A name of `size`, cut on axes with (axis, pieces, outer), written out to its last factor."""
     factors: list[Factor] = []
     position = 1
-    for axis, pieces, outer in sorted(cuts, key=lambda cut: cut[2]):
-        assert outer % position == 0
-        if outer > position:
-            factors.append(outer // position)
+    for axis, pieces, outer in sorted(cuts, key=lambda cut: abs(cut[2])):
+        blocks, left = divmod(abs(outer), position)
+        assert not left
+        if blocks > 1:
+            factors.append(-blocks if outer < 0 else blocks)
         factors.append(axis)
-        position = outer * pieces
+        position = abs(outer) * pieces
     return (*factors, size // position)
 
 
@@ -152,7 +153,12 @@ def layout_of(dims: Dims, rule: Rule, cuts: Cuts, partial: str | None) -> Layout
 
 def _reading(size: int, cuts: Sequence[tuple[str, int, int]], mesh: Mesh, coord: Mapping[str, int]) -> Reading:
     factors = name_factors(size, cuts)
-    return tuple((mesh[f], 1, coord[f]) if isinstance(f, str) else (f, f, 0) for f in factors)
+    return tuple(
+        (abs(f), abs(f), 0)
+        if isinstance(f, int)
+        else (-mesh[f] if is_mirrored(factors, place) else mesh[f], 1, coord[f])
+        for place, f in enumerate(factors)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +201,8 @@ class Cut:
 
     def __str__(self) -> str:
         return " and ".join(
-            f"'{name}' (size {self.trial.rule.sizes[name]}) in {n} pieces" + (f" of each {outer}th" * (outer > 1))
+            f"'{name}' (size {self.trial.rule.sizes[name]}) in {n} pieces"
+            + (f" of each {abs(outer)}th" * (outer != 1) + " mirrored" * (outer < 0))
             for name, n, outer in self.splits
         )
 

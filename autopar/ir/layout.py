@@ -5,6 +5,8 @@ The one spelling, used in plans, dumps, golden files and errors:
     [dp,-,tp]            dim 0 split over dp, dim 1 whole, dim 2 split over tp
     [dp:cp,-]            dim 0 split over dp, then each piece over cp
     [3:tp,-]             dim 0 read as (3, tp, rest): every third is split over tp (a fused qkv)
+    [-,2~cp]             dim 1 read as (2, cp, rest), where the second half has the places of cp in reverse: of 2 n
+                         chunks rank r has the chunks r and 2 n - 1 - r (zigzag; `~` stands behind an even number)
     [-,-] partial(tp)    whole, and the sum over tp is still to be taken
     [-] partial(max:tp)  as above with the maximum
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +33,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 class Layout:
     """For each tensor dim its factors, major to minor: an axis name splits, an integer does not.
 
-    The last factor of a dim (what is left of its size) is not written. `partial` holds
+    The last factor of a dim (what is left of its size) is not written. A negative integer -k stands for k places, in
+    every second of which the axis behind it is mirrored: `k~axis`. `partial` holds
     (axis, kind) pairs in the order of their axes: the value is the `kind` over these axes of what the ranks hold.
     """
 
@@ -39,7 +42,7 @@ class Layout:
     partial: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        dims = ",".join(":".join(map(str, dim)) or "-" for dim in self.dims)
+        dims = ",".join(spelled(dim) or "-" for dim in self.dims)
         if not self.partial:
             return f"[{dims}]"
         partial = ",".join(axis if kind == "sum" else f"{kind}:{axis}" for axis, kind in self.partial)
@@ -54,6 +57,12 @@ class Layout:
     def is_replicated(self) -> bool:
         """True if every rank holds the whole value."""
         return not self.partial and not any(self.dims)
+
+
+def spelled(factors: Sequence[Factor]) -> str:
+    """The factors of a dim as layouts spell them: `2~cp:tp`."""
+    text = "".join(f"{-f}~" if isinstance(f, int) and f < 0 else f"{f}:" for f in factors)
+    return text.removesuffix(":")
 
 
 def replicated(ndim: int) -> Layout:
@@ -80,9 +89,11 @@ def _parse_dim(part: str, text: str) -> tuple[Factor, ...]:
     if part == "-":
         return ()
     factors: list[Factor] = []
-    for factor in part.split(":"):
+    for factor, link in zip(*[iter([*re.split("([:~])", part), ""])] * 2, strict=True):
+        if link == "~" and not (factor.isdigit() and int(factor) > 1 and int(factor) % 2 == 0):
+            raise LayoutError(f"layout '{text}': '~' stands behind an even number, like '2~cp', not behind '{factor}'.")
         if factor.isdigit() and int(factor) > 1:
-            factors.append(int(factor))
+            factors.append(-int(factor) if link == "~" else int(factor))
         elif _NAME.match(factor):
             factors.append(factor)
         else:
@@ -101,7 +112,27 @@ def _parse_partial(part: str, text: str) -> tuple[str, str]:
 
 def factor_sizes(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[int, ...]:
     """The sizes of a dim's written factors."""
-    return tuple(mesh[f] if isinstance(f, str) else f for f in dim)
+    return tuple(mesh[f] if isinstance(f, str) else abs(f) for f in dim)
+
+
+def outer_of(factors: Sequence[Factor], axis: str) -> int:
+    """The places that a dim has outside of an axis, on one rank: the integers before it. Negative if the axis is
+    mirrored in every second of them."""
+    place = list(factors).index(axis)
+    size = math.prod(abs(factor) for factor in factors[:place] if isinstance(factor, int))
+    return -size if is_mirrored(factors, place) else size
+
+
+def is_mirrored(factors: Sequence[Factor], place: int) -> bool:
+    """True if the axis at a place is mirrored in every second place of the integer before it."""
+    before = factors[place - 1] if place else 1
+    return isinstance(before, int) and before < 0
+
+
+def mirrored(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x with the dim behind `dim` in reverse, in every second place of `dim`: its own inverse."""
+    even, odd = x.unflatten(dim, (-1, 2)).unbind(dim + 1)
+    return torch.stack([even, odd.flip(dim + 1)], dim + 1).flatten(dim, dim + 1)
 
 
 def pieces(dim: tuple[Factor, ...], mesh: Mesh) -> int:
@@ -140,8 +171,9 @@ def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[s
         value = value.unflatten(dim, (*sizes, rest))
         # After a select the next factor moves into this position; an integer factor stays and is passed over.
         kept = 0
-        for factor in factors:
+        for place, factor in enumerate(factors):
             if isinstance(factor, str):
+                value = mirrored(value, dim + kept - 1) if is_mirrored(factors, place) else value
                 value = value.select(dim + kept, coord[factor])
             else:
                 kept += 1
@@ -174,12 +206,15 @@ def combine_grid(parts: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tenso
     shape: list[int] = []
     grid_shape = list(grid.shape[: len(names)])
     for size, factors in zip(local, layout.dims, strict=True):
-        integers = [f for f in factors if isinstance(f, int)]
+        integers = [abs(f) for f in factors if isinstance(f, int)]
         grid_shape += [*integers, size // math.prod(integers)]
     position = len(names)
+    reversed_: list[int] = []
     for factors in layout.dims:
-        for factor in factors:
+        for place, factor in enumerate(factors):
             if isinstance(factor, str):
+                if is_mirrored(factors, place):
+                    reversed_.append(len(order) - 1)
                 order.append(names.index(factor))
             else:
                 order.append(position)
@@ -188,7 +223,10 @@ def combine_grid(parts: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tenso
         position += 1
     for size, factors in zip(local, layout.dims, strict=True):
         shape.append(size * pieces(factors, mesh))
-    return grid.reshape(grid_shape).permute(order).reshape(shape)
+    grid = grid.reshape(grid_shape).permute(order)
+    for dim in reversed_:
+        grid = mirrored(grid, dim)
+    return grid.reshape(shape)
 
 
 def reduce_dim(grid: torch.Tensor, dim: int, kind: str) -> torch.Tensor:

@@ -12,8 +12,9 @@ from autopar.errors import MeshError, divisors, one_of
 
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
 DATA_AXES = ("dp", "fsdp")  # split the batch
-CONTEXT = "cp"  # splits the sequence
-GRADIENT_AXES = (*DATA_AXES, CONTEXT)  # gradients are sums over them: what moves over several of these moves at once
+CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
+# Gradients are sums over these: what moves over several of them moves at once.
+GRADIENT_AXES = (*DATA_AXES, CONTEXT, ULYSSES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")

@@ -25,6 +25,7 @@ from autopar.ir.schedule import Action, Costs
 RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
+ATTENTION = ("auto", "gather", "ulysses")
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
@@ -144,6 +145,9 @@ class StepOptions:
     precision: to compute in: bf16 or fp16, with parameters and norms, softmax and loss in fp32. None as the model is.
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
+    attention: what an axis cp does where attention looks along the whole sequence. "gather": keys and values are
+      gathered (arXiv 2407.21783). "ulysses": heads are split in place of the sequence (arXiv 2309.14509). "auto" takes
+      for each attention what moves fewer bytes.
     """
 
     shard: Shard | None = option(None)
@@ -192,6 +196,9 @@ class StepOptions:
     bucket_bytes: int | None = option(
         None, Valid(_is_count, "a number of bytes, 1 or more, or None"), Flag(int, "BYTES")
     )
+    attention: str = option(
+        "auto", Valid(lambda value: value in ATTENTION, one_of(ATTENTION)), Flag(str, "|".join(ATTENTION))
+    )
 
     def __post_init__(self) -> None:
         for each in fields(StepOptions):
@@ -238,6 +245,7 @@ class StepKeywords(TypedDict, total=False):
     precision: str | None
     reduce_dtype: torch.dtype
     bucket_bytes: int | None
+    attention: str
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import math
 from torch import fx
 
 from autopar.errors import VerificationError
-from autopar.ir.layout import Layout, fits
+from autopar.ir.layout import Layout, fits, outer_of
 from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
@@ -166,23 +166,24 @@ def _remove(dims: list[list[str | int]], axis: str, dim: object, outer: object) 
         dims[dim] = ["wrong"]
         return
     position = factors.index(axis)
-    integers = [factor for factor in factors[:position] if isinstance(factor, int)]
-    if any(isinstance(factor, str) for factor in factors[position + 1 :]) or math.prod(integers) != outer:
+    if any(isinstance(factor, str) for factor in factors[position + 1 :]) or outer_of(factors, axis) != outer:
         dims[dim] = ["wrong"]
         return
     del factors[position:]
 
 
 def _insert(dims: list[list[str | int]], axis: str, dim: object, outer: object) -> None:
-    """Split what follows the last axis of a dim, after `outer` whole blocks of the local value."""
+    """Split what follows the last axis of a dim, after `outer` whole blocks of the local value; mirrored in every
+    second of them if it is negative."""
     assert isinstance(dim, int) and isinstance(outer, int)
-    factors = dims[dim]
-    known = math.prod(factor for factor in factors if isinstance(factor, int))
-    if outer % known:
+    factors, blocks = dims[dim], abs(outer)
+    known = math.prod(abs(factor) for factor in factors if isinstance(factor, int))
+    more = blocks // known
+    if blocks % known or (outer < 0 and more % 2):
         dims[dim] = ["wrong"]
         return
-    if outer > known:
-        factors.append(outer // known)
+    if more > 1:
+        factors.append(-more if outer < 0 else more)
     factors.append(axis)
 
 

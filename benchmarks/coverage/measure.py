@@ -40,9 +40,7 @@ class Row:
 
 def measure(name: str) -> Row:
     """The row of one model; what goes wrong stands in `fault`."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    quiet()
     row = Row(name)
     try:
         _fill(row)
@@ -65,23 +63,39 @@ def model_of(name: str) -> tuple[Any, Any, Any]:
     return model, architectures.loss_fn, batch
 
 
-def _fill(row: Row) -> None:
+def quiet() -> None:
+    """On one thread, without the warnings of models."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+
+
+def captured_model(name: str, row: Row | None = None) -> tuple[Any, Any, Any, Any]:
+    """As `model_of` in float64, and its step; `row` gets the seconds."""
     from autopar.capture import capture
-    from autopar.compiler.compile import batch_arguments, lower
-    from autopar.ir.mesh import parse_mesh
+    from autopar.compiler.compile import batch_arguments
     from autopar.torch_compat import tree_map
-    from autopar.verification.verify import cast, verify_compiled
+    from autopar.verification.verify import cast
     from benchmarks.coverage.architectures import SPECIALIZED
 
-    model, loss_fn, batch = model_of(row.name)
+    model, loss_fn, batch = model_of(name)
     dtype = torch.float64
     model = model.to(dtype)
     batch = tree_map(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     start = time.process_time()
-    specialize = row.name in SPECIALIZED
-    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=specialize)
-    row.capture_s = time.process_time() - start
+    captured = capture(model, loss_fn, args, kwargs, lift=dtype, specialize=name in SPECIALIZED)
+    if row is not None:
+        row.capture_s = time.process_time() - start
+    return model, loss_fn, batch, captured
+
+
+def _fill(row: Row) -> None:
+    from autopar.compiler.compile import lower
+    from autopar.ir.mesh import parse_mesh
+    from autopar.verification.verify import verify_compiled
+
+    model, loss_fn, batch, captured = captured_model(row.name, row)
     for mesh in MESHES:
         start = time.process_time()
         compiled = lower(captured, parse_mesh(mesh))
@@ -89,7 +103,7 @@ def _fill(row: Row) -> None:
             row.search_s = time.process_time() - start
             _shares(row, compiled)
         else:
-            row.dp_flops = min(row.dp_flops, _flops_split(compiled, "dp"))
+            row.dp_flops = min(row.dp_flops, flops_split(compiled, "dp"))
         report = verify_compiled(model, captured, compiled, loss_fn=loss_fn, batch=batch)
         row.errors[mesh] = report.max_error
         if report.mismatch is not None:
@@ -97,11 +111,11 @@ def _fill(row: Row) -> None:
 
 
 def _shares(row: Row, compiled: object) -> None:
-    from autopar.compiled import Compiled
+    from autopar.compiler.lowered import Lowered
     from autopar.ir.program import record
 
-    assert isinstance(compiled, Compiled)
-    row.tp_flops, row.dp_flops = _flops_split(compiled, "tp"), _flops_split(compiled, "dp")
+    assert isinstance(compiled, Lowered)
+    row.tp_flops, row.dp_flops = flops_split(compiled, "tp"), flops_split(compiled, "dp")
     sharded = dict(compiled.history)["propagate"]
     total = split = 0
     for node, entry in sharded.entries:
@@ -115,13 +129,13 @@ def _shares(row: Row, compiled: object) -> None:
     row.without_rule = tuple(note for note in compiled.notes if marker in note)
 
 
-def _flops_split(compiled: object, axis: str) -> float:
+def flops_split(compiled: object, axis: str) -> float:
     """Per cent of the matrix operations that an axis divides."""
-    from autopar.compiled import Compiled
+    from autopar.compiler.lowered import Lowered
     from autopar.ir.program import record
     from autopar.passes.rules import call_of, rule_of
 
-    assert isinstance(compiled, Compiled)
+    assert isinstance(compiled, Lowered)
     total = split = 0
     for node in dict(compiled.history)["propagate"].calls():
         found = rule_of(call_of(node))

@@ -28,6 +28,11 @@ _WHOLE = frozenset({"t", "d", "e"})
 _QUERIES = frozenset({"s"})
 
 
+def _rows(call: Call, at: int) -> frozenset[str]:
+    """The queries, if each sees the keys up to its own position."""
+    return _QUERIES if argument(call, at, "causal") else frozenset()
+
+
 def _points(call: Call, q: int, k: int) -> int:
     """Pairs of a query and a key, over heads and batch."""
     b, h, s, _ = call.operands[q].shape
@@ -38,28 +43,32 @@ def _attention(call: Call) -> Rule:
     spec = f"{', '.join((Q, K, V, *_mask(call, 3)))} -> {OUT}, {LSE}"
     d, e = call.operands[0].shape[3], call.operands[2].shape[3]
     flops = 2 * _points(call, 0, 1) * (d + e)
-    positional = _QUERIES if argument(call, 4, "causal") else ()
-    return instantiate(spec, call, replicated=_WHOLE, positional=positional, flops=flops)
+    rows = _rows(call, 4)
+    return instantiate(spec, call, replicated=_WHOLE, positional=rows, growing=rows, flops=flops)
 
 
 def _attention_backward(call: Call) -> Rule:
     spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE))} -> {Q}, {K}, {V}"
     d, e = call.operands[1].shape[3], call.operands[3].shape[3]
     flops = 2 * _points(call, 1, 2) * (3 * d + 2 * e)  # the logits once more, and a product for each gradient
-    positional = _QUERIES if argument(call, 7, "causal") else ()
-    return instantiate(spec, call, replicated=_WHOLE, positional=positional, linear=({0},), flops=flops)
+    rows = _rows(call, 7)
+    return instantiate(spec, call, replicated=_WHOLE, positional=rows, growing=rows, linear=({0},), flops=flops)
 
 
 def _dropped(call: Call) -> Rule:
     spec = f"{', '.join((Q, K, V, *_mask(call, 3), 'z'))} -> {OUT}, {LSE}"
     flops = 2 * _points(call, 0, 1) * (call.operands[0].shape[3] + call.operands[2].shape[3])
-    return instantiate(spec, call, replicated=_WHOLE | {"z"}, positional=_QUERIES, flops=flops)
+    whole, rows = _WHOLE | {"z"}, _rows(call, 5)
+    return instantiate(spec, call, replicated=whole, positional=_QUERIES, growing=rows, flops=flops)
 
 
 def _dropped_backward(call: Call) -> Rule:
     spec = f"{', '.join((OUT, Q, K, V, *_mask(call, 4), OUT, LSE, 'z'))} -> {Q}, {K}, {V}"
     flops = 2 * _points(call, 1, 2) * (3 * call.operands[1].shape[3] + 2 * call.operands[3].shape[3])
-    return instantiate(spec, call, replicated=_WHOLE | {"z"}, positional=_QUERIES, linear=({0},), flops=flops)
+    whole, rows = _WHOLE | {"z"}, _rows(call, 8)
+    return instantiate(
+        spec, call, replicated=whole, positional=_QUERIES, growing=rows, linear=({0},), flops=flops
+    )  # fmt: skip
 
 
 def _drawn(pieces: Pieces) -> Arguments:

@@ -64,6 +64,7 @@ def instantiate(
     partial: str = "sum",
     indexed: Iterable[str] = (),
     positional: Iterable[str] = (),
+    growing: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
     flops: int = 0,
 ) -> Rule:
@@ -111,6 +112,7 @@ def instantiate(
         linear=tuple(frozenset(one) for one in linear),
         indexed=frozenset(indexed),
         positional=frozenset(positional),
+        growing=frozenset(growing),
         flops=flops,
     )
 

@@ -45,6 +45,7 @@ class Rule:
     flops: floating-point operations of the whole call, if it is a contraction; 0 for cheap ops.
     positional: names whose positions the op counts (causal attention its queries): if one is split, the call gets the
       first position of each run of its piece as the argument `starts`.
+    growing: those of them along which the work grows.
     """
 
     operands: tuple[Dims, ...]
@@ -56,6 +57,7 @@ class Rule:
     indexed: frozenset[str] = frozenset()
     flops: int = 0
     positional: frozenset[str] = frozenset()
+    growing: frozenset[str] = frozenset()
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""
@@ -68,7 +70,8 @@ class Rule:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
 # A name as dims of its own, major to minor: (whole size, size of the piece, offset of the piece in the whole). The
-# offset may be a node. ((3, 3, 0), (8, 4, 4)): the second half of every third of a name of size 24.
+# offset may be a node. ((3, 3, 0), (8, 4, 4)): the second half of every third of a name of size 24. A negative whole
+# size: in every second place of the dim before, the offset counts from the end.
 Reading = tuple[tuple[int, int, Any], ...]
 # A position in the whole: a number, and (factor, offset) terms to be added to it. The offset may be a node.
 Position = tuple[int, tuple[tuple[int, Any], ...]]
@@ -80,16 +83,32 @@ def starts_of(reading: Reading) -> tuple[Position, ...]:
     ((2, 2, 0), (3, 1, c), (4, 4, 0)), a name of 24 of which each half is split in three, has two runs: of 4 elements
     from 4 c and from 12 + 4 c.
     """
+    *dims, (stride, _, _) = reading  # the last one is the run itself
     found: list[Position] = [(0, ())]
-    stride = 1
-    for place, (size, part, offset) in enumerate(reversed(reading)):
-        if part < size:
+    mirror: tuple[int, int, Any] | None = None  # (size, stride, offset)
+    for size, part, offset in reversed(dims):
+        if size < 0:
+            mirror = -size, stride, offset
+        elif part < size:
             assert part == 1, reading
             found = [(first, (*terms, (stride, offset))) for first, terms in found]
-        elif place:  # the last dim is the run itself
-            found = [(first + i * stride, terms) for i in range(size) for first, terms in found]
-        stride *= size
+        else:
+            found = [
+                (first + i * stride + more, (*terms, *term))
+                for i in range(size)
+                for more, term in [_mirrored(mirror, i)]
+                for first, terms in found
+            ]
+            mirror = None
+        stride *= abs(size)
     return tuple(found)
+
+
+def _mirrored(mirror: tuple[int, int, Any] | None, place: int) -> Position:
+    if mirror is None:
+        return 0, ()
+    size, stride, offset = mirror
+    return ((size - 1) * stride, ((-stride, offset),)) if place % 2 else (0, ((stride, offset),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +160,7 @@ def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
     return (
         name not in rule.replicated
         and size > 0
-        and size % (outer * n) == 0
+        and size % (abs(outer) * n) == 0
         and (outer == 1 or name not in rule.indexed)
     )
 

@@ -101,7 +101,7 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
     mesh = plan.layout_mesh
     for axis, size in mesh.axes:
         if size > 1:
-            intent = intent_of(axis, plan.sequence_parallel)
+            intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle)
 

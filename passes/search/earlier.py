@@ -48,8 +48,8 @@ def as_earlier(program: Program, plan: Plan) -> Program | None:
 
 def _structure(program: Program, plan: Plan) -> Hashable:
     """All that decides whether layouts may be taken over, but for sizes: these are checked one by one."""
-    of_plan = plan.layout_mesh, plan.batch_replicated, plan.sequence_parallel, plan.zero, program.inputs
-    return *of_plan, program.outputs, tuple(map(_form, program.graph.nodes))
+    of_plan = plan.layout_mesh, plan.batch_replicated, plan.sequence_parallel, plan.zero, plan.options.attention
+    return *of_plan, program.inputs, program.outputs, tuple(map(_form, program.graph.nodes))
 
 
 def _form(node: fx.Node) -> Hashable:

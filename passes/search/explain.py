@@ -188,7 +188,7 @@ class _Question:
             return ""
         taken = [name for name, other in earlier.items() if isinstance(other, tuple) and other[0] == dim]
         after = f" after {', '.join(taken)}" if taken else ""
-        parts = f" x {outer} blocks" if outer > 1 else ""
+        parts = f" x {abs(outer)} blocks" if outer != 1 else ""
         return f"dim {dim} (size {self.shape[dim]}) is not divisible by {self.axis.size}{parts}{after}"
 
     def _outside_rule(self, state: State) -> str:
@@ -264,7 +264,8 @@ class _Question:
         if isinstance(state, str):
             return f"partial ({state})"
         dim, outer = state
-        return f"splits dim {dim}" + (f", each of {outer} blocks of it" if outer > 1 else "")
+        blocks = f", each of {abs(outer)} blocks of it" if outer != 1 else ""
+        return f"splits dim {dim}{blocks}{', every second in reverse' if outer < 0 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,10 +335,11 @@ def _nested(earlier: Mapping[str, State], state: Split, axis: AxisSearch) -> boo
     same = [(split[1], axis.mesh[name]) for name, split in splits.items() if isinstance(split, tuple)
             and split[0] == state[0]]  # fmt: skip
     position = run = 1
-    for outer, size in sorted(same):
-        if outer != run and outer % position:
+    for outer, size in sorted(same, key=lambda split: abs(split[0])):
+        blocks, left = divmod(abs(outer), position)
+        if outer != run and (left or (outer < 0 and blocks % 2)):
             return False
-        position = position * size if outer == run else outer * size
+        position = position * size if outer == run else abs(outer) * size
         run = outer
     return True
 

@@ -6,7 +6,9 @@
          sequence where no weight needs them whole (arXiv 2205.05198)
     fsdp as dp; ZeRO splits states over it
     cp   the sequence is split: the batch is whole and sliced where it is used, parameters are whole; what attention
-         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2)
+         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2),
+         or its heads are split instead (all-to-all, arXiv 2309.14509)
+    ulysses  as cp, of which attention splits heads only
     mb   as dp, but one rank computes the parts, one after another
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
@@ -15,10 +17,11 @@ is it allowed at its cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -58,6 +61,9 @@ class Intent:
     weights_split: bool
     sequence_split: bool = False
     context: bool = False
+    zigzag: bool = False  # a sequence may lie in mirrored pieces
+    heads: int = 0  # attention may split its heads, after so many pieces that later axes make of them; 0: it may not
+    only_heads: bool = False  # and nothing else
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -90,7 +96,8 @@ class Intent:
         """The dims of the batch that sequence and context parallelism may split: all but the first."""
         if role.entry.kind != "batch" or not self.sequence_split:
             return []
-        return [(dim, 1) for dim in range(1, len(role.type.shape))]
+        outers = (1, -2) if self.zigzag else (1,)
+        return [(dim, outer) for dim in range(1, len(role.type.shape)) for outer in outers]
 
     def factor(
         self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
@@ -130,18 +137,26 @@ class Intent:
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
+_CONTEXT = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True, zigzag=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
     MICROBATCH: _DATA,
-    CONTEXT: Intent(batch_split=False, weights_split=False, sequence_split=True, context=True),
+    CONTEXT: _CONTEXT,
+    ULYSSES: replace(_CONTEXT, only_heads=True),
     "tp": Intent(batch_split=False, weights_split=True),
 }
 
 
-def intent_of(axis: str, sequence_parallel: bool) -> Intent:
-    """The meaning of an axis in a plan."""
+def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str) -> Intent:
+    """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves."""
     found = INTENTS[axis]
-    return replace(found, sequence_split=sequence_parallel) if found.weights_split else found
+    if found.weights_split:
+        return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
+    if not found.context or attention == "gather" or (axis == CONTEXT and ULYSSES in mesh):
+        return found
+    later = mesh.names[mesh.names.index(axis) + 1 :]
+    heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)
+    return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")
 
 
 def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:

@@ -7,6 +7,7 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.program import PARTNER, record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
+from autopar.passes.search.search import ATTENTION, HEADS
 
 SHOWN = 3  # products in a note
 
@@ -20,6 +21,8 @@ def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
         notes.append(
             f"axis '{search.axis}': no plan keeps all weights in place; some are gathered (see the collectives)"
         )
+    if search.intent.only_heads:
+        _check_heads(search, solution)
     if search.intent.weights_split:
         notes += _whole_weights(search.classes, search.axis, search.size)
     if search.axis != MICROBATCH:  # what micro-batches share is computed once
@@ -41,6 +44,24 @@ def _whole_weights(classes: Classes, axis: str, size: int) -> list[str]:
         for item in left
         if item.role
     ]
+
+
+def _check_heads(search: AxisSearch, solution: Solution) -> None:
+    """Raise LayoutError if an axis that splits heads in place of the sequence cannot divide those of an attention."""
+    for number, item in enumerate(search.classes.items):
+        choice = solution.strategy(number).choice
+        if item.node.target not in ATTENTION or item.rule is None or (choice is not None and choice[0] in HEADS):
+            continue
+        keys, group = (item.rule.sizes[name] for name in HEADS)
+        known, inner = record(item.node), search.intent.heads
+        after = " that 'tp' leaves of them" if inner > 1 else ""
+        wanted = [n for n in divisors(keys * group // inner) if (keys // inner) % n == 0 or group % n == 0]
+        raise LayoutError(
+            f"axis '{search.axis}' (size {search.size}) splits the heads of every attention, and cannot divide the "
+            f"{keys * group // inner} heads{after} ({keys} of keys) of %{item.node.name} at {known.source} in "
+            f"{known.module}: {search.axis} may be {one_of(wanted)} here. "
+            f'Or leave the choice to cp with attention="auto", which gathers keys and values where heads do not divide.'
+        )
 
 
 def _sizes_line(item: Item, size: int) -> str:

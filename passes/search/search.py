@@ -22,6 +22,7 @@ MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, a
 ATTENTION = frozenset(
     op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
 )  # what looks along a whole sequence
+HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
 Options = list[list[tuple[Strategy, float]]]
 
@@ -63,6 +64,8 @@ def options_of(
         found = strategies(item.rule, names, size, tuple(item.taken))
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
+        if intent.only_heads and item.node.target in ATTENTION:
+            found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
         sizes_ = [_bytes(*result, sizes) * item.count for result in zip(item.types, item.states, strict=True)]
         replica = BYTES_PER_REPLICA * intent.sequence_split
         options.append(
@@ -114,7 +117,12 @@ Values = dict[tuple[int, int], set[Split]]  # the splits of each (item, result)
 
 def _candidates(classes: Classes, intent: Intent) -> Names:
     """The splits of each name that are worth a thought: those that spread from what the intent splits."""
-    return _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)))[0]
+    found = _spread(classes, lambda i, role: intent.seeds(used_role(classes, i, role)))[0]
+    for item, names in zip(classes.items, found, strict=True):
+        if intent.heads and item.node.target in ATTENTION:
+            for name in HEADS:
+                names.setdefault(name, set()).add(intent.heads if name == HEADS[0] else 1)
+    return found
 
 
 def _sequences(classes: Classes, intent: Intent) -> Values:
@@ -201,8 +209,9 @@ def problem_of(
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
-                along = bool(splits) and splits <= sequences.get((source, result), set())
                 attends = _is_attention(classes, source) or _is_attention(classes, user)
+                heads = {state for state in splits if attends and intent.heads and state[0] == 1}
+                along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if strict and s == "sum" and s != t and not classes.casts.get(user, True):
                     continue  # the terms of a gradient are summed behind their cast
                 factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0

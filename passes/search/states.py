@@ -2,7 +2,8 @@
 
 The search takes the mesh axes one after the other. Per axis a value is whole (None), split (dim, outer), or
 partial (a kind). `outer` counts the elements-blocks that the dim has outside of the axis: a dim read as
-(outer, axis, rest). The states of all axes compose to a `Layout`.
+(outer, axis, rest). It is negative where the axis is mirrored in every second block. The states of all axes compose to
+a `Layout`.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def choice_at(dims: Dims, split: Split, sizes: dict[str, int]) -> Choice | None:
     dim, outer = split
     before = 1
     for name in dims[dim]:
-        if outer % before:
+        if abs(outer) % before:
             return None
-        inner = outer // before
-        if inner == 1 or (inner < sizes[name] and sizes[name] % inner == 0):
-            return name, inner
+        inner = abs(outer) // before
+        if (inner == 1 and outer > 0) or (1 < inner < sizes[name] and sizes[name] % inner == 0):
+            return None if outer < 0 and inner % 2 else (name, inner if outer > 0 else -inner)
         before *= sizes[name]
     return None
 
@@ -77,12 +78,16 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
             return False
         if other_outer == outer:
             inside *= other_size
-        elif other_outer < outer:
-            if outer % (other_outer * other_size):
-                return False
-        elif other_outer % (outer * size):
+        elif not _is_inside((other_outer, other_size), outer) and not _is_inside((outer, size), other_outer):
             return False
-    return rule.sizes[name] % (outer * inside * size) == 0 and outer * inside * size <= rule.sizes[name]
+    pieces = abs(outer) * inside * size
+    return rule.sizes[name] % pieces == 0 and pieces <= rule.sizes[name]
+
+
+def _is_inside(split: tuple[int, int], outer: int) -> bool:
+    """True if each piece of a split (outer, size) has whole blocks of another `outer`; an even number, to mirror in."""
+    blocks, left = divmod(abs(outer), abs(split[0]) * split[1])
+    return not left and blocks > 0 and (outer > 0 or blocks % 2 == 0)
 
 
 def strategies(
@@ -92,7 +97,7 @@ def strategies(
     sizes = dict(rule.sizes)
     found = [Strategy((None,) * len(rule.operands), (None,) * len(rule.results))]
     for name in rule.names():
-        for outer in sorted(candidates.get(name, ())):
+        for outer in sorted(candidates.get(name, ()), key=lambda outer: (abs(outer), -outer)):
             choice = (name, outer)
             if not may_split(rule, choice, size, taken):
                 continue
@@ -101,11 +106,17 @@ def strategies(
             results = tuple(
                 place(dims, choice, sizes) or (rule.partial if contracted else None) for dims in rule.results
             )
-            found.append(Strategy(operands, results, choice, 1.0 / size))
+            found.append(Strategy(operands, results, choice, _share(outer, size, name in rule.growing)))
     for group in rule.linear:
         operands = tuple("sum" if i in group else None for i in range(len(rule.operands)))
         found.append(Strategy(operands, ("sum",) * len(rule.results)))
     return list(dict.fromkeys(found))
+
+
+def _share(outer: int, size: int, grows: bool) -> float:
+    """The share of a call's work that the busiest rank does, if that grows with the position: of causal attention
+    1/size for mirrored pieces, up to twice that for pieces in order."""
+    return (1 + (1 - 1 / size) / outer) / size if grows and outer > 0 else 1 / size
 
 
 def compose(states: dict[str, State], ndim: int, mesh: Mesh) -> Layout:
@@ -118,33 +129,40 @@ def compose(states: dict[str, State], ndim: int, mesh: Mesh) -> Layout:
             partial.append((axis, state))
         elif state is not None:
             splits[state[0]].append((state[1], order, axis))
-    return Layout(tuple(_factors(sorted(found), mesh) for found in splits), tuple(partial))
+    return Layout(tuple(_factors(found, mesh) for found in splits), tuple(partial))
 
 
 def _factors(splits: list[tuple[int, int, str]], mesh: Mesh) -> tuple[Factor, ...]:
     factors: list[Factor] = []
     position = 1
-    for outer, _, axis in splits:
-        if outer > position:
+    for outer, _, axis in sorted(splits, key=by_outer):
+        if abs(outer) > position:
             assert outer % position == 0, (splits, str(mesh))
-            factors.append(outer // position)
-            position = outer
+            factors.append((abs(outer) // position) * (-1 if outer < 0 else 1))
+            position = abs(outer)
         factors.append(axis)
         position *= mesh[axis]
     return tuple(factors)
+
+
+def by_outer(cut: tuple[int, int, str]) -> tuple[int, int]:
+    """Sorts (outer, order of the axis, axis): outermost first."""
+    return abs(cut[0]), cut[1]
 
 
 def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
     """The state of each axis in a layout: the inverse of `compose`."""
     states: dict[str, State] = dict(layout.partial)
     for dim, factors in enumerate(layout.dims):
-        position = run = 1  # a run of axes that follow each other directly share their outer
+        position = run = 1  # axes that follow each other directly, in the order of the mesh, share their outer
         previous: Factor | None = None
         for factor in factors:
             if isinstance(factor, int):
-                position *= factor
+                position *= abs(factor)
             else:
-                if not isinstance(previous, str):
+                if isinstance(previous, int):
+                    run = position if previous > 0 else -position
+                elif previous is not None and mesh.names.index(previous) > mesh.names.index(factor):
                     run = position
                 states[factor] = (dim, run)
                 position *= mesh[factor]

@@ -38,7 +38,7 @@ def draw_layout(draw: random.Random, ndim: int, mesh: Mesh, partial: bool = True
             kinds.append((axis, draw.choice(PARTIAL_KINDS)))
         elif where == "split" and ndim:
             dim = draw.randrange(ndim)
-            integer: tuple[Factor, ...] = (draw.randint(2, 3),) if draw.random() < 0.4 else ()
+            integer: tuple[Factor, ...] = (draw.choice((2, 3, -2, -4)),) if draw.random() < 0.4 else ()
             dims[dim] = (*dims[dim], *integer, axis)
     return Layout(tuple(dims), tuple(kinds))
 
@@ -50,6 +50,9 @@ SPELLINGS = {
     "[dp:tp,-]": Layout((("dp", "tp"), ())),
     "[3:tp,-]": Layout(((3, "tp"), ())),
     "[2:dp:5:tp]": Layout(((2, "dp", 5, "tp"),)),
+    "[-,2~dp]": Layout(((), (-2, "dp"))),
+    "[dp:4~tp,-]": Layout((("dp", -4, "tp"), ())),
+    "[6~dp:tp]": Layout(((-6, "dp", "tp"),)),
     "[-,-] partial(tp)": Layout(((), ()), (("tp", "sum"),)),
     "[-] partial(max:tp)": Layout(((),), (("tp", "max"),)),
     "[] partial(dp,logsumexp:tp)": Layout((), (("dp", "sum"), ("tp", "logsumexp"))),

@@ -100,7 +100,8 @@ def check(mesh: str, **options: Any) -> None:
         ("dp=2,fsdp=2", {}),
         ("dp=2,fsdp=2,cp=2", {}),
         ("dp=2,cp=2,tp=2", {"sequence_parallel": True}),
-        ("dp=2,tp=2,cp=2", {}),  # not side by side in the mesh
+        ("cp=2,tp=2,dp=2", {}),  # not side by side in the mesh
+        ("dp=2,cp=2,ulysses=2", {}),
         ("cp=2,pp=2", {"microbatches": 2}),
         ("dp=2,cp=2,pp=2", {"microbatches": 2, "schedule": "zb-h1"}),
     ],
@@ -260,6 +261,7 @@ def test_where_a_parameter_is_split(shape: tuple[int, ...], layout: str, stored:
         ("cp=2,tp=2", ("cp",)),
         ("dp=2,fsdp=2,cp=2", ("fsdp", "cp")),
         ("dp=2,cp=1", ("dp",)),
+        ("dp=2,cp=2,ulysses=2", ("dp", "cp", "ulysses")),
         ("tp=2", ()),
     ],
 )

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from models import few_kv_heads, llama, mlp, resnet
 from overlapping import compiled_case, large_llama, verify_random
 from test_golden import compare
+from torch import Tensor, nn
+from verified import verified
 
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Fixed, Machine
@@ -51,3 +55,27 @@ def test_the_step_computes_the_same(case: object, mesh: str) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_of_random_programs_are_right_where_everything_moves_early(seed: int) -> None:
     verify_random(seed, SLOW)
+
+
+class Twice(nn.Module):
+    """Queries, keys and values of tokens and of a few vectors by the same weights: their gradients are sums of two
+    products, and collectives stand between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.table, self.norm = nn.Embedding(8, 32), nn.Embedding(40, 32), nn.LayerNorm(32)
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def heads(self, y: Tensor) -> Tensor:
+        return y.unflatten(-1, (4, -1)).transpose(1, 2)
+
+    def forward(self, tokens: Tensor, y: Tensor) -> Tensor:
+        x, few = self.norm(self.table(tokens)), self.norm(self.vectors.weight.expand(len(tokens), -1, -1))
+        seen = [self.heads(torch.cat([project(few), project(x)], 1)) for project in (self.k, self.v)]
+        a, b = (F.scaled_dot_product_attention(self.heads(self.q(each)), *seen) for each in (x, few))
+        return (a.transpose(1, 2).flatten(2) * y).square().mean() + b.mean()
+
+
+def test_what_is_sunk_for_one_collective_is_sunk_for_no_other() -> None:
+    batch = torch.randint(40, (4, 16)), torch.randn(4, 16, 32)
+    verified(Twice(), ["tp=2", "cp=2", "cp=2,tp=2"], None, batch, fixed=SLOW)

@@ -186,6 +186,8 @@ JOINED = [
     ("[dp:3:cp,-]", "[-,-]", ["all_gather cp 0 3", "all_gather dp 0 1"]),  # not side by side
     ("[dp:tp,-]", "[-,-]", ["all_gather tp 0 1", "all_gather dp 0 1"]),
     ("[dp:cp,-]", "[dp,-]", ["all_gather cp 0 1"]),
+    ("[2~cp:dp,-]", "[-,-]", ["all_gather dp 0 2", "all_gather cp 0 -2"]),  # only cp is mirrored
+    ("[-,-] partial(dp,cp)", "[2~cp:dp,-]", ["reduce_scatter cp 0 -2 sum", "reduce_scatter dp 0 2 sum"]),
     ("[dp:cp,-]", "[-,cp]", ["all_to_all cp 0 1 1 1", "all_gather dp 0 1"]),
 ]
 

@@ -106,8 +106,8 @@ def make_call(name: str, one: Sample) -> tuple[Call, Tensors, Tensors]:
 
 
 def check(
-    name: str, one: Sample, row: Row | None = None, *, counts: Sequence[int] = (2, 3), outers: Sequence[int] = (1, 2),
-    pairs: bool = True,
+    name: str, one: Sample, row: Row | None = None, *, counts: Sequence[int] = (2, 3),
+    outers: Sequence[int] = (1, 2, -2), pairs: bool = True,
 ) -> Checked:  # fmt: skip
     """Every name that may be split, each alone, then some two at once; and every linear set."""
     table = TABLE if row is None else {name: row}
