@@ -29,7 +29,7 @@ from autopar.runtime import mesh_ops, virtual
 from autopar.verification.sums import sums_of_gradients, wrong_sums
 from autopar.verification.verify import verify_compiled
 
-ROWS, TIME, WIDTH, HEADS, VOCABULARY = 8, 12, 16, 2, 24
+ROWS, TIME, WIDTH, HEADS, VOCABULARY = 8, 24, 16, 2, 24
 F32, BF16 = torch.float32, torch.bfloat16
 
 
