@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from autopar.errors import VerificationError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.partition import cuts_of
 from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
 from autopar.passes.rules.rule import Dims, Rule
-from autopar.passes.search.states import State, choice_at, states_of
+from autopar.passes.search.states import Choice, choices_of
+
+State = Choice | str | None  # of an axis: what it splits, the kind of a partial value, or nothing
 
 
 def check_rules(program: Program, plan: Plan) -> None:
@@ -29,8 +33,8 @@ def check_rules(program: Program, plan: Plan) -> None:
         rule = pair[0] if pair else replicated_rule(call)
         cuts = cuts_of(rule, found.operands, layouts, program.mesh)
         axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}
-        operands = [states_of(layout, program.mesh) for layout in found.operands]
-        results = [states_of(layout, program.mesh) for layout in layouts]
+        operands = [_names(*pair, rule, program.mesh) for pair in zip(rule.operands, found.operands, strict=True)]
+        results = [_names(*pair, rule, program.mesh) for pair in zip(rule.results, layouts, strict=True)]
         for axis in program.mesh.names:
             given = tuple(states.get(axis) for states in operands)
             made = tuple(states.get(axis) for states in results)
@@ -40,6 +44,11 @@ def check_rules(program: Program, plan: Plan) -> None:
                     f"%{node.name} = {node.target} at {found.source} ({found.module}) breaks its rule on axis "
                     f"'{axis}': operands {wanted} cannot give {', '.join(map(str, layouts))}."
                 )
+
+
+def _names(dims: Dims, layout: Layout, rule: Rule, mesh: Mesh) -> dict[str, State]:
+    """What each axis does to a tensor: the kind of a partial one, or (name, outer)."""
+    return {**dict(layout.partial), **choices_of(dims, layout, rule.sizes, mesh)}
 
 
 def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results: tuple[State, ...]) -> bool:
@@ -52,8 +61,8 @@ def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results
     if name in rule.replicated:
         return False
     contracted = any(_has(dims, name) for dims in rule.operands)
-    return all(_is_cut(dims, name, s, rule) for dims, s in zip(rule.operands, operands, strict=True)) and all(
-        _is_cut(dims, name, state, rule) if _has(dims, name) else state == (rule.partial if contracted else None)
+    return all(_is_cut(dims, name, s) for dims, s in zip(rule.operands, operands, strict=True)) and all(
+        _is_cut(dims, name, state) if _has(dims, name) else state == (rule.partial if contracted else None)
         for dims, state in zip(rule.results, results, strict=True)
     )
 
@@ -62,9 +71,8 @@ def _has(dims: Dims, name: str) -> bool:
     return any(name in dim for dim in dims)
 
 
-def _is_cut(dims: Dims, name: str, state: State, rule: Rule) -> bool:
+def _is_cut(dims: Dims, name: str, state: State) -> bool:
     """A tensor that has the name is cut along it; one that lacks it is whole."""
     if not _has(dims, name):
         return state is None
-    choice = choice_at(dims, state, dict(rule.sizes)) if isinstance(state, tuple) else None
-    return choice is not None and choice[0] == name
+    return isinstance(state, tuple) and state[0] == name

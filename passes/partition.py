@@ -17,7 +17,7 @@ from autopar.ir.program import Builder, Level, Program, Record, is_getitem, reco
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
-from autopar.passes.search.states import by_outer, choice_at, states_of
+from autopar.passes.search.states import by_outer, choices_of
 
 MADE_BY = "partition"
 Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
@@ -137,16 +137,10 @@ def cuts_of(rule: Rule, operands: tuple[Layout, ...], results: tuple[Layout, ...
     cuts: Cuts = {}
     tensors: list[tuple[Dims, Layout]] = [*zip(rule.operands, operands, strict=True)]
     tensors += zip(rule.results, results, strict=True)
-    sizes = dict(rule.sizes)
     for dims, layout in tensors:
         if not any(layout.dims):
             continue
-        for axis, state in states_of(layout, mesh).items():
-            if not isinstance(state, tuple):
-                continue
-            choice = choice_at(dims, state, sizes)
-            if choice is None:
-                raise VerificationError(f"{layout} of dims {dims} splits none of {sizes} over '{axis}'")
+        for axis, choice in choices_of(dims, layout, rule.sizes, mesh).items():
             cut = (choice[1], mesh.names.index(axis), axis)
             known = cuts.setdefault(choice[0], [])
             if cut not in known:

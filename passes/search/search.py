@@ -18,6 +18,7 @@ WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because
 # divides should not hang on a short sequence.
 WHOLE_PRODUCT = 200.0
 SHARED = 6  # a weight that as many products multiply has its layout guessed first, see `solve.py`
+MIRRORED = 1e-3  # bytes: where mirrored pieces balance no work, pieces in order are the simpler ones
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 ATTENTION = frozenset(
     op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
@@ -74,7 +75,8 @@ def options_of(
                     one,
                     flops * one.work * (WHOLE_PRODUCT if one.work == 1 else 1)
                     + BYTES_PER_SUM * sum(sizes_) * one.is_linear
-                    + replica * _held(one, sizes_, size),
+                    + replica * _held(one, sizes_, size)
+                    + MIRRORED * item.count * (one.choice is not None and one.choice[1] < 0),
                 )
                 for one in found
             ]

@@ -9,11 +9,13 @@ a `Layout`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.errors import VerificationError
 from autopar.ir.layout import Factor, Layout
 from autopar.ir.mesh import Mesh
-from autopar.passes.rules.rule import Dims, Rule
+from autopar.passes.rules.rule import Dim, Dims, Rule
 
 Split = tuple[int, int]  # (dim, outer)
 State = Split | str | None
@@ -168,3 +170,40 @@ def states_of(layout: Layout, mesh: Mesh) -> dict[str, State]:
                 position *= mesh[factor]
             previous = factor
     return states
+
+
+def choices_of(dims: Dims, layout: Layout, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Choice]:
+    """The name that each axis of a layout splits, of a tensor with these names: what an axis finds of a name that
+    those before it have not taken to pieces. Raises VerificationError if one splits no name."""
+    found: dict[str, Choice] = {}
+    for names, factors in zip(dims, layout.dims, strict=True):
+        if factors and not _choose(found, names, list(factors), sizes, mesh):
+            raise VerificationError(f"{layout} of dims {dims} splits a name of {dict(sizes)} not into whole pieces")
+    return found
+
+
+def _choose(found: dict[str, Choice], names: Dim, factors: list[Factor], sizes: Mapping[str, int], mesh: Mesh) -> bool:
+    """Give each axis of a dim its name; False if one has none."""
+    for name in names:
+        position = run = 1
+        previous: Factor | None = None
+        while factors and position < sizes[name]:
+            factor, left = factors.pop(0), sizes[name] // position
+            if isinstance(factor, int):
+                blocks = min(abs(factor), left)
+                more, odd = divmod(abs(factor), blocks)
+                if odd or left % blocks or (more == 1 and blocks == left and factor < 0):
+                    return False
+                if more > 1:
+                    factors.insert(0, more if factor > 0 else -more)
+                position *= blocks
+                run = position if factor > 0 else -position
+            else:
+                if left % mesh[factor]:
+                    return False
+                if isinstance(previous, str) and mesh.names.index(previous) > mesh.names.index(factor):
+                    run = position
+                found[factor] = name, run
+                position *= mesh[factor]
+            previous = factor
+    return not factors

@@ -24,6 +24,7 @@ SIMULATED = re.findall(r"^\| `([\w-]+)` \| .*?([\d.]+) %(?: at most)? \|.*\| ([\
 P = 8 * 8 * 256**2
 LAYERS, ROWS, LENGTH, WIDTH = 2, 24, 48, 128  # of examples/train_gpt.py
 TOKENS = ROWS * LENGTH * WIDTH
+GPT = (128 + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + 2 * WIDTH  # its parameters
 
 
 @cache
@@ -97,6 +98,11 @@ FORMULAS: list[tuple[str, str, dict[str, Any], dict[str, int]]] = [
     ("gpt", "tp=4", {"sequence_parallel": True},
      {"reduce_scatter tp": (4 * LAYERS + 2) * TOKENS, "all_gather tp": (6 * LAYERS + 3) * TOKENS,
       "all_to_all tp": LENGTH * WIDTH // 4}),
+    # keys and values of each layer forward and backward, and their gradients
+    ("gpt", "cp=4", {"attention": "gather"},
+     {"all_gather cp": 4 * LAYERS * TOKENS, "reduce_scatter cp": 2 * LAYERS * TOKENS, "all_reduce cp": GPT}),
+    # queries, keys, values and the output of each layer, a rank's quarter of each, forward and backward
+    ("gpt", "cp=4", {"attention": "ulysses"}, {"all_to_all cp": 8 * LAYERS * TOKENS // 4, "all_reduce cp": GPT}),
     ("experts", "dp=4", {}, {"all_reduce dp": 2 * 8 * 256 * 512 + 8 * 256}),
 ]  # fmt: skip
 
