@@ -31,7 +31,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
-    (zero, Level.SHARDED),  # parameters lie split over a data axis
+    (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (partition, Level.LOCAL),  # global shapes become one rank's
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, axes_of_group
 from autopar.ir.ops import mesh_op_name, op
 from autopar.ir.program import Builder, Record, TensorType, record, set_record
 
@@ -75,11 +75,11 @@ class Coalesced:
 
     def _moved(self, node: fx.Node, given: Layout) -> Layout:
         """The layout of a flat value after it moved."""
-        axis = str(node.args[1])
+        axes = _axes(node)
         if node.target is op("all_gather"):
             return Layout((WHOLE, WHOLE), given.partial)
-        partial = tuple(pair for pair in given.partial if pair != (axis, node.args[-1]))
-        return Layout(((axis,), WHOLE) if node.target is op("reduce_scatter") else given.dims, partial)
+        partial = tuple(pair for pair in given.partial if pair not in {(axis, node.args[-1]) for axis in axes})
+        return Layout((axes, WHOLE) if node.target is op("reduce_scatter") else given.dims, partial)
 
     def _row(self, node: fx.Node) -> fx.Node:
         """A collective's operand, flat."""
@@ -90,7 +90,7 @@ class Coalesced:
         if node.target is op("all_reduce"):
             return self._reshape(value, [-1], type_, Layout((WHOLE,), partial), node)
         if node.target is op("all_gather"):
-            return self._reshape(value, [1, -1], type_, Layout(((str(node.args[1]),), WHOLE), partial), node)
+            return self._reshape(value, [1, -1], type_, Layout((_axes(node), WHOLE), partial), node)
         # [.., outer ranks rest, ..] -> [ranks, (.. outer rest ..)]
         _, _, dim, outer, _ = node.args
         assert isinstance(dim, int) and isinstance(outer, int)
@@ -138,6 +138,11 @@ class Coalesced:
 
 
 _PIECES = {"all_reduce": "gradient", "reduce_scatter": "gradient", "all_gather": "gathered"}
+
+
+def _axes(node: fx.Node) -> tuple[str, ...]:
+    """The axes over which a collective moves."""
+    return axes_of_group(str(node.args[1]))
 
 
 def _local(like: Record, type_: TensorType, layout: Layout, operand: Layout) -> Record:

@@ -7,6 +7,7 @@ from itertools import groupby
 from torch import fx
 
 from autopar.ir.measure import local_bytes
+from autopar.ir.mesh import axes_of_group
 from autopar.ir.modules import unit_of
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
@@ -47,14 +48,12 @@ def prefetch(program: Program, plan: Plan) -> Program:
     takes cost less than the starts that it saves; `bucket_bytes` says otherwise. PyTorch FSDP, arXiv 2304.11277,
     section 3.3.
     """
-    if plan.zero_axis is None:
-        return program
-    return _Prefetch(program, plan, plan.zero_axis).run()
+    return _Prefetch(program, plan).run() if plan.zero_axes else program
 
 
 class _Prefetch:
-    def __init__(self, program: Program, plan: Plan, axis: str) -> None:
-        self.program, self.axis = program, axis
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.axes = program, set(plan.zero_axes)
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
         machine = plan.fixed.machine
@@ -96,18 +95,18 @@ class _Prefetch:
             bundles: list[list[fx.Node]] = []
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
-                dtype = record(node).type.dtype
+                alike = node.args[1], record(node).type.dtype  # what moves together
                 if local_bytes(node, self.program.mesh) >= self.small:
                     bundles.append([node])
-                elif dtype in small:
-                    small[dtype].append(node)
+                elif alike in small:
+                    small[alike].append(node)
                 else:
-                    small[dtype] = [node]
-                    bundles.append(small[dtype])
+                    small[alike] = [node]
+                    bundles.append(small[alike])
             found.append(bundles)
         return found
 
     def _is_early(self, node: fx.Node) -> bool:
         """True for a gather of what is there before the step begins: a parameter, or one in another dtype."""
-        moves = node.target is op("all_gather") and node.args[1] == self.axis
+        moves = node.target is op("all_gather") and self.axes.issuperset(axes_of_group(str(node.args[1])))
         return moves and is_given(node.all_input_nodes[0])

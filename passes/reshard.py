@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import fx
 
-from autopar.ir.layout import Factor, Layout, outer_of
-from autopar.ir.mesh import CONTEXT, MICROBATCH, ULYSSES
+from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
+from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, ULYSSES, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -104,8 +105,8 @@ class _Reshard:
         if wanted in moved:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
-        first = self.plan.zero_axis if user.op == "output" and self.plan.zero >= 2 else None
-        made, steps = self._shortest(node, wanted, moved, first or MICROBATCH)
+        first = self.plan.zero_axes if user.op == "output" and self.plan.zero >= 2 else ()
+        made, steps = self._shortest(node, wanted, moved, first)
         given = record(node)
         for step in steps:
             like = given.with_(
@@ -135,7 +136,7 @@ class _Reshard:
         return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _shortest(
-        self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: str
+        self, node: fx.Node, wanted: Layout, moved: dict[Layout, fx.Node], first: tuple[str, ...]
     ) -> tuple[fx.Node, list[Step]]:
         """The way to `wanted` with the fewest collectives: from the value, or from what was made of it already."""
         starts = [(record(node).layout, self.build.value[node]), *moved.items()]
@@ -153,24 +154,25 @@ class _Reshard:
 
 def stored_nodes(program: Program, plan: Plan) -> frozenset[fx.Node]:
     """The parameters that ZeRO split, and what they are in another dtype."""
-    entries = program.entries
+    entries, splits = program.entries, set(plan.zero_axes)
     parameters = {node for node, entry in entries if entry.kind == "parameter"}
-    split = [node for node in program.nodes if is_given(node) and plan.zero_axis in record(node).layout.axes]
+    split = [node for node in program.nodes if is_given(node) and splits.intersection(record(node).layout.axes)]
     return frozenset(node for node in split if parameters.intersection([node, *node.all_input_nodes]))
 
 
-def moves(has: Layout, wanted: Layout, first: str = MICROBATCH) -> list[Step]:
+def moves(has: Layout, wanted: Layout, first: tuple[str, ...] = ()) -> list[Step]:
     """The shortest sequence of collectives and slices that turns one layout into another.
 
     What can be sliced is sliced first, so that less is moved. Partial axes are reduced (or reduced and scattered),
     splits that are not wanted are gathered innermost first, missing ones sliced outermost first; a split that goes
-    from one dim to another is an all-to-all. `first`: the axis over which sums are taken first.
+    from one dim to another is an all-to-all. What moves alike over several data axes moves once, over all of them.
+    `first`: the axes over which sums are scattered before micro-batches are added up.
     """
     return _Moves(has, wanted, first).steps
 
 
 class _Moves:
-    def __init__(self, has: Layout, wanted: Layout, first: str) -> None:
+    def __init__(self, has: Layout, wanted: Layout, first: tuple[str, ...]) -> None:
         self.first = first
         self.dims = [list(dim) for dim in has.dims]
         self.partial = list(has.partial)
@@ -200,17 +202,33 @@ class _Moves:
                     self._step("shard", axis, *place)
 
     def _reduce(self) -> None:
-        for axis, kind in sorted(self.partial, key=lambda part: (part[0] != self.first, part[0] != MICROBATCH)):
-            if (axis, kind) in self.wanted.partial:
+        while left := [part for part in self.partial if part not in self.wanted.partial]:
+            axis, kind = min(left, key=self._turn)
+            alike = [other for other, its_kind in left if its_kind == kind and _moves_with(axis, other)]
+            place = self._scattered_to(axis, kind)
+            if place is not None:
+                self._scatter(axis, alike, *place)
                 continue
-            self.partial.remove((axis, kind))
-            place = self._next_split(axis) if kind == "sum" else None
-            if place is None:
-                self._step("all_reduce", axis, kind)
-            else:
-                dim, outer = place
-                self.dims[dim] = list(self.wanted.dims[dim][: self.wanted.dims[dim].index(axis) + 1])
-                self._step("reduce_scatter", axis, dim, outer, kind)
+            axes = [other for other in alike if self._scattered_to(other, kind) is None]
+            self.partial = [part for part in self.partial if part[0] not in axes]
+            self._step("all_reduce", group_name(axes), kind)
+
+    def _scatter(self, axis: str, alike: list[str], dim: int, outer: int) -> None:
+        """Scatter a sum over an axis, and over those after it in the wanted layout that move alike."""
+        wanted = self.wanted.dims[dim]
+        after = () if outer < 0 else wanted[wanted.index(axis) + 1 :]  # what is mirrored moves alone
+        axes = [axis, *map(str, takewhile(alike.__contains__, after))]
+        self.partial = [part for part in self.partial if part[0] not in axes]
+        self.dims[dim] = list(wanted[: wanted.index(axes[-1]) + 1])
+        self._step("reduce_scatter", group_name(axes), dim, outer, "sum")
+
+    def _turn(self, part: tuple[str, str]) -> tuple[bool, bool, bool]:
+        """When a partial axis is reduced: what is scattered before what is not, so that less is moved."""
+        axis, stays = part[0], self._scattered_to(*part) is None
+        return stays or axis not in self.first, axis != MICROBATCH, stays
+
+    def _scattered_to(self, axis: str, kind: str) -> tuple[int, int] | None:
+        return self._next_split(axis) if kind == "sum" else None
 
     def _next_split(self, axis: str) -> tuple[int, int] | None:
         """(dim, outer) if `axis` is the next factor that the wanted layout has beyond the present one."""
@@ -227,15 +245,33 @@ class _Moves:
             while any(isinstance(factor, str) for factor in self.dims[dim][keep:]):
                 axis = _last_axis(self.dims[dim])
                 outer = outer_of(self.dims[dim], axis)
-                self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axis)]))
-                target = self._next_split(axis)
-                if target is not None and target[0] != dim:
+                target = self._goes_to(axis, dim)
+                axes = [axis] if target is not None else self._gathered_with(axis, dim, keep)
+                self.dims[dim] = list(_without_tail(self.dims[dim][: self.dims[dim].index(axes[0])]))
+                if target is not None:
                     other, other_outer = target
                     self.dims[other] = list(self.wanted.dims[other][: self.wanted.dims[other].index(axis) + 1])
                     self._step("all_to_all", axis, dim, outer, other, other_outer)
                 else:
-                    self._step("all_gather", axis, dim, outer)
+                    self._step("all_gather", group_name(axes), dim, outer)
             self.dims[dim] = list(_without_tail(self.dims[dim]))
+
+    def _goes_to(self, axis: str, dim: int) -> tuple[int, int] | None:
+        """(dim, outer) if `axis` is the next factor of another dim than the one that it splits."""
+        target = self._next_split(axis)
+        return target if target is not None and target[0] != dim else None
+
+    def _gathered_with(self, axis: str, dim: int, keep: int) -> list[str]:
+        """The axes, `axis` the last of them, that split a dim one right after the other, and move alike."""
+        factors, found = self.dims[dim], [axis]
+        for place in reversed(range(keep, factors.index(axis))):
+            one = factors[place]
+            if not (isinstance(one, str) and _moves_with(axis, one)) or is_mirrored(factors, place):
+                break
+            if self._goes_to(one, dim) is not None:
+                break
+            found.insert(0, one)
+        return found
 
     def _split(self) -> None:
         for dim, wanted in enumerate(self.wanted.dims):
@@ -250,6 +286,11 @@ class _Moves:
                 assert kind == "sum", kind
                 self.partial = [pair for pair in self.wanted.partial if pair in self.partial or pair == (axis, kind)]
                 self._step("keep_first", axis)
+
+
+def _moves_with(axis: str, other: str) -> bool:
+    """True if a value moves over both axes at once. Over tp it moves alone: in a server, and not between servers."""
+    return axis == other or (axis in GRADIENT_AXES and other in GRADIENT_AXES)
 
 
 def _is_gathered(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""zero: parameters lie split over a data axis, and their gradients leave so."""
+"""zero: parameters lie split over the data axes, and their gradients leave so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout, factor_sizes, padded_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, group_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
     CAST,
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def zero(program: Program, plan: Plan) -> Program:
-    """SHARDED -> SHARDED. With ZeRO a rank keeps a part of each parameter over `plan.zero_axis`; `reshard` then
+    """SHARDED -> SHARDED. With ZeRO a rank keeps a part of each parameter over `plan.zero_axes`; `reshard` then
     gathers it for who wants it whole, and scatters its gradient.
 
         SHARDED program on fsdp=4
@@ -48,15 +48,40 @@ def zero(program: Program, plan: Plan) -> Program:
         return loss "loss" = %sum_1 as []
         return gradient "scale" = %sum_2_padded as [fsdp]
 
-    Where the axis divides a dim nothing is padded, and only layouts change.
+    Where the axes divide a dim nothing is padded, and only layouts change: over dp=2,cp=2 `[-,-]` becomes `[dp:cp,-]`,
+    of which one gather over "dp:cp" makes the whole.
 
     With zero 1 and 2 frozen parameters, which have no states, stay as they are. ZeRO, arXiv 1910.02054; one parameter
     at a time as in FSDP2, so that optimizers see parameters and not a flat piece of memory.
     """
-    axis = plan.zero_axis
-    if axis is None:
-        return program
-    return _Zero(program, plan, axis).run()
+    return _Zero(program, plan).run() if plan.zero_axes else program
+
+
+def split_over(shape: tuple[int, ...], layout: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout | None:
+    """A layout split over those of `axes` that it lacks: all of them on one dim that they divide, so that it moves at
+    once. Where there is none, over one axis, the largest first, as `stored_layout` does it, and over each other that
+    divides what is left: of a dim that two axes split, torch pads each axis' pieces, and we only the end.
+
+    None for a value that no axis splits further.
+    """
+    missing = tuple(axis for axis in axes if axis not in layout.axes)
+    if len(missing) < 2:
+        return stored_layout(shape, layout, mesh, *missing) if missing else None
+    ranks = math.prod(mesh[axis] for axis in missing)
+    choices = [
+        (bool(factors), dim)
+        for dim, (length, factors) in enumerate(zip(shape, layout.dims, strict=True))
+        if length and length % (math.prod(factor_sizes(factors, mesh)) * ranks) == 0
+    ]
+    if choices:
+        dim = min(choices)[1]
+        return Layout((*layout.dims[:dim], (*layout.dims[dim], *missing), *layout.dims[dim + 1 :]))
+    found = None
+    for axis in sorted(missing, key=lambda axis: -mesh[axis]):
+        made = stored_layout(shape, found or layout, mesh, axis)
+        if made is not None and (found is None or padded_shape(shape, made, mesh) == padded_shape(shape, found, mesh)):
+            found = made
+    return found
 
 
 def stored_layout(shape: tuple[int, ...], layout: Layout, mesh: Mesh, axis: str) -> Layout | None:
@@ -78,8 +103,8 @@ def stored_layout(shape: tuple[int, ...], layout: Layout, mesh: Mesh, axis: str)
 
 
 class _Zero:
-    def __init__(self, program: Program, plan: Plan, axis: str) -> None:
-        self.program, self.plan, self.axis, self.mesh = program, plan, axis, program.mesh
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.plan, self.axes, self.mesh = program, plan, plan.zero_axes, program.mesh
         self.build = Builder(MADE_BY)
         self.kept: dict[fx.Node, Layout] = {}  # parameters that are split
         self.stored: dict[str, Layout] = {}  # the same by name
@@ -117,10 +142,10 @@ class _Zero:
         shape, layout = record(node).type.shape, record(node).layout
         if entry.kind != "parameter" or known == layout or (known is None and is_frozen):
             return
-        found = known or stored_layout(shape, layout, self.mesh, self.axis)
+        found = known or split_over(shape, layout, self.mesh, self.axes)
         if found is not None:
             self.stored[entry.name] = self.kept[node] = found
-        elif shape and self.axis not in layout.axes:
+        elif shape and not set(self.axes) & set(layout.axes):
             self.replicated.append(entry.name)
 
     def _as_stored(self, node: fx.Node) -> fx.Node:
@@ -140,7 +165,7 @@ class _Zero:
         return self._is_partial(node.all_input_nodes[0]) and not self._is_partial(node)
 
     def _is_partial(self, node: fx.Node) -> bool:
-        return any(axis == self.axis for axis, _ in record(node).layout.partial)
+        return any(axis in self.axes for axis, _ in record(node).layout.partial)
 
     def _scatter_first(self, node: fx.Node) -> fx.Node:
         """So that the sum is scattered, and this rank's part is cast."""
@@ -209,4 +234,5 @@ class _Zero:
     def _notes(self) -> list[str]:
         names = ", ".join(f"'{name}'" for name in self.replicated[:3])
         more = f" and {len(self.replicated) - 3} more" if self.replicated[3:] else ""
-        return [f"ZeRO cannot split {names}{more} over '{self.axis}': every rank keeps them"] if names else []
+        axes = group_name(self.axes)
+        return [f"ZeRO cannot split {names}{more} over '{axes}': every rank keeps them"] if names else []

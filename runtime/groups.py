@@ -66,9 +66,10 @@ def has_queues(device: torch.device) -> bool:
 
 def make_groups(
     mesh: Mesh, axes: Iterable[str], device_mesh: DeviceMesh | None = None, timeout: timedelta | None = None,
-    twice: Collection[str | None] = (),
+    twice: Collection[str] = (),
 ) -> dict[str, Group]:  # fmt: skip
-    """This rank's group of every axis. All ranks must call this with the same axes in the same order.
+    """This rank's group of every axis, or of several joined ones ("dp:cp"). All ranks must call this with the same axes
+    in the same order.
 
     Groups of single axes are taken from `device_mesh`, if given; the others are made. `timeout` bounds how long a
     rank waits for one that is alive but does not come; one that died is noticed at once (Gloo). twice: the axes that

@@ -14,32 +14,24 @@ from collections.abc import Mapping
 import torch
 
 from autopar.ir.layout import mirrored
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, axes_of_group
 from autopar.ir.ops import op
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
 WAIT = op("wait")
 
 
-def axis_size(mesh: Mesh, axis: str) -> int:
-    """The number of ranks in a group of an axis or of several."""
-    size = 1
-    for name in axis.split(":"):
-        size *= mesh[name]
-    return size
-
-
 def axis_coord(mesh: Mesh, coord: Mapping[str, int], axis: str) -> int:
     """The place of the rank at `coord` in its group."""
     place = 0
-    for name in axis.split(":"):
+    for name in axes_of_group(axis):
         place = place * mesh[name] + coord[name]
     return place
 
 
 def axis_group(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on the axis (or axes), in order of their place."""
-    coord, names = mesh.coord(rank), axis.split(":")
+    coord, names = mesh.coord(rank), axes_of_group(axis)
     points = itertools.product(*(range(mesh[name]) for name in names))
     return tuple(mesh.rank({**coord, **dict(zip(names, point, strict=True))}) for point in points)
 
@@ -92,7 +84,7 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
     assert target == SHARD, target
     dim, outer = rest
     assert isinstance(dim, int) and isinstance(outer, int)
-    return shard(x, axis_size(mesh, axis), place, dim, outer)
+    return shard(x, mesh[axis], place, dim, outer)
 
 
 def is_local(target: object) -> bool:

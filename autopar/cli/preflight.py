@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.cli.options import Options
 from autopar.errors import TargetError
-from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
+from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.job import Job
 from autopar.settings import Settings
 
@@ -59,9 +59,9 @@ def idle_options(options: Options, job: Job, mesh: Mesh) -> Iterator[str]:
     """Say which options of the command line change nothing on a mesh. job: with what they say of it."""
     axes = dict(mesh.axes)
     has_stages = axes.get(PIPELINE, 1) > 1 or (job.microbatches or 1) > 1
-    has_data = any(axes.get(axis, 1) > 1 for axis in DATA_AXES)
+    has_data = any(axes.get(axis, 1) > 1 for axis in GRADIENT_AXES)
     stages = f"mesh '{mesh}' has no axis 'pp' of more than one rank, and there are no micro-batches"
-    data = f"mesh '{mesh}' has no axis 'dp' or 'fsdp' of more than one rank"
+    data = f"mesh '{mesh}' has no axis 'dp', 'fsdp' or 'cp' of more than one rank"
     idle = {
         "--schedule": (options.schedule, not has_stages, stages),
         "--chunks": (options.chunks, not has_stages, stages),

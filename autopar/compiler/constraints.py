@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
-from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
+from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
 from autopar.passes.search.intents import INTENTS, batch_size
@@ -138,10 +138,10 @@ def check_batch(program: Program, mesh: Mesh) -> None:
 
 def check_zero(plan: Plan) -> None:
     """Raise PlanError if ZeRO has no axis to split states over."""
-    if plan.zero and not any(axis in plan.mesh for axis in DATA_AXES):
+    if plan.zero and not any(axis in plan.mesh for axis in GRADIENT_AXES):
         raise PlanError(
-            f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp or fsdp to it, "
-            f"e.g. 'dp=2,{plan.mesh}', or leave zero out."
+            f"zero={plan.zero} splits states over a data axis, but mesh '{plan.mesh}' has none. Add dp, fsdp or cp to "
+            f"it, e.g. 'dp=2,{plan.mesh}', or leave zero out."
         )
 
 

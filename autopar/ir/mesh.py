@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import MeshError, divisors, one_of
@@ -13,6 +13,8 @@ from autopar.errors import MeshError, divisors, one_of
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
 DATA_AXES = ("dp", "fsdp")  # split the batch
 CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
+# Gradients are sums over these: what moves over several of them moves at once.
+GRADIENT_AXES = (*DATA_AXES, CONTEXT, ULYSSES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")
@@ -46,8 +48,9 @@ class Mesh:
         return tuple(size for _, size in self.axes)
 
     def __getitem__(self, axis: str) -> int:
-        """The size of one axis."""
-        return dict(self.axes)[axis]
+        """The number of ranks along an axis, or along several joined ones ("dp:cp")."""
+        sizes = dict(self.axes)
+        return sizes[axis] if axis in sizes else math.prod(sizes[name] for name in axes_of_group(axis))
 
     def __contains__(self, axis: str) -> bool:
         return axis in self.names
@@ -78,6 +81,16 @@ class Mesh:
         """The ranks that differ from `rank` only on `axis`, in the order of that axis."""
         coord = self.coord(rank)
         return tuple(self.rank({**coord, axis: i}) for i in range(self[axis]))
+
+
+def group_name(axes: Iterable[str]) -> str:
+    """The name of the group of ranks that differ on some axes only, the first axis slowest: "dp:cp"."""
+    return ":".join(axes)
+
+
+def axes_of_group(name: str) -> tuple[str, ...]:
+    """The inverse of `group_name`."""
+    return tuple(name.split(":"))
 
 
 def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = None) -> Mesh:

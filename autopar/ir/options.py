@@ -134,9 +134,9 @@ class StepOptions:
       default the cut with the fastest slowest stage.
     chunks: stages on each rank.
     stage_memory: bytes that a stage may hold.
-    zero: split optimizer states (1), and gradients (2), and parameters (3) over a data axis (arXiv 1910.02054). With
-      two data axes, "dp=2,fsdp=4", they are split over fsdp and replicated over dp; an axis fsdp means zero=3 if
-      nothing else is said. Parameters are DTensors of the parts: any element-wise optimizer works.
+    zero: split optimizer states (1), and gradients (2), and parameters (3) over a data axis (arXiv 1910.02054). If
+      there is cp, over it too. With "dp=2,fsdp=4" they are split over fsdp and replicated over dp; an axis fsdp means
+      zero=3 if nothing else is said. Parameters are DTensors of the parts: any element-wise optimizer works.
     reshard_after_forward: drop what zero=3 gathered after its use, and gather it again in the backward pass. False
       keeps it until then.
     recompute: what the backward pass computes again instead of keeping it: none, selective (arXiv 2205.05198), full,

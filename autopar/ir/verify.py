@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, fits, outer_of
+from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
@@ -124,29 +125,37 @@ def _check_move(node: fx.Node, program: Program) -> None:
     inferred = moved_layout(mesh_op_name(node.target), node.args[1:], has)
     if inferred is None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
-    elif _canonical(inferred) != record(node).layout:
+    elif not _is_same(_canonical(inferred), record(node).layout):
         _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
+
+
+def _is_same(a: Layout, b: Layout) -> bool:
+    """True if two layouts are equal but for the order of partial axes, which the mesh decides."""
+    return a.dims == b.dims and sorted(a.partial) == sorted(b.partial)
 
 
 def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | None:
     """The layout that a mesh op gives to a value in `has`; None if it cannot be applied."""
     dims = [list(dim) for dim in has.dims]
     partial = list(has.partial)
-    axis = str(args[0]) if args else ""
+    axes = axes_of_group(str(args[0])) if args else ()
     if name in ("all_reduce", "reduce_scatter"):
         kind = str(args[-1])
-        if (axis, kind) not in partial:
+        summed = {(axis, kind) for axis in axes}
+        if not summed.issubset(partial):
             return None
-        partial.remove((axis, kind))
+        partial = [pair for pair in partial if pair not in summed]
     if name == "keep_first":
-        partial.append((axis, "sum"))
-    if name == "all_gather":
-        _remove(dims, axis, args[1], args[2])
+        partial += [(axis, "sum") for axis in axes]
+    if name in ("all_gather", "all_to_all"):
+        for axis in reversed(axes):
+            _remove(dims, axis, args[1], args[2])
     if name == "all_to_all":
-        _remove(dims, axis, args[1], args[2])
-        _insert(dims, axis, args[3], args[4])
+        for axis in axes:
+            _insert(dims, axis, args[3], args[4])
     if name in ("shard", "reduce_scatter"):
-        _insert(dims, axis, args[1], args[2])
+        for axis in axes:
+            _insert(dims, axis, args[1], args[2])
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 

@@ -11,7 +11,7 @@ from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.spots import Numbers
 from autopar.compiler.lowered import Lowered
-from autopar.ir.mesh import PIPELINE
+from autopar.ir.mesh import PIPELINE, group_name
 from autopar.parallel.agreement import Phase, lost_peers
 from autopar.parallel.bindings import Bindings
 from autopar.parallel.building import Builder, Built
@@ -70,7 +70,7 @@ class Maker:
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""
         where, device = self._store.distributor, self._settings.device
-        twice = (compiled.plan.zero_axis, PIPELINE) if has_queues(device) else ()
+        twice = (group_name(compiled.plan.zero_axes), PIPELINE) if has_queues(device) else ()
         made = make_groups(where.mesh, axes, where.device_mesh, twice=twice)
         self._groups.update(made)
         if has_queues(device):

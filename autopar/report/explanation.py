@@ -12,7 +12,7 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
@@ -211,7 +211,7 @@ class _Finder:
             link = links.get(record(by_name[row.value]).origin)
             if row.axis == MICROBATCH:
                 continue  # added up where it is
-            if link is None or (link.startswith(SUM) and not link.endswith(f" {row.axis}")):
+            if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):
                 continue
             yield Caused(link, row, self._bucket(entry.name) if entry and link == GRADIENT else None)
 

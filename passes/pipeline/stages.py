@@ -110,7 +110,7 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
     program = program if plan.microbatches > 1 else with_reductions(program)
     if plan.gathers_again:
-        program = gathered_late(program, times_of(program, plan.microbatches, plan.zero_axis, both=True))
+        program = gathered_late(program, times_of(program, plan.microbatches, plan.zero_axes, both=True))
     times = _times(program, plan)
     forward = _cut(program, times, plan, places)
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
@@ -136,7 +136,7 @@ def _accumulate_per_stage(staged: _Staged, microbatches: int) -> _Staged:
 
 
 def _times(program: Program, plan: Plan) -> Times:
-    return times_of(program, plan.microbatches, plan.zero_axis if plan.gathers_again else None)
+    return times_of(program, plan.microbatches, plan.zero_axes if plan.gathers_again else ())
 
 
 class _Partition:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.errors import LayoutError
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
 from autopar.passes.pipeline.coupling import coupled
@@ -43,10 +43,10 @@ class Times:
     late: frozenset[fx.Node] = frozenset()
 
 
-def times_of(program: Program, microbatches: int, regathered: str | None = None, *, both: bool = False) -> Times:
+def times_of(program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
-    regathered: the axis over which each micro-batch gathers parameters anew (ZeRO-3); None: once for all of them. both:
+    regathered: the axes over which each micro-batch gathers parameters anew (ZeRO-3); none: once for all of them. both:
     what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
     end (see `late.py`).
 
@@ -77,7 +77,7 @@ def times_of(program: Program, microbatches: int, regathered: str | None = None,
             source = of[operands[0]]
             of[node] = When.AFTER if source in (When.BODY, When.AFTER) else When.INVARIANT
             continue
-        gathers = node.target is op("all_gather") and _axis(node) == regathered and is_given(operands[0])
+        gathers = _gathers(node, regathered) and is_given(operands[0])
         differs = gathers or _is_cut(node) or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
         if gathers or (
@@ -124,6 +124,11 @@ def made_among(operands: Iterable[fx.Node], among: AbstractSet[fx.Node]) -> set[
             found.add(node)
             pending += node.all_input_nodes
     return found
+
+
+def _gathers(node: fx.Node, axes: Collection[str]) -> bool:
+    """True for a gather over some of these axes and no others."""
+    return node.target is op("all_gather") and set(axes).issuperset(axes_of_group(_axis(node)))
 
 
 def is_join(node: fx.Node) -> bool:

@@ -39,7 +39,6 @@ def step_cost(program: Program) -> StepCost:
     What the backward pass gathers again of the forward pass waits for no gradient: it is moved under the products and
     counts with its start alone (arXiv 2205.05198, section 4.2.2).
     """
-    sizes = dict(program.mesh.axes)
     moved, collectives, computed = 0.0, 0, 0
     for node in program.calls():
         if not is_collective(node.target):
@@ -49,5 +48,5 @@ def step_cost(program: Program) -> StepCost:
             collectives += 1
             again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
             whole = local_bytes(node if kind.counts_result else operand, program.mesh)
-            moved += 0.0 if again else move_cost(kind.has, kind.gives, whole, sizes[str(node.args[1])])
+            moved += 0.0 if again else move_cost(kind.has, kind.gives, whole, program.mesh[str(node.args[1])])
     return StepCost(moved, collectives, computed)

@@ -56,8 +56,8 @@ IDLE = {
     "inspect JOB --mesh tp=2 --schedule gpipe": "--schedule has no effect: mesh 'tp=2' has no axis 'pp' of more than",
     "inspect JOB --mesh tp=2 --stages 0;2": "--stages has no effect: mesh 'tp=2' has no axis 'pp' of more than one",
     "inspect JOB --mesh tp=2 --stage-memory 9": "--stage-memory has no effect: mesh 'tp=2' has no axis 'pp' of more",
-    "inspect JOB --mesh dp=1,tp=2 --zero 1": "--zero has no effect: mesh 'dp=1,tp=2' has no axis 'dp' or 'fsdp'",
-    "inspect JOB --mesh tp=2 --bucket-bytes 9": "--bucket-bytes has no effect: mesh 'tp=2' has no axis 'dp' or 'fsdp'",
+    "inspect JOB --mesh dp=1,tp=2 --zero 1": "--zero has no effect: mesh 'dp=1,tp=2' has no axis 'dp', 'fsdp' or 'cp'",
+    "inspect JOB --mesh tp=2 --bucket-bytes 9": "--bucket-bytes has no effect: mesh 'tp=2' has no axis 'dp', 'fsdp'",
     "run JOB --mesh dp=1 --steps 1 --no-reshard-after-forward": "--no-reshard-after-forward has no effect: parameters",
 }
 

@@ -115,7 +115,9 @@ def draw_layout(draw: random.Random, shape: tuple[int, ...], mesh: Mesh, kinds: 
             return layout
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=3", "tp=3,dp=2", "dp=2,tp=2", "tp=4"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,tp=3", "tp=3,dp=2", "dp=2,tp=2", "tp=4", "dp=2,cp=3", "dp=2,cp=2,tp=2", "cp=2,fsdp=2"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_pairs(shape: tuple[int, ...], mesh: str) -> None:
     seed = len(shape) * 100 + sum(map(ord, mesh))
@@ -159,6 +161,41 @@ ONE_MOVE = [
 @pytest.mark.parametrize(("has", "wants", "expected"), ONE_MOVE)
 def test_common_moves_take_the_expected_collectives(has: str, wants: str, expected: list[str]) -> None:
     assert check(parse_layout(has), parse_layout(wants), (12, 36), seed=1) == expected
+
+
+JOINED = [
+    # what moves alike over several data axes moves once; tp moves alone
+    ("[-,-] partial(dp,cp)", "[-,-]", ["all_reduce dp:cp sum"]),
+    ("[-,-] partial(max:dp,max:cp)", "[-,-]", ["all_reduce dp:cp max"]),
+    ("[-,-] partial(dp,cp,tp)", "[-,-]", ["all_reduce dp:cp sum", "all_reduce tp sum"]),
+    ("[-,-] partial(dp,cp)", "[dp:cp,-]", ["reduce_scatter dp:cp 0 1 sum"]),
+    ("[-,-] partial(dp,cp)", "[-,3:dp:cp]", ["reduce_scatter dp:cp 1 3 sum"]),
+    ("[tp,-] partial(dp,cp)", "[tp:dp:cp,-]", ["reduce_scatter dp:cp 0 1 sum"]),
+    ("[-,-] partial(dp,cp)", "[cp:dp,-]", ["reduce_scatter cp:dp 0 1 sum"]),  # in the order of the layout
+    ("[-,-] partial(dp,cp)", "[-,cp]", ["reduce_scatter cp 1 1 sum", "all_reduce dp sum"]),  # less is summed
+    ("[-,-] partial(dp,cp)", "[dp,cp]", ["reduce_scatter dp 0 1 sum", "reduce_scatter cp 1 1 sum"]),
+    ("[-,-] partial(dp)", "[dp:cp,-]", ["reduce_scatter dp 0 1 sum", "shard cp 0 1"]),
+    (
+        "[-,-] partial(dp,cp)",
+        "[dp:tp:cp,-]",
+        ["reduce_scatter dp 0 1 sum", "all_reduce cp sum", "shard tp 0 1", "shard cp 0 1"],
+    ),
+    ("[dp:cp,-]", "[-,-]", ["all_gather dp:cp 0 1"]),
+    ("[tp:dp:cp,-]", "[tp,-]", ["all_gather dp:cp 0 1"]),
+    ("[-,3:dp:cp]", "[-,-]", ["all_gather dp:cp 1 3"]),
+    ("[dp:3:cp,-]", "[-,-]", ["all_gather cp 0 3", "all_gather dp 0 1"]),  # not side by side
+    ("[dp:tp,-]", "[-,-]", ["all_gather tp 0 1", "all_gather dp 0 1"]),
+    ("[dp:cp,-]", "[dp,-]", ["all_gather cp 0 1"]),
+    ("[2~cp:dp,-]", "[-,-]", ["all_gather dp 0 2", "all_gather cp 0 -2"]),  # only cp is mirrored
+    ("[-,-] partial(dp,cp)", "[2~cp:dp,-]", ["reduce_scatter cp 0 -2 sum", "reduce_scatter dp 0 2 sum"]),
+    ("[dp:cp,-]", "[-,cp]", ["all_to_all cp 0 1 1 1", "all_gather dp 0 1"]),
+]
+
+
+@pytest.mark.parametrize(("has", "wants", "expected"), JOINED)
+def test_data_axes_move_at_once(has: str, wants: str, expected: list[str]) -> None:
+    mesh = parse_mesh("dp=2,cp=3,tp=2")
+    assert check(parse_layout(has), parse_layout(wants), (36, 36), seed=2, mesh=mesh) == expected
 
 
 def test_moves_end_where_they_should() -> None:

@@ -327,8 +327,8 @@ def test_what_is_broken_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch):
 def test_errors():
     refused(
         PlanError,
-        "zero=2 splits states over a data axis, but mesh 'tp=2' has none. Add dp or fsdp to it, e.g. 'dp=2,tp=2', or "
-        "leave zero out.",
+        "zero=2 splits states over a data axis, but mesh 'tp=2' has none. Add dp, fsdp or cp to it, e.g. 'dp=2,tp=2', "
+        "or leave zero out.",
         lambda: compiled("tp=2", zero=2),
     )
     refused(

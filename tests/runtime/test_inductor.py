@@ -171,8 +171,9 @@ def test_two_ranks(two: Ranks, name: str, mesh: str, options: dict[str, Any]) ->
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.gloo
-def test_two_axes(four: Ranks) -> None:
-    for seen in four.run(_train, "gpt", "dp=2,tp=2", {}, timeout=500):
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2,tp=2", {}), ("dp=2,cp=2", {"zero": 3})], ids=str)
+def test_two_axes(four: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    for seen in four.run(_train, "gpt", mesh, options, timeout=500):
         assert_inductor_ran(seen)
 
 

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, set_record
 from autopar.runtime.executor import Executable
-from autopar.runtime.mesh_ops import axis_coord, axis_group, axis_size, join, pieces
+from autopar.runtime.mesh_ops import axis_coord, axis_group, join, pieces
 from autopar.runtime.virtual import VirtualMesh
 
 MESH = parse_mesh("dp=2,tp=3")
@@ -84,7 +84,7 @@ def test_reductions(kind: str, axis: str) -> None:
         calls = [(name, axis, kind)] + ([("wait",)] if name.endswith("start") else [])
         for got, expected in zip(on_mesh(program(*calls), parts), want, strict=True):
             torch.testing.assert_close(got, expected)
-    count = axis_size(MESH, axis)
+    count = MESH[axis]
     for dim, outer in ((0, 1), (0, 2)):
         scattered = on_mesh(program(("reduce_scatter", axis, dim, outer, kind)), parts)
         for rank in range(6):
