@@ -247,7 +247,7 @@ class _Capture:
         self._start()
         with self.fake, Unseen(), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            mode.forks = self.forks
+            mode.forks, mode.ran = self.forks, self.ran
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
