@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture import Earlier
 from autopar.capture.guards import Guards
 from autopar.compiler.compile import capture_step, lower
 from autopar.ir.mesh import parse_mesh
@@ -60,6 +61,7 @@ class Lengths:
         self.model, self.mesh, self.options = model(), parse_mesh(mesh), options
         self.decided: dict[Hashable, Decided] = {}
         self.sequence: bool | None = None
+        self.earlier = Earlier()
 
     def seconds(self, length: int) -> dict[str, float]:
         """CPU seconds of each part for one more length."""
@@ -69,7 +71,7 @@ class Lengths:
         def done(name: str) -> None:
             parts[name] = time.process_time() - start - sum(parts.values())
 
-        captured = capture_step(self.model, loss, (x, x), {}, self.options)
+        captured = capture_step(self.model, loss, (x, x), {}, self.options, earlier=self.earlier)
         done("capture")
         Guards(self.model, loss, captured.ran)
         done("guards")

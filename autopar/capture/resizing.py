@@ -1,0 +1,79 @@
+"""A capture beside those of other sizes: it ends after the forward pass where they tell the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from autopar.capture.autograd_graph import autograd_graph
+from autopar.capture.earlier import Earlier, Foreseen, Forward, may_hook
+from autopar.capture.normalise import is_range
+from autopar.capture.ran import Ran
+from autopar.capture.skeleton import Unsupported, of_trace
+from autopar.capture.tracer import PLACE, Tracer
+from autopar.ir.program import Program
+from autopar.torch_compat import FakeTensor, no_function_modes, on_data
+
+
+class Resizing:
+    """Compares one trace with earlier captures. None of them: nothing is compared."""
+
+    def __init__(self, earlier: Earlier | None) -> None:
+        self.earlier = earlier
+        self.foreseen: Foreseen | None = None
+        self._forward: Forward | None = None
+        self._ran: Ran | None = None  # what runs, as long as the program may be foreseen
+        self._watching = ExitStack()
+
+    @contextmanager
+    def watching(self, ran: Ran) -> Iterator[None]:
+        """Note what runs, if no second run may come."""
+        self.foreseen, self._forward, self._ran = None, None, None
+        with ExitStack() as self._watching:
+            if self.earlier is not None and self.earlier.is_enough:
+                self._watching.enter_context(ran.watch())
+                self._ran = ran
+            yield
+
+    def ends(
+        self, tracer: Tracer, batch: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
+        loss: torch.Tensor | None, names: Mapping[int, str], known: Hashable,
+    ) -> bool:  # fmt: skip
+        """True if the program is known at the end of the forward pass. names: of the tensors that are trained, by id.
+        known: what else decides the program."""
+        self._watching.close()
+        if self.earlier is None:
+            return False
+        try:
+            with no_function_modes(), on_data():
+                self._forward = _forward(tracer, batch, results, loss, names, known)
+        except Unsupported:
+            self._forward = None
+        if self._forward is not None and self._ran is not None and not may_hook(self._ran.names()):
+            self.foreseen = self.earlier.find(self._forward)
+        return self.foreseen is not None
+
+    def keep(self, program: Program, constants: Mapping[str, torch.Tensor], told: Sequence[str], ran: Ran) -> None:
+        """Remember what was captured in full; see `Earlier.add`."""
+        if self.earlier is not None and self._forward is not None and not may_hook(ran.names()):
+            self.earlier.add(self._forward, program, constants, told)
+
+
+def _forward(
+    tracer: Tracer, batch: Sequence[torch.Tensor], results: Sequence[torch.Tensor], loss: torch.Tensor | None,
+    names: Mapping[int, str], known: Hashable,
+) -> Forward:  # fmt: skip
+    if tracer.is_packed:
+        raise Unsupported("what autograd saves")
+    leaving = [tracer.node_of(result) for result in results]
+    if None in leaving:
+        raise Unsupported("a result of no op")
+    constants = tuple(getattr(tracer.root, str(n.target)) for n in tracer.graph.nodes if n.op == "get_attr")
+    if any(isinstance(constant, FakeTensor) for constant in constants):
+        raise Unsupported("a constant without data")
+    graph = None if loss is None else autograd_graph(loss, names)
+    rest = known, graph, tuple(map(is_range, constants))
+    sizes = tuple(size for tensor in batch for size in tensor.shape)
+    return Forward(of_trace(tracer.graph, leaving, PLACE, rest), sizes, constants)
