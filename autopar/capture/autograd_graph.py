@@ -11,6 +11,8 @@ from autopar.capture import functions
 from autopar.capture.skeleton import Unsupported
 from autopar.torch_compat import custom_function
 
+_WRITTEN = "torch::autograd::CopySlices"  # a view was written into
+
 
 def autograd_graph(loss: torch.Tensor, names: Mapping[int, str]) -> Hashable:
     """The nodes behind a loss in a fixed order, each with its kind, the nodes that it leads to, and its place in the
@@ -50,6 +52,6 @@ def _kind(node: Any, names: Mapping[int, str]) -> str:
         if id(node.variable) not in names:
             raise Unsupported(name)
         return f"{name} {names[id(node.variable)]}"
-    if custom is None and not name.isidentifier():  # of a library's C++
+    if custom is None and not name.isidentifier() and name != _WRITTEN:  # of a library's C++
         raise Unsupported(name)
     return name

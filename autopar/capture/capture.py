@@ -121,9 +121,10 @@ class _Capture:
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
-                    if is_plain and self.resizing.foreseen.sample.told == tuple(self.notes):
+                    known = self.resizing.program(self.notes) if is_plain else None
+                    if known is not None:
                         self.ran.is_whole = True
-                        return self._captured(*self.resizing.foreseen.program())
+                        return self._captured(*known)
                     before.restore()
                     self.resizing, self.ran = Resizing(None), Ran()
                     traced, inputs, fakes = self._whole_trace(before)

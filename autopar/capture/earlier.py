@@ -76,7 +76,7 @@ class Earlier:
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
-        self.made = 0  # programs from earlier ones
+        self.made = 0  # programs that were not captured in full
 
     @property
     def is_enough(self) -> bool:

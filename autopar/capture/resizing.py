@@ -55,6 +55,13 @@ class Resizing:
             self.foreseen = self.earlier.find(self._forward)
         return self.foreseen is not None
 
+    def program(self, told: Sequence[str]) -> tuple[Program, dict[str, torch.Tensor]] | None:
+        """The program that was foreseen, with its constants; None if other notes were made than in the captures."""
+        if self.earlier is None or self.foreseen is None or self.foreseen.sample.told != tuple(told):
+            return None
+        self.earlier.made += 1
+        return self.foreseen.program()
+
     def keep(self, program: Program, constants: Mapping[str, torch.Tensor], told: Sequence[str], ran: Ran) -> None:
         """Remember what was captured in full; see `Earlier.add`."""
         if self.earlier is not None and self._forward is not None and not may_hook(ran.names()):

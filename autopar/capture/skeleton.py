@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from autopar.ir.program import Program, Record, TensorType, record, set_record
 from autopar.torch_compat import FakeTensor
 
+aten = torch.ops.aten
 Number = int | str  # a float as its `hex()`: the very one, with the sign of a zero, and nan is nan
 _INT, _FLOAT, _NODE, _LIST, _SLICE, _TENSOR, _NONE = "int", "float", "node", "list", "slice", "tensor", "none"
 _PLAIN = (bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -75,15 +77,21 @@ class _Taker:
         return node.op, target, self.take(node.args), self.take(node.kwargs)
 
 
+def _ends(node: fx.Node) -> list[int]:
+    """Where each part of a `cat` ends: the backward pass takes them out again."""
+    parts: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    return list(accumulate(int(part.meta["val"].shape[dim]) for part in parts if part.meta["val"].ndim > 1))
+
+
 def of_trace(graph: fx.Graph, results: Sequence[Any], place: str, known: Hashable) -> Skeleton:
     """What was traced so far, in the traced order, with the nodes of what leaves. place: the key of a node's place.
     known: what else decides it."""
-    taker = _Taker()
-    nodes = [
-        (taker.node(node), taker.tensor(node.meta["val"]), node.meta.get(place))
-        for node in graph.nodes
-        if node.op != "output"
-    ]
+    taker, nodes = _Taker(), list[Hashable]()
+    for node in graph.nodes:
+        nodes.append((taker.node(node), taker.tensor(node.meta["val"]), node.meta.get(place)))
+        if node.target is aten.cat.default:
+            taker.numbers += _ends(node)
     return Skeleton((tuple(nodes), taker.take(tuple(results)), known), tuple(taker.numbers))
 
 
