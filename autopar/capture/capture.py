@@ -117,6 +117,7 @@ class _Capture:
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
+                self.resizing.begin(self.model, self.loss_fn if self.train else None)
                 traced, inputs, fakes = self._whole_trace(before)
                 is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
@@ -126,8 +127,9 @@ class _Capture:
                         self.ran.is_whole = True
                         return self._captured(*known)
                     before.restore()
-                    self.resizing, self.ran = Resizing(None), Ran()
+                    self.resizing, self.ran = Resizing(self.resizing.earlier), Ran()
                     traced, inputs, fakes = self._whole_trace(before)
+                    is_plain = is_plain and self._is_plain(before, drawn)
                 told, entries = self.notes, self.state.entries
                 check_collectives(traced, self.locator)
                 notes = told + check_writes(traced, inputs, self.locator)
@@ -152,8 +154,7 @@ class _Capture:
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
-        notes += [read.note for read in self.reads.known] if self.reads else []
-        program = program.with_(notes=tuple(notes))
+        program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
         if is_plain:
             self.resizing.keep(program, constants, told, self.ran)
         return self._captured(program, constants)

@@ -23,6 +23,7 @@ from itertools import combinations
 
 import torch
 
+from autopar.capture.ran import Ran
 from autopar.capture.skeleton import Number, Skeleton, Unsupported, of_program, with_numbers
 from autopar.ir.program import Program
 
@@ -76,6 +77,7 @@ class Earlier:
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
+        self.ran = Ran()  # in all of them
         self.made = 0  # programs that were not captured in full
 
     @property

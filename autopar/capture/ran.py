@@ -27,6 +27,12 @@ def _is_user(filename: str) -> bool:
     return is_user_file(filename) or is_typed(filename)
 
 
+def _is_generated(frame: FrameType) -> bool:
+    """True for what Python wrote for a class of torch or autopar, in no file: the `__init__` of a dataclass."""
+    top = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return top in ("autopar", "torch") and is_typed(frame.f_code.co_filename)
+
+
 @dataclass(frozen=True, slots=True)
 class Root:
     """A place where a function of the user's reads: a global (`holder` is its module's dict) or a cell of a closure."""
@@ -95,7 +101,7 @@ class Ran:
 
     def _saw(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or self._is_aside(frame) or not _is_user(code.co_filename):
+        if event != "call" or self._is_aside(frame) or not _is_user(code.co_filename) or _is_generated(frame):
             return
         self._codes.setdefault(id(code), (code, frame.f_globals))
         if code.co_freevars:
@@ -136,6 +142,18 @@ class Ran:
                 found = values.get(name)
                 if isinstance(found, type) and issubclass(found, torch.autograd.Function):
                     self.add(vars(found).get("backward") and found.backward)
+
+    def include(self, other: Ran) -> None:
+        """Take over what ran in another run."""
+        self._codes.update(other._codes)
+        for code, bound in other._bound.items():
+            self._bound.setdefault(code, set()).update(bound)
+        self.values += other.values
+        self._known.clear()
+
+    def covers(self, other: Ran) -> bool:
+        """True if nothing ran there that did not run here."""
+        return other._codes.keys() <= self._codes.keys()
 
     def names(self) -> set[str]:
         """Every name and text in the code: among them those of all attributes that it reads."""

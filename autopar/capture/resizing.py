@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.capture.autograd_graph import autograd_graph
 from autopar.capture.earlier import Earlier, Foreseen, Forward, may_hook
+from autopar.capture.guards import Guards
 from autopar.capture.normalise import is_range
 from autopar.capture.ran import Ran
 from autopar.capture.skeleton import Unsupported, of_trace
@@ -18,21 +21,27 @@ from autopar.torch_compat import FakeTensor, no_function_modes, on_data
 
 
 class Resizing:
-    """Compares one trace with earlier captures. None of them: nothing is compared."""
+    """Compares one trace with earlier captures. None of them: nothing is compared. Before `begin`, nothing is foreseen."""
 
     def __init__(self, earlier: Earlier | None) -> None:
         self.earlier = earlier
+        self._guards: Guards | None = None  # what the earlier runs read, as it is before this one
         self.foreseen: Foreseen | None = None
         self._forward: Forward | None = None
         self._ran: Ran | None = None  # what runs, as long as the program may be foreseen
         self._watching = ExitStack()
+
+    def begin(self, model: nn.Module, loss_fn: Any) -> None:
+        """Look at what the model reads in Python, if one run may be all that is made of it."""
+        if self.earlier is not None and self.earlier.is_enough:
+            self._guards = Guards(model, loss_fn, self.earlier.ran)
 
     @contextmanager
     def watching(self, ran: Ran) -> Iterator[None]:
         """Note what runs, if no second run may come."""
         self.foreseen, self._forward, self._ran = None, None, None
         with ExitStack() as self._watching:
-            if self.earlier is not None and self.earlier.is_enough:
+            if self._guards is not None:
                 self._watching.enter_context(ran.watch())
                 self._ran = ran
             yield
@@ -56,8 +65,15 @@ class Resizing:
         return self.foreseen is not None
 
     def program(self, told: Sequence[str]) -> tuple[Program, dict[str, torch.Tensor]] | None:
-        """The program that was foreseen, with its constants; None if other notes were made than in the captures."""
-        if self.earlier is None or self.foreseen is None or self.foreseen.sample.told != tuple(told):
+        """The program that was foreseen, with its constants; None if this run did what the captures did not.
+
+        They ran everything twice, to find what a run leaves for the next one. Here the same functions must have run,
+        and have changed nothing that they read. told: the notes of the forward pass.
+        """
+        if self.earlier is None or self.foreseen is None or self._ran is None or self._guards is None:
+            return None
+        is_alike = self.foreseen.sample.told == tuple(told) and self.earlier.ran.covers(self._ran)
+        if not is_alike or not self._guards.holds():
             return None
         self.earlier.made += 1
         return self.foreseen.program()
@@ -66,6 +82,7 @@ class Resizing:
         """Remember what was captured in full; see `Earlier.add`."""
         if self.earlier is not None and self._forward is not None and not may_hook(ran.names()):
             self.earlier.add(self._forward, program, constants, told)
+            self.earlier.ran.include(ran)
 
 
 def _forward(

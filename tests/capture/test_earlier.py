@@ -376,6 +376,42 @@ def test_a_draw_above_a_size_is_refused() -> None:
         captured(model, loss_of, batch(33), earlier)
 
 
+COUNTS = {"calls": 0}
+
+
+def counted(net: Net, h: Tensor) -> Tensor:
+    factor = 0.5
+    if h.shape[1] > 24:
+        COUNTS["calls"] += 1
+        factor = 0.5 if COUNTS["calls"] % 2 else 0.25
+    return h * factor
+
+
+def test_what_a_run_leaves_for_the_next_one_above_a_size_is_refused() -> None:
+    """The first run above it is as those below."""
+    COUNTS["calls"] = 0
+    model, earlier = Net(counted).double(), Earlier()
+    assert [is_made(model, batch(length), earlier) for length in (16, 12, 20, 22)] == [False, False, False, True]
+    with pytest.raises(CaptureError, match="another one each time"):
+        captured(model, loss_of, batch(33), earlier)
+
+
+FACTOR = 0.5
+
+
+def factor() -> float:
+    return FACTOR
+
+
+def by_another_function(net: Net, h: Tensor) -> Tensor:
+    return h * (factor() if h.shape[1] > 24 else 0.5)
+
+
+def test_another_function_is_run_in_full() -> None:
+    """What it reads is guarded from then on."""
+    assert ways(by_another_function, (16, 12, 20, 22, 33, 28, 18)) == "cccmcmm"
+
+
 def test_without_gradients() -> None:
     model, earlier = Net(causal_by_ones).double().eval(), Earlier()
     for position, length in enumerate(LENGTHS):
