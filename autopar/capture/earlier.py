@@ -23,6 +23,7 @@ from itertools import combinations
 
 import torch
 
+from autopar.capture.guards import Guards
 from autopar.capture.ran import Ran
 from autopar.capture.skeleton import Number, Skeleton, Unsupported, of_program, with_numbers
 from autopar.ir.program import Program
@@ -78,6 +79,7 @@ class Earlier:
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
         self.ran = Ran()  # in all of them
+        self.guards: Guards | None = None  # of what ran in all of them, once they are enough
         self.made = 0  # programs that were not captured in full
 
     @property
@@ -106,6 +108,11 @@ class Earlier:
         group.samples = [*others[-_KEPT + 1 :], sample]
         while len(self._groups) > _STRUCTURES:
             del self._groups[next(iter(self._groups))]
+
+    def include(self, ran: Ran) -> None:
+        """Remember what ran in a capture."""
+        self.ran.include(ran)
+        self.guards = None
 
     def find(self, forward: Forward) -> Foreseen | None:
         """What the capture of a step with this forward pass would give; None if it must be made."""

@@ -21,7 +21,7 @@ from autopar.torch_compat import FakeTensor, no_function_modes, on_data
 
 
 class Resizing:
-    """Compares one trace with earlier captures. None of them: nothing is compared. Before `begin`, nothing is foreseen."""
+    """Compares one trace with earlier captures, if there are any. Before `begin` nothing is foreseen."""
 
     def __init__(self, earlier: Earlier | None) -> None:
         self.earlier = earlier
@@ -34,7 +34,9 @@ class Resizing:
     def begin(self, model: nn.Module, loss_fn: Any) -> None:
         """Look at what the model reads in Python, if one run may be all that is made of it."""
         if self.earlier is not None and self.earlier.is_enough:
-            self._guards = Guards(model, loss_fn, self.earlier.ran)
+            if self.earlier.guards is None or not self.earlier.guards.holds():
+                self.earlier.guards = Guards(model, loss_fn, self.earlier.ran)
+            self._guards = self.earlier.guards
 
     @contextmanager
     def watching(self, ran: Ran) -> Iterator[None]:
@@ -82,7 +84,7 @@ class Resizing:
         """Remember what was captured in full; see `Earlier.add`."""
         if self.earlier is not None and self._forward is not None and not may_hook(ran.names()):
             self.earlier.add(self._forward, program, constants, told)
-            self.earlier.ran.include(ran)
+            self.earlier.include(ran)
 
 
 def _forward(

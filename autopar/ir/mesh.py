@@ -46,7 +46,10 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """The size of one axis."""
-        return dict(self.axes)[axis]
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise KeyError(axis)
 
     def __contains__(self, axis: str) -> bool:
         return axis in self.names
