@@ -59,16 +59,16 @@ class Sample:
     forward: Vector
     sizes: tuple[int, ...]
     program: Vector
-    template: Program
     places: Mapping[str, int]
     told: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Group:
-    """The samples of one structure."""
+    """The samples of one structure. template: the last one's program."""
 
     program: Hashable
+    template: Program
     samples: list[Sample] = field(default_factory=list)
     is_refused: bool = False  # two programs of one forward pass, or a number of no known origin
 
@@ -99,13 +99,13 @@ class Earlier:
             return
         if -1 in places.values():  # made in the backward pass
             return
-        group = self._groups.setdefault(forward.skeleton.structure, _Group(whole.structure))
+        group = self._groups.setdefault(forward.skeleton.structure, _Group(whole.structure, program))
         if group.program != whole.structure:
             group.is_refused = True
             return
-        sample = Sample(forward.skeleton.numbers, forward.sizes, whole.numbers, program, places, tuple(told))
+        sample = Sample(forward.skeleton.numbers, forward.sizes, whole.numbers, places, tuple(told))
         others = [each for each in group.samples if each.sizes != forward.sizes]
-        group.samples = [*others[-_KEPT + 1 :], sample]
+        group.samples, group.template = [*others[-_KEPT + 1 :], sample], program
         while len(self._groups) > _STRUCTURES:
             del self._groups[next(iter(self._groups))]
 
@@ -132,7 +132,7 @@ class Earlier:
             if now != was[0] and any(map(_is_special, (*was, now))):
                 return None
             numbers.append(now)
-        return Foreseen(samples[0], tuple(numbers), forward.constants)
+        return Foreseen(samples[0], group.template, tuple(numbers), forward.constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,14 @@ class Foreseen:
     """The program of another size, as far as the forward pass tells."""
 
     sample: Sample
+    template: Program
     numbers: Vector
     constants: tuple[torch.Tensor, ...]
 
     def program(self) -> tuple[Program, dict[str, torch.Tensor]]:
         """The program, and its constants that are not the model's own."""
         made = {name: self.constants[at] for name, at in self.sample.places.items()}
-        return with_numbers(self.sample.template, self.numbers), made
+        return with_numbers(self.template, self.numbers), made
 
 
 def may_hook(names: Iterable[str]) -> bool:
