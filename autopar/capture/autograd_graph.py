@@ -14,9 +14,10 @@ from autopar.torch_compat import custom_function
 _WRITTEN = "torch::autograd::CopySlices"  # a view was written into
 
 
-def autograd_graph(loss: torch.Tensor, names: Mapping[int, str]) -> Hashable:
+def autograd_graph(loss: torch.Tensor, names: Mapping[int, str]) -> tuple[Hashable, list[Any]]:
     """The nodes behind a loss in a fixed order, each with its kind, the nodes that it leads to, and its place in the
-    order in which they were made. names: of the leaves that are trained, by id.
+    order in which they were made; and what functions of ours keep beside tensors. names: of the leaves that are
+    trained, by id.
 
     The same ops can have another one: of a tensor that was detached, or where no gradients were wanted. Raises
     Unsupported where the backward pass runs a function of the user's, whose Python may do anything.
@@ -32,10 +33,11 @@ def autograd_graph(loss: torch.Tensor, names: Mapping[int, str]) -> Hashable:
         rows.append((_kind(node, names), node))
         pending += [parent for parent, _ in node.next_functions]
     made = {node: at for at, (_, node) in enumerate(sorted(rows, key=lambda row: _number(row[1])))}
-    return tuple(
+    graph = tuple(
         (kind, made[node], tuple([(found.get(parent), slot) for parent, slot in node.next_functions]))
         for kind, node in rows
     )
+    return graph, [vars(node) for _, node in rows if custom_function(node) is not None]
 
 
 def _number(node: Any) -> int:

@@ -63,9 +63,8 @@ def capture(
     module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
-    with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: what was captured of the
-    same step with batches of other sizes, which may tell what this one gives. Raises CaptureError with the user's line
-    where the model cannot be captured.
+    with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
+    at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
     """
 
     def run(reads: Reads | None, forks: Forks) -> Captured:
@@ -123,20 +122,17 @@ class _Capture:
                 self._check_buffers(fakes)
                 if self.resizing.foreseen is not None:
                     known = self.resizing.program(self.notes) if is_plain else None
-                    if known is not None:
+                    if known is not None and (known[2] or not self._steady(fakes, before, drawn)):
                         self.ran.is_whole = True
-                        return self._captured(*known)
+                        return self._captured(*known[:2])
                     before.restore()
                     self.resizing, self.ran = Resizing(self.resizing.earlier), Ran()
                     traced, inputs, fakes = self._whole_trace(before)
                     is_plain = is_plain and self._is_plain(before, drawn)
-                told, entries = self.notes, self.state.entries
+                told = self.notes
                 check_collectives(traced, self.locator)
                 notes = told + check_writes(traced, inputs, self.locator)
-                run = partial(self._again, fakes)
-                standing = frozenset(name for entry, _ in entries for name in entry.names)
-                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing, *self.selects)
-                notes += steady.check()
+                notes += self._steady(fakes, before, drawn)
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
@@ -168,6 +164,11 @@ class _Capture:
         )
         reads, partners = tuple(self.reads.known) if self.reads else (), tuple(self.partners.known.values())
         return Captured(program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran)
+
+    def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
+        """Notes of a second run; see `Steady.check`."""
+        run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
+        return Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects).check()
 
     def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
         """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
@@ -364,10 +365,9 @@ class _Capture:
         batch, names = [tensor for _, tensor in self.parts.tensors()], {id(tensor): n for n, tensor in trainable or ()}
         known = tuple(entry for entry, _ in self.state.entries), tuple(self.outputs), tuple(names.values())
         loss = None if trainable is None else results[0]
-        if self.resizing.ends(self.tracer, batch, results, loss, names, known):
-            return True
-        self.ran = Ran() if self.resizing.earlier is not None else self.ran
-        return False
+        is_known = self.resizing.ends(self.tracer, batch, results, loss, names, known)
+        self.ran = Ran() if self.resizing.earlier is not None and not is_known else self.ran
+        return is_known
 
     def _values(self, result: Any) -> list[torch.Tensor]:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""

@@ -17,8 +17,10 @@ roundings and loops lead to a capture, as do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import combinations
 
 import torch
@@ -132,7 +134,8 @@ class Earlier:
             if now != was[0] and any(map(_is_special, (*was, now))):
                 return None
             numbers.append(now)
-        return Foreseen(samples[0], group.template, tuple(numbers), forward.constants)
+        is_smooth = all(_follows(was, now, samples, forward) for was, now in known.items())
+        return Foreseen(samples[0], group.template, tuple(numbers), is_smooth, forward.constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ class Foreseen:
     sample: Sample
     template: Program
     numbers: Vector
+    is_smooth: bool  # what changes in the forward pass follows the sizes, and no clock
     constants: tuple[torch.Tensor, ...]
 
     def program(self) -> tuple[Program, dict[str, torch.Tensor]]:
@@ -184,6 +188,26 @@ def _known(samples: Sequence[Sample], forward: Forward) -> dict[Vector, Number] 
         elif found.setdefault(was, now) != now or any(map(_is_special, (*was, now))):
             return None
     return found
+
+
+def _follows(was: Vector, now: Number, samples: Sequence[Sample], forward: Forward) -> bool:
+    """True if a number is, now too, that polynomial in one of the sizes which it was in the samples."""
+    for at, size in enumerate(forward.sizes):
+        xs = [sample.sizes[at] for sample in samples]
+        if len({*xs}) == len(xs) and _at(size, xs, [n for n in was if isinstance(n, int)]) == now:
+            return True
+    return False
+
+
+def _at(size: int, xs: Sequence[int], ys: Sequence[int]) -> Fraction | None:
+    """The polynomial through some points at another one (Lagrange); None if points lack a number."""
+    if len(xs) != len(ys):
+        return None
+    total = Fraction(0)
+    for x, y in zip(xs, ys, strict=True):
+        others = [other for other in xs if other != x]
+        total += Fraction(y * math.prod(size - other for other in others), math.prod(x - other for other in others))
+    return total
 
 
 def _is_special(number: Number) -> bool:

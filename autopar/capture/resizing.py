@@ -66,11 +66,13 @@ class Resizing:
             self.foreseen = self.earlier.find(self._forward)
         return self.foreseen is not None
 
-    def program(self, told: Sequence[str]) -> tuple[Program, dict[str, torch.Tensor]] | None:
-        """The program that was foreseen, with its constants; None if this run did what the captures did not.
+    def program(self, told: Sequence[str]) -> tuple[Program, dict[str, torch.Tensor], bool] | None:
+        """The program that was foreseen, with its constants, and whether one run is enough; None if this run did what
+        the captures did not.
 
-        They ran everything twice, to find what a run leaves for the next one. Here the same functions must have run,
-        and have changed nothing that they read. told: the notes of the forward pass.
+        They ran everything twice, to find clocks and what a run leaves for the next one. Here the same functions must
+        have run, and have changed nothing that they read; only numbers that follow no size (`Foreseen.is_smooth`) want
+        a second run as well. told: the notes of the forward pass.
         """
         if self.earlier is None or self.foreseen is None or self._ran is None or self._guards is None:
             return None
@@ -78,7 +80,7 @@ class Resizing:
         if not is_alike or not self._guards.holds():
             return None
         self.earlier.made += 1
-        return self.foreseen.program()
+        return *self.foreseen.program(), self.foreseen.is_smooth
 
     def keep(self, program: Program, constants: Mapping[str, torch.Tensor], told: Sequence[str], ran: Ran) -> None:
         """Remember what was captured in full; see `Earlier.add`."""
@@ -99,7 +101,7 @@ def _forward(
     constants = tuple(getattr(tracer.root, str(n.target)) for n in tracer.graph.nodes if n.op == "get_attr")
     if any(isinstance(constant, FakeTensor) for constant in constants):
         raise Unsupported("a constant without data")
-    graph = None if loss is None else autograd_graph(loss, names)
+    graph, kept = (None, []) if loss is None else autograd_graph(loss, names)
     rest = known, graph, tuple(map(is_range, constants))
     sizes = tuple(size for tensor in batch for size in tensor.shape)
-    return Forward(of_trace(tracer.graph, leaving, PLACE, rest), sizes, constants)
+    return Forward(of_trace(tracer.graph, leaving, PLACE, kept, rest), sizes, constants)

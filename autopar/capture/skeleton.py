@@ -84,15 +84,15 @@ def _ends(node: fx.Node) -> list[int]:
     return list(accumulate(int(part.meta["val"].shape[dim]) for part in parts if part.meta["val"].ndim > 1))
 
 
-def of_trace(graph: fx.Graph, results: Sequence[Any], place: str, known: Hashable) -> Skeleton:
+def of_trace(graph: fx.Graph, results: Sequence[Any], place: str, kept: Any, known: Hashable) -> Skeleton:
     """What was traced so far, in the traced order, with the nodes of what leaves. place: the key of a node's place.
-    known: what else decides it."""
+    kept: values that go with it. known: what else decides it."""
     taker, nodes = _Taker(), list[Hashable]()
     for node in graph.nodes:
         nodes.append((taker.node(node), taker.tensor(node.meta["val"]), node.meta.get(place)))
         if node.target is aten.cat.default:
             taker.numbers += _ends(node)
-    return Skeleton((tuple(nodes), taker.take(tuple(results)), known), tuple(taker.numbers))
+    return Skeleton((tuple(nodes), taker.take((tuple(results), kept)), known), tuple(taker.numbers))
 
 
 def of_program(program: Program) -> Skeleton:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -9,7 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lengths_case import MOST, WIDTH, Mix, Net, attend, batch, captured, causal_by_ones, is_made, loss_of, plain, ways
+from lengths_case import (
+    MOST,
+    TOKENS,
+    WIDTH,
+    Mix,
+    Net,
+    attend,
+    batch,
+    captured,
+    causal_by_ones,
+    is_made,
+    loss_of,
+    plain,
+    ways,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -186,3 +201,27 @@ def by_another_function(net: Net, h: Tensor) -> Tensor:
 def test_another_function_is_run_in_full() -> None:
     """What it reads is guarded from then on."""
     assert ways(by_another_function, (16, 12, 20, 22, 33, 28, 18)) == "cccmcmm"
+
+
+def by_a_clock(net: Net, h: Tensor) -> Tensor:
+    return h * (math.sqrt(h.shape[1]) if h.shape[1] <= 24 else next(TICKS) / 7)
+
+
+TICKS = itertools.count(100)  # nobody sees what it holds
+
+
+def test_a_clock_above_a_size_is_refused() -> None:
+    """Where a number was one that changes with the size."""
+    model, earlier = Net(by_a_clock).double(), Earlier()
+    assert [is_made(model, batch(length), earlier) for length in (16, 12, 20, 22)] == [False, False, False, True]
+    with pytest.raises(CaptureError, match="another one each time"):
+        captured(model, loss_of, batch(33), earlier)
+
+
+def padding_by_size(net: Net, h: Tensor) -> Tensor:
+    index = torch.arange(h.shape[1]) % TOKENS
+    return h + F.embedding(index, net.tokens.weight, padding_idx=2 if h.shape[1] <= 24 else 3)
+
+
+def test_a_number_of_the_backward_pass_alone_is_seen() -> None:
+    assert ways(padding_by_size, (16, 12, 20, 22, 33, 28)) == "cccmcm"
