@@ -203,10 +203,10 @@ class Weighted(nn.Module):
 
 
 def test_programs_of_further_lengths_are_made_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three captures; also of a number that became an input, whose values are those of each step."""
-    steady = importlib.import_module("autopar.capture.determinism").Steady
-    check, captures = steady.check, list[int]()
-    monkeypatch.setattr(steady, "check", lambda self: captures.append(1) or check(self))
+    """Also with a number that became an input after two changes, whose values are those of each step."""
+    foreseen = importlib.import_module("autopar.capture.earlier").Foreseen
+    program, made = foreseen.program, list[int]()
+    monkeypatch.setattr(foreseen, "program", lambda self: made.append(1) or program(self))
     one, other = Weighted().double(), Weighted().double()
     model = autopar.parallelize(other, "dp=1", loss_fn=loss_of)
     counts = []
@@ -220,5 +220,5 @@ def test_programs_of_further_lengths_are_made_from_others(monkeypatch: pytest.Mo
         gradients = model.full_gradients()
         for name, parameter in one.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-14)
-        counts.append(len(captures))
-    assert counts[-1] < len(counts) and counts[-1] == counts[-3], counts
+        counts.append(len(made))
+    assert counts[-3:] == [counts[-4] + i for i in (1, 2, 3)] and counts[2] == 0, counts
