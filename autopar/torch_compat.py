@@ -22,6 +22,8 @@
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
+- `torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`: whether the user turned a
+  dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
@@ -98,6 +100,7 @@ __all__ = [
     "compile_with_inductor",
     "custom_function",
     "decompositions_of",
+    "dispatch_modes",
     "foreach_norm",
     "fx_tracing",
     "global_module_hooks",
@@ -114,6 +117,7 @@ __all__ = [
     "no_torch_function",
     "on_data",
     "op_names",
+    "packs_saved_tensors",
     "quiet",
     "schema_of",
     "spec_of",
@@ -278,6 +282,15 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 def in_transform() -> bool:
     """True inside of a function that `torch.func` or `torch.vmap` transforms."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# How many dispatch modes are on.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def packs_saved_tensors() -> bool:
+    """True where functions of the user's take what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 # The tables of what the user hooked to the gradient of a parameter; empty or None where there is nothing.

@@ -16,10 +16,11 @@ from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, reco
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
     """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
-    return {node: _time(node, program.mesh, machine) for node in program.calls()}
+    sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
+    return {node: _time(node, program.mesh, machine, sizes) for node in program.calls()}
 
 
-def _time(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
+def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, int]) -> float:
     if is_getitem(node) or is_view(node):
         return 0.0
     if is_mesh_op(node.target):
@@ -28,9 +29,10 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
         if MICROBATCH in node.args[1:2]:  # a sum over time moves nothing
             return 0.0
         return machine.latency_us + _bytes_on_links(node, mesh) / machine.link_bytes_per_us
-    moved = local_bytes(node, mesh) + sum(local_bytes(operand, mesh) for operand in operand_nodes(node))
-    flops = record(node).flops / math.prod(mesh[axis] for axis in _axes(node))
-    return max(machine.call_us, moved / machine.memory_bytes_per_us, flops / machine.flops_per_us)
+    moved = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
+    flops = record(node).flops
+    parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
+    return max(machine.call_us, moved / machine.memory_bytes_per_us, flops / parts / machine.flops_per_us)
 
 
 def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:

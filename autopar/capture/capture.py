@@ -13,16 +13,17 @@ from torch import nn
 from torch.func import functional_call
 
 from autopar.capture.attributes import Attributes
+from autopar.capture.buffers import check_buffers
 from autopar.capture.calls import CHANGING, Calls, behind_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Form, check_detached, put_together, take_apart, take_call_apart
 from autopar.capture.decompositions import decompositions
 from autopar.capture.determinism import Steady
-from autopar.capture.explain import explain, refusal
+from autopar.capture.earlier import Earlier
+from autopar.capture.explain import explain
 from autopar.capture.foreign import foreign_state
 from autopar.capture.forks import Forks, captured
 from autopar.capture.items import check_returned
-from autopar.capture.lines import line_that_changes
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import functional, normalise, without_seed
@@ -30,20 +31,15 @@ from autopar.capture.outside import Outside, outside_fault
 from autopar.capture.partners import Partners, UnknownPartner
 from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
-from autopar.capture.reads import STEADY, Reads, Unknown, needed, not_steady
-from autopar.capture.state import attributes, buffer_fault, form_of, once_each, state_of, unmoved
+from autopar.capture.reads import Reads, Unknown, fake_like, known_inputs
+from autopar.capture.resizing import Resizing
+from autopar.capture.state import attributes, device_of, fakes_of, once_each, state_of, unmoved
 from autopar.capture.step import Step
-from autopar.capture.tracer import Traced, Unseen, trace
+from autopar.capture.tracer import Traced, Tracer, Unseen
 from autopar.capture.writes import check_collectives, check_writes
 from autopar.errors import AutoparError
-from autopar.ir.program import PARTNER, Input, Output
-from autopar.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    backward,
-    gradients,
-    quiet,
-)
+from autopar.ir.program import PARTNER, Input, Output, Program
+from autopar.torch_compat import FakeTensorMode, backward, gradients, quiet
 
 __all__ = ["Captured", "LossFn", "capture", "fake_like", "loss_of", "state_of"]
 
@@ -58,6 +54,7 @@ def capture(
     lift: torch.dtype | None = None,
     specialize: bool = False,
     precision: str | None = None,
+    earlier: Earlier | None = None,
 ) -> Captured:
     """Trace one step of `model` on a batch (tensors and arrays in any containers; their values are not read).
 
@@ -66,12 +63,13 @@ def capture(
     module itself does. `lift`: the dtype that the model's own floating-point casts go to, if not their own.
     `specialize`: values that the model reads from tensors are taken from the batch, which then needs data.
     `precision`: with a short float the model's own casts stay in the program even where they change nothing yet, and
-    with "fp16" the gradients are those of the loss times an input of kind "scale". Raises CaptureError with the user's
-    line where the model cannot be captured.
+    with "fp16" the gradients are those of the loss times an input of kind "scale". `earlier`: captures of the same step
+    at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
     """
 
     def run(reads: Reads | None, forks: Forks) -> Captured:
-        return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks).run()
+        others = None if specialize or forks.sides is not None else earlier
+        return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others).run()
 
     return captured(run, specialize)
 
@@ -83,8 +81,9 @@ class _Capture:
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool,
         lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
+        earlier: Earlier | None,
     ) -> None:  # fmt: skip
-        self.forks = forks
+        self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
         self.scale: torch.Tensor | None = None
@@ -98,9 +97,9 @@ class _Capture:
         self.state = state_of(model)
         self.locator = Locator()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.device = _device(model)
+        self.device = device_of(model)
         self.outputs: list[Output] = []
-        self.has_random_ops = False
+        self.has_random_ops = self.has_items = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
         self.calls, self.calling, self.ran = Calls(), None, Ran()
         self.may_specialize = False
@@ -117,19 +116,28 @@ class _Capture:
         try:
             autocast = idle_autocast(self.device.type) if self.keeps_casts else nullcontext()
             with quiet(), default_dtype(self.lift), autocast:
+                self.resizing.begin(self.model, self.loss_fn if self.train else None)
                 traced, inputs, fakes = self._whole_trace(before)
-                entries = self.state.entries
-                check_collectives(traced, self.locator)
-                notes = self.notes + check_writes(traced, inputs, self.locator)
+                is_plain = self._is_plain(before, drawn)
                 self._check_buffers(fakes)
-                run = partial(self._again, fakes)
-                standing = frozenset(name for entry, _ in entries for name in entry.names)
-                steady = Steady(self._submodule, run, self.calls, before, self.replaced, drawn, standing, *self.selects)
-                notes += steady.check()
+                if self.resizing.foreseen is not None:
+                    known = self.resizing.program(self.notes) if is_plain else None
+                    if known is not None and (known[2] or not self._steady(fakes, before, drawn)):
+                        self.ran.is_whole = True
+                        return self._captured(*known[:2])
+                    before.restore()
+                    self.resizing, self.ran = Resizing(self.resizing.earlier), Ran()
+                    traced, inputs, fakes = self._whole_trace(before)
+                    is_plain = is_plain and self._is_plain(before, drawn)
+                told = self.notes
+                check_collectives(traced, self.locator)
+                notes = told + check_writes(traced, inputs, self.locator)
+                notes += self._steady(fakes, before, drawn)
                 if self.fault is not None:  # what made that tensor, if the model did, is told first
                     raise self.fault
                 if not self.ran.is_whole:  # shapes alone did not do: what runs is seen in another trace
                     before.restore()
+                    self.resizing, is_plain = Resizing(None), False
                     with self.ran.watch():
                         self._trace(fakes)
                 traced = functional(traced, fakes, self.fake)
@@ -142,20 +150,36 @@ class _Capture:
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
+        program = program.with_(notes=(*notes, *(read.note for read in (self.reads.known if self.reads else ()))))
+        if is_plain:
+            self.resizing.keep(program, constants, told, self.ran)
+        return self._captured(program, constants)
+
+    def _captured(self, program: Program, constants: Mapping[str, torch.Tensor]) -> Captured:
+        """What was captured. constants: those that are not the model's own."""
+        entries = self.state.entries
         kept = {entry.name: tensor for entry, tensor in entries if entry.kind == "constant"}
-        reads = tuple(self.reads.known) if self.reads else ()
-        notes += [read.note for read in reads]
         frozen = frozenset(
             entry.name for entry, tensor in entries if entry.kind == "parameter" and not tensor.requires_grad
         )
-        partners = tuple(self.partners.known.values())
-        program, kept = program.with_(notes=tuple(notes)), {**kept, **constants}
-        return Captured(program, kept, *self.result, reads, frozen, partners, self.ran)
+        reads, partners = tuple(self.reads.known) if self.reads else (), tuple(self.partners.known.values())
+        return Captured(program, {**kept, **constants}, *self.result, reads, frozen, partners, self.ran)
+
+    def _steady(self, fakes: list[torch.Tensor], before: Attributes, drawn: Mapping[str, Any]) -> list[str]:
+        """Notes of a second run; see `Steady.check`."""
+        run, names = partial(self._again, fakes), frozenset(n for entry, _ in self.state.entries for n in entry.names)
+        return Steady(self._submodule, run, self.calls, before, self.replaced, drawn, names, *self.selects).check()
+
+    def _is_plain(self, before: Attributes, drawn: Mapping[str, Any]) -> bool:
+        """True if the graph of the step is all that there is to say of it; see `earlier.py`."""
+        is_other = self.partners.known or self.forks.lines or any(self.selects) or self.calls.drawn or self.has_items
+        return not (is_other or self.replaced or before.changes()) and foreign_state() == drawn
 
     def _whole_trace(self, before: Attributes) -> tuple[Traced, list[Input], list[torch.Tensor]]:
         """The trace of the step with its inputs: begun again after each partner and each read that it meets first."""
         while True:
-            inputs, fakes = self._inputs()
+            given = self._given()
+            fakes = fakes_of(given, self.fake, self.device)
             traced = self._trace(fakes)
             if isinstance(self.unknown, UnknownPartner):
                 partner = self.partners.add(self.unknown)
@@ -164,23 +188,18 @@ class _Capture:
                     before.add(partner.traced, partner.name)
                 self.state = state_of(self.model, {p.name: p.traced for p in self.partners.known.values()})
             elif self.reads is not None and self.unknown is not None:
-                self.reads.learn(self.unknown, *self._known_inputs(functional(traced, fakes, self.fake), self.unknown))
+                traced = functional(traced, fakes, self.fake)
+                self.reads.learn(self.unknown, *known_inputs(traced, self.unknown, given, self.device))
                 before.restore()
             else:
-                return traced, inputs, fakes
+                return traced, [entry for entry, _ in given], fakes
 
-    def _inputs(self) -> tuple[list[Input], list[torch.Tensor]]:
-        """What the step takes, with tensors without data."""
-        batch = list(self.parts.tensors())
-        inputs = [entry for entry, _ in self.state.entries]
-        inputs += [Input("batch", (str(i),)) for i, _ in batch]
-        inputs += [Input("scale", ("loss_scale",))] * self.is_scaled
-        inputs.append(Input("seed", ("seed",)))
-        fakes = [self._fake(tensor) for _, tensor in self.state.entries] + [self._fake(leaf) for _, leaf in batch]
-        with self.fake:
-            fakes += [torch.empty((), device=self.device)] * self.is_scaled
-            fakes.append(torch.empty(2, dtype=torch.int64, device=self.device))
-        return inputs, fakes
+    def _given(self) -> list[tuple[Input, torch.Tensor | None]]:
+        """What the step takes."""
+        given: list[tuple[Input, torch.Tensor | None]] = list(self.state.entries)
+        given += [(Input("batch", (str(i),)), tensor) for i, tensor in self.parts.tensors()]
+        given += [(Input("scale", ("loss_scale",)), None)] * self.is_scaled
+        return [*given, (Input("seed", ("seed",)), None)]
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All that may run, by path."""
@@ -191,37 +210,22 @@ class _Capture:
     def _submodule(self, path: str) -> nn.Module:
         return dict(self._modules())[path]
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.fake:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
+        self.tracer = Tracer(fakes, decompositions())
         with self.locator.follow(self._modules()):
-            return trace(self._traced, fakes, self.fake, decompositions())
-
-    def _known_inputs(self, traced: Traced, unknown: Unknown) -> tuple[Traced, list[torch.Tensor | None]]:
-        """The trace without what the value does not need, and the data that it needs."""
-        given: list[tuple[str, str, Any]] = [(entry.kind, entry.name, tensor) for entry, tensor in self.state.entries]
-        given += [("batch", str(i), leaf) for i, leaf in self.parts.tensors()]
-        given += [("scale", "loss_scale", None)] * self.is_scaled + [("seed", "seed", None)]
-        found: list[torch.Tensor | None] = [None] * len(given)
-        for position in needed(traced):
-            kind, name, tensor = given[position]
-            if kind in STEADY and not fake_like(tensor):
-                found[position] = tensor.to(self.device)  # the trace makes its own tensors there
-                continue
-            raise refusal(not_steady(kind, name, unknown.function), unknown.line)
-        return traced, found
+            return self.tracer.trace(self._traced, fakes, self.fake)
 
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
-        mode.forks = self.forks
+        mode.forks, mode.ran = self.forks, self.ran
         self._start()
+        body = self._train_body if self.train else self._forward_body
         try:
-            result = self._run(inputs, mode, self._train_body if self.train else self._forward_body, self.replaced, {})
+            with self.resizing.watching(self.ran):
+                result = self._run(inputs, mode, body, self.replaced, {})
         except (Unknown, UnknownPartner) as found:
             self.unknown = found
             return (found.tensor if isinstance(found, Unknown) else inputs[-1],)
@@ -229,7 +233,7 @@ class _Capture:
             self.calling, self.may_specialize = mode.calling, mode.may_specialize and self.reads is None
             self.notes = mode.told()
             self.ran.values = mode.values
-        self.has_random_ops = bool(mode.random_ops)
+        self.has_random_ops, self.has_items = bool(mode.random_ops), bool(mode.items.found)
         mode.items.close()
         mode.selected.check_leaving(result)
         self.selects = bool(mode.selected.known), mode.selected.may_specialize
@@ -247,23 +251,18 @@ class _Capture:
         self._start()
         with self.fake, Unseen(), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
-            mode.forks = self.forks
+            mode.forks, mode.ran = self.forks, self.ran
             with self.ran.watch() if is_watched else nullcontext():
                 self._run(inputs, mode, lambda _: self._result, self.replaced, dict(self.replaced))
             self.ran.is_whole |= is_watched
 
     def _check_buffers(self, inputs: list[torch.Tensor]) -> None:
         old = {entry.name: tensor for (entry, _), tensor in zip(self.state.entries, inputs, strict=False)}
-        for name, new in self.new_buffers:
-            fault = buffer_fault(name, old[name], new)
-            if fault is not None:
-                state = partial(self._form_of_buffer, name)
-                line = line_that_changes(lambda: self._again(inputs, Calls(), is_watched=False), state)
-                raise refusal(fault, line)
+        check_buffers(old, self.new_buffers, lambda: self._again(inputs, Calls(), is_watched=False), self._buffer)
 
-    def _form_of_buffer(self, name: str) -> tuple[Any, ...]:
+    def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
-        return form_of(self._submodule(path).get_buffer(attribute))
+        return self._submodule(path).get_buffer(attribute)
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
@@ -326,6 +325,14 @@ class _Capture:
             check_loss(loss, self.loss_fn, bool(trainable))
             self.fault = outside_fault(loss, {id(tensor) for _, tensor in trainable}, self.untrained, self.outside)
             buffers = self._buffers()
+            self.outputs = [Output("loss", "loss")]
+            self.outputs += [Output("gradient", name) for name, _ in trainable]
+            self.outputs += [Output("buffer", name) for name, _ in buffers]
+            # A module's own loss comes with logits that few read: who does says so with a loss function.
+            is_left_out = self.loss_fn is None and aux is not None
+            values = [] if is_left_out else self._values(aux)
+            if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], trainable):
+                return []
             self.locator.phase = "backward"
             scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in trainable]
@@ -334,12 +341,7 @@ class _Capture:
                 grads = tuple(tensor.grad for tensor in tensors)
             else:
                 grads = gradients(scaled, tensors)
-            self.outputs = [Output("loss", "loss")]
-            self.outputs += [Output("gradient", name) for name, _ in trainable]
-            self.outputs += [Output("buffer", name) for name, _ in buffers]
-            # A module's own loss comes with logits that few read: who does says so with a loss function.
-            is_left_out = self.loss_fn is None and aux is not None
-            values = [] if is_left_out else [value.detach() for value in self._values(aux)]
+            values = [value.detach() for value in values]
             return [loss.detach(), *grads, *(tensor for _, tensor in buffers), *values, *self._guards()]
 
         return body
@@ -352,9 +354,20 @@ class _Capture:
             values = self._values(result)
             buffers = self._buffers()
             self.outputs += [Output("buffer", name) for name, _ in buffers]
+            if self._ends([*values, *(tensor for _, tensor in buffers)]):
+                return []
             return [*values, *(tensor for _, tensor in buffers), *self._guards()]
 
         return body
+
+    def _ends(self, results: Sequence[torch.Tensor], trainable: Trainable | None = None) -> bool:
+        """True if the program is known at the end of the forward pass."""
+        batch, names = [tensor for _, tensor in self.parts.tensors()], {id(tensor): n for n, tensor in trainable or ()}
+        known = tuple(entry for entry, _ in self.state.entries), tuple(self.outputs), tuple(names.values())
+        loss = None if trainable is None else results[0]
+        is_known = self.resizing.ends(self.tracer, batch, results, loss, names, known)
+        self.ran = Ran() if self.resizing.earlier is not None and not is_known else self.ran
+        return is_known
 
     def _values(self, result: Any) -> list[torch.Tensor]:
         """The tensors in what was returned, which leave the program; the rest of it is kept."""
@@ -385,15 +398,3 @@ class _Capture:
             if is_replaced or (entry.kind == "buffer" and given._version != version):
                 self.calls.wrote(behind_of(position, entry, tensor), is_replaced)
         return self.new_buffers
-
-
-def _device(model: nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    return torch.device("cpu")
-
-
-def fake_like(value: Any) -> bool:
-    """True for a tensor that has no data."""
-    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")

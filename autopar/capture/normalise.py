@@ -119,7 +119,7 @@ class _Normaliser:
     def _constant(self, node: fx.Node, names: _Names) -> None:
         value = getattr(self.traced.root, str(node.target))
         made_here = all(user.target in _LIFTS for user in node.users)  # by the trace, and no tensor of the user's
-        if made_here and _is_range(value):
+        if made_here and is_range(value):
             self.value[node] = self._make(node, aten.arange.default, (len(value),), {"dtype": value.dtype}, like=node)
             return
         name = f"constant.{len(self.constants)}"
@@ -243,7 +243,7 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     return source if value.dtype == result.dtype and value.shape == result.shape else None
 
 
-def _is_range(value: torch.Tensor) -> bool:
+def is_range(value: torch.Tensor) -> bool:
     """True for 0, 1, ... as `x[range(n), index]` makes it: written out it depends on no input."""
     if value.ndim != 1 or len(value) < 2 or value.dtype not in (torch.int32, torch.int64):
         return False

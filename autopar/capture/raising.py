@@ -30,6 +30,7 @@ from autopar.capture.outside import Outside, with_inputs
 from autopar.capture.partners import Partners, check_plain, inlined
 from autopar.capture.raised import ALWAYS, RAISED
 from autopar.capture.raised_lookups import counts_rows, looked_up
+from autopar.capture.ran import Ran
 from autopar.capture.reads import READERS, Reads
 from autopar.capture.same import compared, is_idle
 from autopar.capture.selected import Selected
@@ -83,6 +84,7 @@ class Raise(TorchFunctionMode):
         self.validated: dict[str, None] = {}  # lines of the user's where torch.distributions checks its arguments
         self.random_ops: set[int] = set()
         self.items, self.forks = Items(), Forks()
+        self.ran = Ran()
         self.inputs: dict[int, Tensor] = {}  # by the id of the parameter that each stands for
         self.outside: dict[int, Outside] = {}  # tensors of the user's that no input stands for
         self.origins, self.coins = self.calls.origins, Coins()
@@ -100,77 +102,80 @@ class Raise(TorchFunctionMode):
         self._fork.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = with_tensors(func, *with_inputs((args, kwargs or {}), self.inputs))
-        if func is inlined:
-            return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
-        if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
-            func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
-        if self.keeps_casts and func in TO_WIDE:
-            func, args, kwargs = traced(func, args, kwargs)
-        if self.lift is not None:
-            func, args, kwargs = lifted(func, args, kwargs, self.lift)
-            args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
-        if self.locator and self.keeps_casts:
-            self.locator.exact = not torch.is_autocast_enabled(self.device_type)
-        place = self.locator.mark() if self.locator else None
-        self.calling = func
-        if self.locator and func in COMPARISONS:
-            func, args, kwargs = self._decided(func, args, kwargs)
-        is_query = func in QUERIES or not self.locator
-        before = Operands() if is_query else self.origins.operands(args, kwargs)
-        if self.locator and func in FOLDED:
-            value = self.origins.answer(func, args, kwargs, before)
-            if value is not NotImplemented:
-                return self._took(func, args, kwargs, value)
-            is_equal = compared(func, args)
-            if is_equal is not None:
-                return is_equal
-            number = self.coins.number(func, args)
-            if number is not None:
-                return number
-            if self.coins.is_float(func, args):
-                return self.calls.draw(user_frame(sys._getframe(1)))
-            if is_validation(func, sys._getframe(1)):
-                self.validated[place[1] if place else ""] = None
-                return True
-        if func in READERS and self.locator and self.locator.phase == "forward":
-            may_specialize, line = not before.kinds & ~STEADY, user_frame(sys._getframe(1))
-            is_item = func is Tensor.item and is_user_code(sys._getframe(1))  # .tolist() calls it too
-            number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
-            if number is not NotImplemented and (self.reads is None or not may_specialize):
-                return number
-            is_known = self.reads is not None and may_specialize
-            side = self.forks.take(line) if func is Tensor.__bool__ and not is_known else None
-            if side is not None:
-                return side
-            if self.reads is not None:
-                return self.reads.take(func, args[0], line)
-        if self.locator:
-            self._see_outside(func, args)
-        if self.locator and func in REFUSED and self.locator.phase == "forward":
-            if is_idle(func, args):
-                return None
-            raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
-        if func in NOTED and place and place[1]:
-            self.notes[NOTED[func].format(place[1])] = None
-        if self.captures and self._selects(func, args, kwargs) and not self._is_sized(before):
-            result = folded(self.origins, func, args, kwargs, before)
-            if result is NotImplemented:
-                result = self.selected.select(func, args[0], user_frame(sys._getframe(1)), not before.kinds & ~STEADY)
+        with self.ran.unwatched(func, types, args, kwargs):
+            args, kwargs = with_tensors(func, *with_inputs((args, kwargs or {}), self.inputs))
+            if func is inlined:
+                return self.partners.met(args[0]) if self.partners is not None else check_plain(args[0])
+            if func in FROM_ARRAY and args and isinstance(args[0], BatchArray):
+                func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
+            if self.keeps_casts and func in TO_WIDE:
+                func, args, kwargs = traced(func, args, kwargs)
+            if self.lift is not None:
+                func, args, kwargs = lifted(func, args, kwargs, self.lift)
+                args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
+            if self.locator and self.keeps_casts:
+                self.locator.exact = not torch.is_autocast_enabled(self.device_type)
+            place = self.locator.mark() if self.locator else None
+            self.calling = func
+            if self.locator and func in COMPARISONS:
+                func, args, kwargs = self._decided(func, args, kwargs)
+            is_query = func in QUERIES or not self.locator
+            before = Operands() if is_query else self.origins.operands(args, kwargs)
+            if self.locator and func in FOLDED:
+                value = self.origins.answer(func, args, kwargs, before)
+                if value is not NotImplemented:
+                    return self._took(func, args, kwargs, value)
+                is_equal = compared(func, args)
+                if is_equal is not None:
+                    return is_equal
+                number = self.coins.number(func, args)
+                if number is not None:
+                    return number
+                if self.coins.is_float(func, args):
+                    return self.calls.draw(user_frame(sys._getframe(1)))
+                if is_validation(func, sys._getframe(1)):
+                    self.validated[place[1] if place else ""] = None
+                    return True
+            if func in READERS and self.locator and self.locator.phase == "forward":
+                may_specialize, line = not before.kinds & ~STEADY, user_frame(sys._getframe(1))
+                is_item = func is Tensor.item and is_user_code(sys._getframe(1))  # .tolist() calls it too
+                number = self.items.number(args[0], line, may_specialize) if is_item else NotImplemented
+                if number is not NotImplemented and (self.reads is None or not may_specialize):
+                    return number
+                is_known = self.reads is not None and may_specialize
+                side = self.forks.take(line) if func is Tensor.__bool__ and not is_known else None
+                if side is not None:
+                    return side
+                if self.reads is not None:
+                    return self.reads.take(func, args[0], line)
+            if self.locator:
+                self._see_outside(func, args)
+            if self.locator and func in REFUSED and self.locator.phase == "forward":
+                if is_idle(func, args):
+                    return None
+                raise refusal(REFUSED[func], user_frame(sys._getframe(1)))
+            if func in NOTED and place and place[1]:
+                self.notes[NOTED[func].format(place[1])] = None
+            if self.captures and self._selects(func, args, kwargs) and not self._is_sized(before):
+                result = folded(self.origins, func, args, kwargs, before)
+                if result is NotImplemented:
+                    result = self.selected.select(
+                        func, args[0], user_frame(sys._getframe(1)), not before.kinds & ~STEADY
+                    )
+                else:
+                    result = self._took(func, args, kwargs, result)
+            elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
+                result = self.selected.call(partial(self._run, before), func, args, kwargs)
             else:
-                result = self._took(func, args, kwargs, result)
-        elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
-            result = self.selected.call(partial(self._run, before), func, args, kwargs)
-        else:
-            result = self._run(before, func, *args, **kwargs)
-        if self.locator and place:
-            written = [] if is_query else self.origins.saw(func, args, kwargs, before, result)
-            self.coins.saw(func, args, result, written)
-            self.locator.adopt(result, place)
-            if self.locator.phase == "forward":
-                self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
-        self.calling = None
-        return result
+                result = self._run(before, func, *args, **kwargs)
+            if self.locator and place:
+                written = [] if is_query else self.origins.saw(func, args, kwargs, before, result)
+                self.coins.saw(func, args, result, written)
+                self.locator.adopt(result, place)
+                if self.locator.phase == "forward":
+                    self.calls.saw(func, args, kwargs, result, self.locator.line(place[1]), written)
+            self.calling = None
+            return result
 
     def _run(self, before: Operands, func: Any, *args: Any, **kwargs: Any) -> Any:
         """A call, raised if that is known of it."""

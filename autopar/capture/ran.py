@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
@@ -17,12 +17,20 @@ from typing import Any
 import torch
 
 from autopar.capture.location import is_typed, is_user_file
+from autopar.capture.plain_calls import is_plain_call
 from autopar.capture.stand_in import Scalar
+from autopar.torch_compat import dispatch_modes
 
 
 @functools.cache
 def _is_user(filename: str) -> bool:
     return is_user_file(filename) or is_typed(filename)
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """True for what Python wrote for a class of torch or autopar, in no file: the `__init__` of a dataclass."""
+    top = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return top in ("autopar", "torch") and is_typed(frame.f_code.co_filename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,26 @@ class Root:
     where: str
     holder: dict[str, Any] | CellType | FunctionType
     key: str
+
+
+class _Pause:
+    """Stops watching, unless that is stopped already."""
+
+    def __init__(self, put: Callable[[Any], None], watching: Callable[..., None]) -> None:
+        self._put, self._watching, self._depth = put, watching, 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._put(None)
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._put(self._watching)
+
+
+_WATCHED = nullcontext()
 
 
 class Ran:
@@ -46,6 +74,8 @@ class Ran:
         self._known: dict[int, tuple[FunctionType, bool]] = {}
         self._interrupts: frozenset[CodeType] = frozenset()
         self._aside: FrameType | None = None  # a call of one of these, and all that it calls
+        self._pause: AbstractContextManager[None] | None = None  # while it watches
+        self._modes = 0  # dispatch modes that were on when it began to
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -55,16 +85,23 @@ class Ran:
         get, put = (sys.getprofile, sys.setprofile) if taken is None else (sys.gettrace, sys.settrace)
         before: Any = get()
         self._interrupts = frozenset(_interrupts())
+        self._modes, self._pause = dispatch_modes(), _Pause(put, self._saw)
         put(self._saw)
         try:
             yield
         finally:
             put(before)
-            self._aside = None
+            self._aside = self._pause = None
+
+    def unwatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """Do not watch a call of a torch function that runs none of the user's code: what torch itself calls there is
+        most of what Python does."""
+        pause = self._pause
+        return pause if pause and is_plain_call(func, types, args, kwargs, self._modes) else _WATCHED
 
     def _saw(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or self._is_aside(frame) or not _is_user(code.co_filename):
+        if event != "call" or self._is_aside(frame) or not _is_user(code.co_filename) or _is_generated(frame):
             return
         self._codes.setdefault(id(code), (code, frame.f_globals))
         if code.co_freevars:
@@ -105,6 +142,18 @@ class Ran:
                 found = values.get(name)
                 if isinstance(found, type) and issubclass(found, torch.autograd.Function):
                     self.add(vars(found).get("backward") and found.backward)
+
+    def include(self, other: Ran) -> None:
+        """Take over what ran in another run."""
+        self._codes.update(other._codes)
+        for code, bound in other._bound.items():
+            self._bound.setdefault(code, set()).update(bound)
+        self.values += other.values
+        self._known.clear()
+
+    def covers(self, other: Ran) -> bool:
+        """True if nothing ran there that did not run here."""
+        return other._codes.keys() <= self._codes.keys()
 
     def names(self) -> set[str]:
         """Every name and text in the code: among them those of all attributes that it reads."""

@@ -14,9 +14,12 @@ import torch
 
 from autopar.capture.canonical import filled
 from autopar.capture.constructs import Construct
+from autopar.capture.explain import refusal
 from autopar.capture.location import Line
 from autopar.capture.tracer import Traced
 from autopar.errors import BatchError
+from autopar.ir.program import Input
+from autopar.torch_compat import FakeTensor
 
 Tensor = torch.Tensor
 Value = bool | int | float | complex
@@ -165,3 +168,23 @@ def needed(traced: Traced) -> list[int]:
     traced.graph.eliminate_dead_code()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if node.users]
+
+
+def known_inputs(
+    traced: Traced, unknown: Unknown, given: Sequence[tuple[Input, Tensor | None]], device: torch.device
+) -> tuple[Traced, list[torch.Tensor | None]]:
+    """The trace without what an unknown value does not need, and the data that it needs. given: the inputs,
+    each with what it stands for."""
+    found: list[torch.Tensor | None] = [None] * len(given)
+    for position in needed(traced):
+        entry, tensor = given[position]
+        if entry.kind in STEADY and tensor is not None and not fake_like(tensor):
+            found[position] = tensor.to(device)  # the trace makes its own tensors there
+            continue
+        raise refusal(not_steady(entry.kind, entry.name, unknown.function), unknown.line)
+    return traced, found
+
+
+def fake_like(value: Any) -> bool:
+    """True for a tensor that has no data."""
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")

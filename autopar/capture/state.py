@@ -16,6 +16,7 @@ from autopar.capture.constructs import Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import user_frame
 from autopar.ir.program import Input
+from autopar.torch_compat import FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +106,25 @@ def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recu
     return module
 
 
-def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a buffer must keep."""
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device("cpu")
 
 
-def buffer_fault(name: str, old: torch.Tensor, new: torch.Tensor) -> Construct | None:
-    """What is wrong with the new value of a buffer."""
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        was, now = (f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in (old, new))
-        return Construct(
-            f"a buffer '{name}' of another form ({was} before the step, {now} after it)",
-            "A program is compiled for one form: make the buffer of its full size in __init__ and write into a part of "
-            "it, or pass it in with the batch.",
-        )
-    if new.grad_fn is not None and not old.requires_grad:  # a leaf is but marked, and holds what it held
-        return Construct(
-            f"a buffer '{name}' whose new value has a gradient",
-            "Its graph is gone in the next step: write x.detach() into it, under torch.no_grad().",
-        )
-    return None
+def fakes_of(
+    given: Iterable[tuple[Input, torch.Tensor | None]], fake: FakeTensorMode, device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors without data for the inputs of a step; given: what each stands for, None of the scale and the seed."""
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"scale": ((), None), "seed": ((2,), torch.int64)}
+    found = []
+    with fake:
+        for entry, tensor in given:
+            if tensor is None:
+                shape, dtype = forms[entry.kind]
+                found.append(torch.empty(shape, dtype=dtype, device=device))
+            else:
+                found.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device))
+    return found

@@ -17,13 +17,21 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
 from autopar.ir.ops import semantic_of
-from autopar.torch_compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, fx_tracing, is_composite
+from autopar.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    fx_tracing,
+    is_composite,
+    packs_saved_tensors,
+)
 
 aten = torch.ops.aten
 _KNOWN = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes take their ops apart themselves
 # What asks for a property of a tensor and computes nothing.
 _ASKED = frozenset((torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.storage_offset.default))
-_TRACE = "stack_trace"
+PLACE = "stack_trace"
 _is_composite = cache(is_composite)
 
 
@@ -36,11 +44,7 @@ def trace(
     decompositions: the spelling of ops in others. Each node has the tensors that it made in `meta["val"]`, and the
     place that was set by `fx.traceback` when it ran.
     """
-    tracer = _Tracer(inputs, decompositions)
-    with fx_tracing(), fake, tracer, _no_autocast_cache():
-        results = function(*inputs)
-    tracer.graph.output(tuple(tracer.argument(result) for result in results))
-    return Traced(tracer.root, tracer.graph)
+    return Tracer(inputs, decompositions).trace(function, inputs, fake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Unseen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Adds a node to `graph` for each op. A tensor that no op made is a constant, an attribute of `root`."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]) -> None:
@@ -73,11 +77,20 @@ class _Tracer(TorchDispatchMode):
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # the tensor is held, so that its id stays its own
         for position, tensor in enumerate(inputs):
             self._made(self.graph.placeholder(f"input_{position}"), tensor)
+        self.is_packed = False  # functions of Python's take what autograd saves, as checkpoints do
+
+    def trace(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], fake: FakeTensorMode) -> Traced:
+        """See `trace`."""
+        with fx_tracing(), fake, self, _no_autocast_cache():
+            results = function(*inputs)
+        self.graph.output(tuple(self.argument(result) for result in results))
+        return Traced(self.root, self.graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in _KNOWN for kind in types):
             return NotImplemented
+        self.is_packed |= packs_saved_tensors()
         if func in _ASKED:
             return func(*args, **kwargs)
         result = self._taken_apart(func, args, kwargs)
@@ -108,6 +121,11 @@ class _Tracer(TorchDispatchMode):
         self._made(made, result)
         return result
 
+    def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node that stands for a tensor; None for one that was not seen."""
+        known = self._nodes.get(id(tensor))
+        return known[1] if known else None
+
     def argument(self, value: Any) -> Any:
         """What stands in a node's arguments for a value."""
         if isinstance(value, torch.Tensor):
@@ -128,9 +146,9 @@ class _Tracer(TorchDispatchMode):
 
     def _made(self, node: fx.Node, value: Any) -> None:
         node.meta["val"] = value
-        place = fx_traceback.get_current_meta().get(_TRACE)
+        place = fx_traceback.get_current_meta().get(PLACE)
         if place is not None:
-            node.meta[_TRACE] = place
+            node.meta[PLACE] = place
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = value, node
         elif isinstance(value, (tuple, list)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured, Earlier, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
 from autopar.compiler.constraints import is_sequence_parallel, no_sequence
@@ -41,13 +41,13 @@ def compile_step(
 @uncollected()
 def capture_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
-    *, train: bool = True, lift: torch.dtype | None = None,
+    *, train: bool = True, lift: torch.dtype | None = None, earlier: Earlier | None = None,
 ) -> Captured:  # fmt: skip
-    """Check a model and capture its step: what every way to its programs begins with."""
+    """Check a model and capture its step: what every way to its programs begins with. earlier: as of `capture`."""
     check_model(model)
     captured = capture(
         model, loss_fn, args, kwargs,
-        train=train, lift=lift, specialize=options.specialize, precision=options.precision,
+        train=train, lift=lift, specialize=options.specialize, precision=options.precision, earlier=earlier,
     )  # fmt: skip
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already

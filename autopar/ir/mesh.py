@@ -49,8 +49,13 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """The number of ranks along an axis, or along several joined ones ("dp:cp")."""
-        sizes = dict(self.axes)
-        return sizes[axis] if axis in sizes else math.prod(sizes[name] for name in axes_of_group(axis))
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        names = axes_of_group(axis)
+        if names == (axis,):
+            raise KeyError(axis)
+        return math.prod(self[name] for name in names)
 
     def __contains__(self, axis: str) -> bool:
         return axis in self.names

@@ -115,15 +115,19 @@ def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor-valued arguments in the order of args, then kwargs, lists flattened, duplicates kept."""
     found: list[fx.Node] = []
     _find_tensors(node.args, found)
-    _find_tensors(node.kwargs.values(), found)
+    if node.kwargs:
+        _find_tensors(node.kwargs.values(), found)
     return tuple(found)
 
 
 def _find_tensors(args: Iterable[Any], found: list[fx.Node]) -> None:
     for arg in args:
         if isinstance(arg, fx.Node):
-            if record(arg).is_tensor:
+            known: Record = arg.meta[_KEY]
+            if not known.several and known.types[0] is not None:
                 found.append(arg)
+        elif arg is None or isinstance(arg, (int, float, str)):
+            continue  # most of what is no node
         elif isinstance(arg, (tuple, list)):
             _find_tensors(arg, found)
         elif isinstance(arg, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from autopar.capture import Captured
+from autopar.capture import Captured, Earlier
 from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.scalars import Scalars
@@ -38,6 +38,7 @@ class Builder:
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
+        self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
 
     def build(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> Built:
@@ -54,8 +55,9 @@ class Builder:
         with scalars:
             args, kwargs = at_global_size(with_numbers(parts, given), ranks)
             captured = capture_step(
-                model, settings.loss_fn, args, kwargs, settings.options, train=train, lift=settings.lift
-            )
+                model, settings.loss_fn, args, kwargs, settings.options,
+                train=train, lift=settings.lift, earlier=self._earlier[train],
+            )  # fmt: skip
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, given)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)

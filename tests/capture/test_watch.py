@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.capture import capture
@@ -129,3 +130,57 @@ def test_what_interrupts_the_step_is_no_part_of_it(tools: tuple[Callable[[], Any
             assert {type(freed), type(collected), type(signalled)} == {float}
     assert len(model.programs) == 1
     assert freed > before[0] and collected > before[1] and signalled > before[2]
+
+
+SIZE, PACKED, SEEN = 2, 1.0, 1
+
+
+class Size:
+    def __index__(self) -> int:
+        return SIZE
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if SEEN else None
+
+
+def packed(x: Tensor) -> Tensor:
+    return x * PACKED
+
+
+def by_an_index(x: Tensor) -> Tensor:
+    return x.narrow(1, 0, Size())  # type: ignore[arg-type]
+
+
+def by_a_mode(x: Tensor) -> Tensor:
+    with Mode():
+        return x.exp()
+
+
+def by_hooks(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x):
+        return x.exp()
+
+
+@pytest.mark.parametrize(("function", "name"), [(by_an_index, "SIZE"), (by_a_mode, "SEEN"), (by_hooks, "PACKED")])
+def test_what_torch_calls_is_noted(function: Callable[[Tensor], Tensor], name: str) -> None:
+    """Functions of the user's that run inside of a torch function, though most of these are not watched."""
+    model = nn.Linear(4, 4)
+    found = capture(model, lambda model, x: function(model(x)).sum(), (torch.randn(2, 4),), {})
+    assert name in {root.name for root in found.ran.globals()}
+
+
+def test_the_shapes_of_a_custom_op_are_noted() -> None:
+    """The function that gives them may read what decides them."""
+
+    @torch.library.custom_op("tests_watch::shaped", mutates_args=())
+    def shaped(x: Tensor) -> Tensor:
+        return x.new_zeros(SIZE)
+
+    @shaped.register_fake
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty(SIZE)
+
+    found = capture(nn.Linear(4, 4), lambda m, x: m(x).sum() + shaped(x).sum(), (torch.randn(2, 4),), {})
+    assert "SIZE" in {root.name for root in found.ran.globals()}

@@ -186,3 +186,40 @@ def test_a_decision_holds_where_it_divides(length: int, decided: bool, found: bo
     compiled = lower(captured, parse_mesh("dp=2,tp=2"), StepOptions(sequence_parallel="auto"), fixed)
     assert compiled.plan.sequence_parallel is found
     assert compiled.sequence is None, "no costs were asked"
+
+
+class Weighted(nn.Module):
+    """A mean with a weight that is another number in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.tokens, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.weight, self.table = 0.5, torch.linspace(0, 1, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) * self.table
+        logits: Tensor = self.head(h + h.mean(1, keepdim=True) * self.weight / math.sqrt(x.shape[1]))
+        return logits
+
+
+def test_programs_of_further_lengths_are_made_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a number that became an input after two changes, whose values are those of each step."""
+    foreseen = importlib.import_module("autopar.capture.earlier").Foreseen
+    program, made = foreseen.program, list[int]()
+    monkeypatch.setattr(foreseen, "program", lambda self: made.append(1) or program(self))
+    one, other = Weighted().double(), Weighted().double()
+    model = autopar.parallelize(other, "dp=1", loss_fn=loss_of)
+    counts = []
+    for weight, length in zip((0.5, 0.7, 0.9, 0.4, 0.3, 0.6, 0.8, 0.2), (8, 12, 7, 16, 5, 20, 22, 12), strict=True):
+        one.weight = other.weight = weight
+        one.zero_grad()
+        model.zero_grad()
+        want = loss_of(one, *batch(length))
+        want.backward()
+        torch.testing.assert_close(model.forward_backward(*batch(length)), want.detach(), rtol=1e-12, atol=0)
+        gradients = model.full_gradients()
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-14)
+        counts.append(len(made))
+    assert counts[-3:] == [counts[-4] + i for i in (1, 2, 3)] and counts[2] == 0, counts
