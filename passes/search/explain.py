@@ -233,10 +233,20 @@ class _Question:
         return (SIZE if found[1:] and all("divisible" in one.why for one in found[1:]) else RULE), reasons
 
     def _subject(self) -> str:
+        if self.axis.intent.context:
+            return "a split of the sequence"
         return "a split of the batch" if self.axis.intent.batch_split else "a split of the weights"
 
     def _intent(self) -> str:
         """What the axis means for this value, after its name."""
+        if self.axis.intent.context:
+            if self.entry is None:
+                return "splits what lies along the sequence; only gradients, scalars and what attention reads move"
+            return (
+                "splits the sequence: the batch is given whole, and sliced where it is used"
+                if self.entry.kind == "batch"
+                else "splits the sequence; all other inputs are replicated"
+            )
         if self.axis.intent.batch_split:
             if self.entry is None:
                 return "splits what is computed from the batch; only gradients and scalars move"
