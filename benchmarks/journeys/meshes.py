@@ -8,7 +8,7 @@ from typing import Any
 
 MESHES = (
     "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "dp=2,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2",
-    "dp=4", "tp=4",
+    "dp=4", "tp=4", "cp=2", "dp=2,cp=2", "cp=2,tp=2",
 )  # fmt: skip
 RARE = ("dp=2,tp=3", "dp=3,tp=2", "fsdp=3,tp=2")
 WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches cannot have
@@ -17,6 +17,11 @@ WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches c
 def world(mesh: str) -> int:
     """The number of ranks of a mesh."""
     return math.prod(int(axis.partition("=")[2]) for axis in mesh.split(","))
+
+
+def axes_of(mesh: str) -> set[str]:
+    """The names of its axes."""
+    return {axis.partition("=")[0] for axis in mesh.split(",")}
 
 
 def meshes_for(setup: Mapping[str, Any]) -> list[str]:
@@ -33,7 +38,7 @@ def meshes_for(setup: Mapping[str, Any]) -> list[str]:
 def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options without those that a mesh has no axis for, and with those that it needs."""
     kept = dict(options)
-    if "dp" not in mesh or mesh == "dp=1":
+    if not {"dp", "fsdp", "cp"} & axes_of(mesh) or mesh == "dp=1":
         kept.pop("zero", None)
     if "pp" not in mesh:
         kept.pop("schedule", None)

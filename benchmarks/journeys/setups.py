@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, options_on
+from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, axes_of, options_on
 from benchmarks.journeys.models import BLOCKS
 from benchmarks.journeys.side import OPTIMIZERS
 
@@ -21,7 +21,7 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     mesh = draw(st.sampled_from(meshes or (COMMON if kind < 13 else MESHES if kind < 19 else RARE)))
     head = draw(st.sampled_from([*["regress"] * 6, *["tokens"] * 4, *["gpt"] * 4, "llama"]))
     options: dict[str, Any] = {}
-    if "dp" in mesh and mesh != "dp=1":
+    if {"dp", "fsdp", "cp"} & axes_of(mesh) and mesh != "dp=1":
         zero = draw(st.integers(0, 3))
         options |= {"zero": zero} if zero or "fsdp" in mesh else {}
     if "pp" in mesh:
