@@ -28,6 +28,7 @@ def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
         )
     if search.intent.only_heads:
         _check_heads(search, solution)
+    notes += _unbalanced(search, solution)
     if search.intent.weights_split:
         notes += _whole_weights(search.classes, search.axis, search.size)
     if search.axis != MICROBATCH:  # what micro-batches share is computed once
@@ -67,6 +68,22 @@ def _check_heads(search: AxisSearch, solution: Solution) -> None:
             f"{known.module}: {search.axis} may be {one_of(wanted)} here. "
             f'Or leave the choice to cp with attention="auto", which gathers keys and values where heads do not divide.'
         )
+
+
+def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
+    """A note if calls whose work grows along a sequence have pieces of it in order."""
+    for number, item in enumerate(search.classes.items):
+        strategy, n = solution.strategy(number), search.size
+        if item.rule is None or strategy.choice is None or strategy.choice[0] not in item.rule.growing:
+            continue
+        if strategy.work * n > 1:
+            count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
+            return [
+                f"axis '{search.axis}' (size {n}): the last rank does {strategy.work * n:.3g} times its share of "
+                f"%{item.node.name} at {known.source}, since {count} positions lie in order; a multiple of {2 * n} "
+                f"balances it"
+            ]
+    return []
 
 
 def _sizes_line(item: Item, size: int) -> str:

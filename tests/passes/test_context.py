@@ -204,6 +204,9 @@ def test_an_odd_number_of_pieces_is_not_mirrored() -> None:
     """Of 24 positions 2 x 8 pieces are no whole number: in order, and unbalanced."""
     found = autopar.compile(llama(), "cp=8", loss_fn=token_loss, batch=tokens(), attention="gather")
     assert layouts_of(found, "attention") == {"[-,-,cp,-]"}
+    (note,) = found.notes
+    assert note.startswith("axis 'cp' (size 8): the last rank does 1.88 times its share of %attention at models.py:")
+    assert note.endswith("since 24 positions lie in order; a multiple of 16 balances it")
 
 
 def test_errors() -> None:
