@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -38,13 +40,10 @@ class Scripts:
     def losses(self, name: str, folder: Path) -> list[float]:
         """What the `main` of a script returns on every rank."""
         pipes = self.pipes[:1] if name in ALONE else self.pipes
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = _port()
         for pipe in pipes:
             pipe.send((name, len(pipes), port, str(folder)))
-        assert all(pipe.poll(120) for pipe in pipes), f"{name} hangs"
-        found = [pipe.recv() for pipe in pipes]
+        found = [pipe.recv() if pipe.poll(120) else f"rank {rank} hangs" for rank, pipe in enumerate(pipes)]
         assert not [each for each in found if isinstance(each, str)], "\n".join(map(str, found))
         assert found == [found[0]] * len(pipes)
         return found[0]
@@ -55,11 +54,24 @@ class Scripts:
             process.join()
 
 
+def _port() -> int:
+    """A free one, below those that the system gives to connections: no other test takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free:
+            if free.connect_ex(("localhost", port)):  # nobody listens
+                return port
+
+
 def _serve(rank: int, pipe: Connection) -> None:
     sys.path.insert(0, str(TUTORIALS))
     torch.set_num_threads(1)
+    # Gloo loses what has not left when a group ends. So one ends when both ranks have answered: before the next script.
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     while True:
         name, size, port, folder = pipe.recv()
+        if dist.is_initialized():
+            destroy()
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
         for variable, value in (variables | {"MASTER_PORT": port}).items():
             os.environ.pop(variable, None)
