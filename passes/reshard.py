@@ -8,7 +8,7 @@ from itertools import takewhile
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
-from autopar.ir.mesh import CONTEXT, GRADIENT_AXES, MICROBATCH, ULYSSES, group_name
+from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, MICROBATCH, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
@@ -132,7 +132,7 @@ class _Reshard:
         if node in self.stored:
             return self.plan.gathers_again and record(user).is_backward
         phases = record(node).phase, record(user).phase
-        along = self.plan.sequence_parallel or bool({CONTEXT, ULYSSES}.intersection(record(node).layout.axes))
+        along = self.plan.sequence_parallel or any(axis in record(node).layout.axes for axis in CONTEXT_AXES)
         return along and node.op != "placeholder" and phases == ("forward", "backward")
 
     def _shortest(

@@ -12,7 +12,7 @@ from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
-from autopar.passes.search.intents import INTENTS, batch_size
+from autopar.passes.search.intents import INTENTS, batch_size, context_axes
 
 
 def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh: Mesh) -> dict[str, Layout]:
@@ -202,8 +202,11 @@ def no_sequence(program: Program, mesh: Mesh) -> str:
         for node, entry in program.entries
         if entry.kind == "batch"
     ]
+    context = context_axes(mesh)
+    pieces = size * math.prod(ranks for _, ranks in context)
+    mirrored = f", or of {2 * pieces} where attention is causal" if context else ""
     return (
         f"sequence_parallel=True: no activation can be split over '{axis}' (size {size}) on its sequence. The batch is "
-        f"{'; '.join(shapes)}: a dim after the first must be a multiple of {size}. "
+        f"{'; '.join(shapes)}: a dim after the first must be a multiple of {pieces}{mirrored}. "
         f'sequence_parallel="auto" goes on without.'
     )

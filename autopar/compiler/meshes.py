@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import CONTEXT, MICROBATCH, PIPELINE, ULYSSES, Mesh, parse_mesh
+from autopar.ir.mesh import CONTEXT_AXES, MICROBATCH, PIPELINE, Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
 AXES = tuple(sorted({*INTENTS, PIPELINE} - {MICROBATCH}))
@@ -24,10 +24,8 @@ def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
     for axis in found.names:
         if axis not in AXES:
             raise MeshError(f"mesh '{found}': axis '{axis}' has no meaning; known axes are {', '.join(AXES)}.")
-    inner = [
-        axis for axis in found.names if axis in (CONTEXT, ULYSSES) or (axis in INTENTS and INTENTS[axis].weights_split)
-    ]
-    ordered = sorted(inner, key=(CONTEXT, ULYSSES, *inner).index)
+    inner = [axis for axis in found.names if axis in INTENTS and not INTENTS[axis].batch_split]
+    ordered = sorted(inner, key=(*CONTEXT_AXES, *inner).index)
     if inner != ordered:
         raise MeshError(
             f"mesh '{found}': {' and '.join(ordered)} split pieces of each other, in this order: write "

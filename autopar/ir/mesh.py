@@ -14,7 +14,8 @@ PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
 DATA_AXES = ("dp", "fsdp")  # split the batch
 CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
 # Gradients are sums over these: what moves over several of them moves at once.
-GRADIENT_AXES = (*DATA_AXES, CONTEXT, ULYSSES)
+CONTEXT_AXES = (CONTEXT, ULYSSES)
+GRADIENT_AXES = (*DATA_AXES, *CONTEXT_AXES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")

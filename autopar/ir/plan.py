@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, ULYSSES, Mesh
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, Mesh
 from autopar.ir.options import StepOptions
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
@@ -114,7 +114,7 @@ class Plan:
     def zero_axes(self) -> tuple[str, ...]:
         """The axes over which ZeRO splits states, in the order of the mesh: `fsdp` if there is one, else `dp`, and
         those of the sequence; none without ZeRO."""
-        chosen = (SHARDED if SHARDED in self.mesh else "dp", CONTEXT, ULYSSES) if self.zero else ()
+        chosen = (SHARDED if SHARDED in self.mesh else "dp", *CONTEXT_AXES) if self.zero else ()
         return tuple(axis for axis, size in self.mesh.axes if axis in chosen and size > 1)
 
     @property

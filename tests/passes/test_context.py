@@ -227,3 +227,10 @@ def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_ops, "mirrored", lambda x, dim: x)
     report = autopar.verify(llama(), "cp=2", loss_fn=token_loss, batch=tokens(), attention="gather")
     assert not report.ok and "all_gather" in str(report.mismatch)
+
+
+def test_a_sequence_too_short_for_mirrored_pieces_and_tp() -> None:
+    """12 positions are 4 mirrored pieces of 3 on cp=2, which tp=2 cannot split further."""
+    x, y = (each[:, :12] for each in tokens())
+    with pytest.raises(LayoutError, match="must be a multiple of 4, or of 8 where attention is causal"):
+        autopar.compile(llama(), "cp=2,tp=2", loss_fn=token_loss, batch=(x, y), sequence_parallel=True)
