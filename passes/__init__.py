@@ -18,6 +18,7 @@ from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
+from autopar.passes.ring import ring
 from autopar.passes.rowwise import rowwise
 from autopar.passes.unslice import unslice
 from autopar.passes.unsort import unsort
@@ -34,6 +35,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
     (partition, Level.LOCAL),  # global shapes become one rank's
+    (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep
     (prefetch, Level.LOCAL),  # parameters are gathered a layer ahead
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them

@@ -12,6 +12,7 @@ from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.plan import Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
+from autopar.ir.ring_ops import is_ring, messages_of
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -29,6 +30,14 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, i
         if MICROBATCH in node.args[1:2]:  # a sum over time moves nothing
             return 0.0
         return machine.latency_us + _bytes_on_links(node, mesh) / machine.link_bytes_per_us
+    if is_ring(node.target):  # the slower of its products and its messages, of which one hides the other
+        sent = [(message.times, message.type.bytes_) for message in messages_of(node, mesh)]
+        on_link = sum(times * (machine.latency_us + size / machine.link_bytes_per_us) for times, size in sent)
+        return max(on_link, _computed(node, mesh, machine, sizes))
+    return _computed(node, mesh, machine, sizes)
+
+
+def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, int]) -> float:
     moved = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
     flops = record(node).flops
     parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
@@ -39,6 +48,8 @@ def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:
     """What a rank sends in a collective (ring algorithms, as in search/costs.py)."""
     known, size = collective_of(node.target), mesh[str(node.args[1])]
     bytes_ = local_bytes(node if known.counts_result else operand_nodes(node)[0], mesh)
+    if known.to_one:
+        return bytes_
     rounds = 2 if (known.has, known.gives) == ("sum", None) else 1
     return rounds * bytes_ * (size - 1) / size
 

@@ -1,6 +1,6 @@
 """Each collective once: what a rank gives, and what it makes of what it gets.
 
-A collective is a `Move`, one of four primitives among the ranks of an axis, and what follows of its result: the value,
+A collective is a `Move`, one of five primitives among the ranks of an axis, and what follows of its result: the value,
 or the next move. What moves data supplies the primitives: tensor maths between all ranks (`together`, for the virtual
 mesh and for micro-batches), torch.distributed (distributed.py), functional collectives for a compiler (functional.py).
 """
@@ -27,16 +27,19 @@ class Move:
 
     reduce: the `kind` of the ranks' x. gather: [n, ...], the x of each rank. reduce_scatter: of x [n, ...] the `kind`
     of the ranks' parts at this rank's place. exchange: of x [n, ...] part i goes to the rank at place i; [n, ...].
+    shift: x goes to the rank at place `to`; the x of the one at place `source`.
 
     then: what follows of the result, in which it does not write: others may be given the same. owned: x may be written
     over. Nothing here holds more than `then` needs, since a move may be under way for long.
     """
 
-    primitive: Literal["reduce", "gather", "reduce_scatter", "exchange"]
+    primitive: Literal["reduce", "gather", "reduce_scatter", "exchange", "shift"]
     x: Tensor
     then: Callable[[Tensor], Tensor | Move]
     kind: str = "sum"
     owned: bool = False
+    to: int = 0
+    source: int = 0
 
 
 Step = Tensor | Move
@@ -89,6 +92,8 @@ def _meet(moves: list[Move]) -> list[Tensor]:
             return list(reduce_parts(parts, first.kind))
         case "exchange":
             return [torch.stack([part[place] for part in parts]) for place in range(len(parts))]
+        case "shift":
+            return [parts[move.source].clone() for move in moves]
 
 
 def _apart(results: list[Tensor]) -> list[Tensor]:
@@ -125,6 +130,13 @@ def _all_to_all(
     return Move("exchange", parts, lambda received: join(received, gather, gather_outer))
 
 
+def _shift(x: Tensor, member: Member, owned: bool, by: int) -> Step:
+    to, source = ((member.place + step) % member.size for step in (by, -by))
+    if to == member.place:
+        return x if owned else x.clone()
+    return Move("shift", x, _as_it_is, to=to, source=source)
+
+
 def _logsumexp(x: Tensor, then: Callable[[Tensor], Tensor]) -> Move:
     """log(sum over ranks of exp(x)), shifted by the maximum; -inf where all are. Short floats are added in float32."""
     dtype = x.dtype
@@ -147,5 +159,6 @@ _BEGIN: Mapping[Any, Callable[..., Step]] = MappingProxyType(
         op("all_gather"): _all_gather,
         op("reduce_scatter"): _reduce_scatter,
         op("all_to_all"): _all_to_all,
+        op("shift"): _shift,
     }
 )

@@ -7,7 +7,7 @@ meets a MAX).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.ir.ops import whole_of
 from autopar.runtime import host
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
-from autopar.runtime.groups import Group
+from autopar.runtime.groups import Group, has_queues
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
@@ -218,11 +218,42 @@ def _exchange(move: Move, group: Group, later: bool) -> Started:
     return work, lambda sent=parts: group.from_stored(out)  # type: ignore[misc]
 
 
+def _shift(move: Move, group: Group, later: bool) -> Started:
+    """Two messages, posted in the same order on every rank. NCCL launches them at once: a send that stood alone before
+    its receive would wait for the next rank's, and so around the axis."""
+    x = move.x.contiguous()
+    out = torch.empty_like(x)
+    to, source = group.rank_at(move.to), group.rank_at(move.source)
+    moved = ((dist.isend, on_wire(x), to), (dist.irecv, on_wire(out), source))
+    if has_queues(x.device):
+        ops = [dist.P2POp(post, tensor, group=group.handle, group_peer=peer) for post, tensor, peer in moved]
+        work = _Works(dist.batch_isend_irecv(ops))
+    else:
+        (send, sent, _), (receive, received, _) = moved
+        works = send(sent, group=group.handle, group_dst=to), receive(received, group=group.handle, group_src=source)
+        work = _Works(works)
+    if not later:
+        work.wait()
+    return work, lambda sent=x: out  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """Several, as one."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 _PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
     "reduce": _reduce,
     "gather": _gather,
     "reduce_scatter": _reduce_scatter,
     "exchange": _exchange,
+    "shift": _shift,
 }
 
 

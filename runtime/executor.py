@@ -1,6 +1,6 @@
 """Runs a LOCAL graph: once turned into Python source with one line a node, then executed as a generator.
 
-The generator yields a `Request` for every op that names a mesh axis and is sent `[answer]`; it knows nothing of
+The generator yields a `Request` for every op that names a mesh axis (a ring several) and is sent `[answer]`; it knows nothing of
 ranks or processes, so that the virtual mesh and torch.distributed drive the same code. Values are locals of the
 generator and are dropped at their last use. (The list is for that: `send` holds on to what it is given until the
 next yield, so the generator takes the answer out of it.)
@@ -23,9 +23,11 @@ from autopar.errors import AutoparError, BatchError
 from autopar.ir.aliasing import is_whole_view
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
+from autopar.ir.ring_ops import is_ring
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
 from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
+from autopar.runtime.ring import RINGS
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
@@ -243,10 +245,17 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
         last_use = not observed and isinstance(args[0], fx.Node) and lives.may_overwrite(args[0], node)
         request = writer.bind(functools.partial(Request, node, node.target, last_use, joined=node in writer.joined))
         return f"(yield {request}({writer.argument(args)})).pop()"
+    if is_ring(node.target):
+        return f"(yield from {writer.bind(RINGS[node.target].run)}({writer.bind(_asking(node))}, {writer.arguments(node)}))"
     function = function_of(node.target)
     if not observed:
         function = _inplace(node, lives) or function
     return f"{writer.bind(function)}({writer.arguments(node)})"
+
+
+def _asking(node: fx.Node) -> Callable[..., Request]:
+    """Makes the requests of a node that computes between them."""
+    return lambda op, *args: Request(node, op, False, args)
 
 
 def _addition(writer: _Writer, node: fx.Node, total: str) -> str:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ class FunctionalCollectives:
         self._started[id(started)] = lambda done: _finished(then(received(done, group)), group)
         return started
 
+    def drive(self, steps: Generator[tuple[Any, tuple[Any, ...]], list[Any] | None, Any]) -> Any:
+        """The result of a generator that yields mesh ops as (op, args) and is sent `[answer]`."""
+        answer: list[Any] | None = None
+        try:
+            while True:
+                answer = [self.trace(*steps.send(answer))]
+        except StopIteration as done:
+            return done.value
+
     def _wait(self, x: torch.Tensor) -> torch.Tensor:
         finish = self._started.pop(id(x), None)
         return x if finish is None else finish(_c10d.wait_tensor(x))
@@ -76,12 +85,20 @@ def _exchange(move: Move, group: Group) -> Any:
     return _c10d.all_to_all_single(group.to_stored(move.x).contiguous(), one_each, one_each, _name(group.handle))
 
 
+def _shift(move: Move, group: Group) -> Any:
+    """An exchange in which all of x goes to one rank: Inductor knows no messages."""
+    peers = group.rank_at(move.to), group.rank_at(move.source)
+    sent, received = ([int(rank == peer) for rank in range(group.size)] for peer in peers)
+    return _c10d.all_to_all_single(move.x.contiguous().unsqueeze(0), received, sent, _name(group.handle))
+
+
 # How a move starts, and what is received once it is done.
 _PRIMITIVES: Mapping[str, tuple[Callable[[Move, Group], Any], Callable[[torch.Tensor, Group], torch.Tensor]]] = {
     "reduce": (_reduce, lambda done, group: done),
     "gather": (_gather, lambda done, group: group.from_stored(done)),
     "reduce_scatter": (_reduce_scatter, lambda done, group: done.squeeze(0)),
     "exchange": (_exchange, lambda done, group: group.from_stored(done)),
+    "shift": (_shift, lambda done, group: done.squeeze(0)),
 }
 
 

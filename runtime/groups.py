@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
-from autopar.ir.ops import axes_of
 from autopar.ir.pipeline import Pipeline
+from autopar.ir.ring_ops import axes_of
 from autopar.ir.schedule import Action
 from autopar.runtime import host
 from autopar.runtime.mesh_ops import axis_group

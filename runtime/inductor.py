@@ -24,6 +24,7 @@ from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import Program
+from autopar.ir.ring_ops import is_ring
 from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
 from autopar.runtime.executor import Outputs, describe_read, schema_arguments
@@ -32,6 +33,7 @@ from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.recorder import Recorder
+from autopar.runtime.ring import RINGS
 from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
@@ -128,6 +130,11 @@ class _RankTrace(fx.Interpreter):
         if n.op == "call_function" and is_mesh_op(n.target):
             values: Any = self.map_nodes_to_values(schema_arguments(n), n)
             return self._collectives.trace(n.target, values)
+        if n.op == "call_function" and is_ring(n.target):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            make = RINGS[n.target].traced
+            assert make is not None
+            return self._collectives.drive(make(lambda op, *values: (op, values), *args, **kwargs))
         if n.op == "call_function" and isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if creates(n.target):

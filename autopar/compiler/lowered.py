@@ -14,10 +14,11 @@ from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
-from autopar.ir.ops import axes_of, collective_of, is_collective, op
+from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import Decided, Plan
-from autopar.ir.program import Program, operand_nodes, record
+from autopar.ir.program import Program, Record, TensorType, operand_nodes, record
+from autopar.ir.ring_ops import Ring, axes_of, is_ring, messages_of
 from autopar.ir.text import print_program
 from autopar.passes.search.earlier import decided_by
 
@@ -31,7 +32,7 @@ class Collective:
 
     bytes: of the whole value that takes part, on one rank (what an all-reduce reduces, what an all-gather gives).
     shape: its local shape. value: the node. module, source: whose value it is. reason: why it is moved.
-    Of a pipeline also graph: of whose ranks, those at `place` on the axis pp; times: how often it runs in a step.
+    times: how often it runs in a step. Of a pipeline also graph: of whose ranks, those at `place` on the axis pp.
     """
 
     op: str
@@ -127,7 +128,7 @@ class Lowered:
         if pipeline is None:
             return tuple(collectives_of(self.program))
         return tuple(
-            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=pipeline.times_of(key))
+            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=row.times * pipeline.times_of(key))
             for key, program in pipeline.graphs.items()
             for row in collectives_of(program)
         )
@@ -198,27 +199,38 @@ class Lowered:
 
 
 def moving_nodes(program: Program) -> Iterator[fx.Node]:
-    """The collectives of a program, in order. What micro-batches add up to stays where it is and is none."""
-    for node in program.calls():
-        if is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
-            yield node
+    """The nodes of `collectives_of`, each as often as it has rows there."""
+    return (node for node, _ in _moves(program))
 
 
 def collectives_of(program: Program) -> Iterator[Collective]:
-    """The table of a program's collectives, in order."""
-    for node in moving_nodes(program):
-        found = record(node)
-        kind, operand = collective_of(node.target), operand_nodes(node)[0]
-        moved = local_type(node if kind.counts_result else operand, program.mesh)
-        yield Collective(
-            op=kind.name,
-            axis=str(node.args[1]),
-            bytes=moved.bytes_,
-            shape=moved.shape,
-            value=operand.name,
-            module=found.module,
-            source=found.source,
-            reason=found.reason,
-            phase=found.phase,
-            dtype=moved.dtype,
-        )
+    """The table of a program's collectives, in order; of a ring a row for all messages alike. What micro-batches add up
+    to stays where it is and is none."""
+    return (row for _, row in _moves(program))
+
+
+def _moves(program: Program) -> Iterator[tuple[fx.Node, Collective]]:
+    for node in program.calls():
+        if is_ring(node.target):
+            for sent in messages_of(node, program.mesh):
+                row = _row("shift", Ring.of(node).axis, sent.value, sent.type, record(node))
+                yield node, replace(row, times=sent.times)
+        elif is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+            kind, operand = collective_of(node.target), operand_nodes(node)[0]
+            moved = local_type(node if kind.counts_result else operand, program.mesh)
+            yield node, _row(kind.name, str(node.args[1]), operand, moved, record(node))
+
+
+def _row(name: str, axis: str, operand: fx.Node, moved: TensorType, found: Record) -> Collective:
+    return Collective(
+        op=name,
+        axis=axis,
+        bytes=moved.bytes_,
+        shape=moved.shape,
+        value=operand.name,
+        module=found.module,
+        source=found.source,
+        reason=found.reason,
+        phase=found.phase,
+        dtype=moved.dtype,
+    )

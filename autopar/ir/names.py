@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from autopar.errors import ArtifactError
-from autopar.ir import ops
+from autopar.ir import (
+    ops,
+    ring_ops,  # noqa: F401  registers them, so that text may name them
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "b8": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,

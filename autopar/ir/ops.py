@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from autopar.ir.semantic import SemanticOp, name_of, semantic
 
@@ -267,13 +266,14 @@ class CollectiveOp:
     """An op that moves data between the ranks of an axis.
 
     has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
-    `wait`, for overlap.
+    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays.
     """
 
     schema: str
     has: Spread
     gives: Spread
     halves: bool = True
+    to_one: bool = False
 
     @property
     def name(self) -> str:
@@ -297,6 +297,8 @@ COLLECTIVES = (
         "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
         (0, 1), (1, 1), halves=False,
     ),
+    # what the rank `by` places before has, around the axis
+    CollectiveOp("shift(Tensor x, str axis, int by) -> Tensor", (0, 1), (0, 1), to_one=True),
 )  # fmt: skip
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 
@@ -357,12 +359,6 @@ def is_mesh_op(target: object) -> bool:
 def op_name(target: object) -> str:
     """The name of an op without its namespace and overload: `all_gather` of `autopar.all_gather.default`."""
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
-
-
-def axes_of(graph: fx.Graph) -> tuple[str, ...]:
-    """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
-    moves = (node for node in graph.nodes if is_collective(node.target) and node.target != op("wait"))
-    return tuple(dict.fromkeys(str(node.args[1]) if len(node.args) > 1 else str(node.kwargs["axis"]) for node in moves))
 
 
 _SEMANTIC_TARGETS: dict[object, SemanticOp] = {op(one.name): one for one in SEMANTIC}

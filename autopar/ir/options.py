@@ -25,7 +25,7 @@ from autopar.ir.schedule import Action, Costs
 RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
-ATTENTION = ("auto", "gather", "ulysses")
+ATTENTION = ("auto", "gather", "ring", "ulysses")
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
@@ -146,8 +146,9 @@ class StepOptions:
     reduce_dtype: of the sums of gradients over ranks and micro-batches.
     bucket_bytes: of gradients or parameters that move together. None leaves it to the sizes of the model.
     attention: what an axis cp does where attention looks along the whole sequence. "gather": keys and values are
-      gathered (arXiv 2407.21783). "ulysses": heads are split in place of the sequence (arXiv 2309.14509). "auto" takes
-      for each attention what moves fewer bytes.
+      gathered (arXiv 2407.21783). "ring": they go round in pieces, under the products of the pieces before (arXiv
+      2310.01889). "ulysses": heads are split in place of the sequence (arXiv 2309.14509). "auto" takes for each
+      attention what moves fewer bytes, and a ring in place of a gather where its products hide it.
     """
 
     shard: Shard | None = option(None)

@@ -12,6 +12,7 @@ from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
+from autopar.ir.ring_ops import RING_ATTENTION, Ring, is_ring
 
 
 def verify(program: Program, level: Level) -> None:
@@ -26,6 +27,8 @@ def verify(program: Program, level: Level) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, program)
+            elif is_ring(node.target):
+                _check_ring(node, program)
 
 
 def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
@@ -41,6 +44,8 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, graph)
+            elif is_ring(node.target):
+                _check_ring(node, graph)
             if node.op != "call_function" or not record(node).flops:
                 continue
             if seen.setdefault(node.name, key) != key and node.name in staged:
@@ -127,6 +132,20 @@ def _check_move(node: fx.Node, program: Program) -> None:
         _fail(node, f"cannot be applied to {has}: {node.args[1:]}")
     elif not _is_same(_canonical(inferred), record(node).layout):
         _fail(node, f"turns {has} into {_canonical(inferred)}, not into {record(node).layout}")
+
+
+def _check_ring(node: fx.Node, program: Program) -> None:
+    """Keys and values, and their gradients, lie in the pieces that go round: gathered, no axis would split them."""
+    ring, found = Ring.of(node), record(node)
+    known = all(axis in program.mesh for axis in axes_of_group(ring.axis))
+    if not known or ring.size != program.mesh[ring.axis]:
+        _fail(node, f"goes round {ring.size} ranks of '{ring.axis}', which mesh '{program.mesh}' has not")
+    pieces = [record(ring.k).layout, record(ring.v).layout]
+    pieces += [] if node.target is RING_ATTENTION else [one for one in found.layouts[1:] if one is not None]
+    for layout in pieces:
+        whole = moved_layout("all_gather", (ring.axis, 2, ring.outer), layout)
+        if whole is None or _canonical(whole).dims[2] or layout.partial:
+            _fail(node, f"sends round pieces over '{ring.axis}' at outer {ring.outer}, and has {layout}")
 
 
 def _is_same(a: Layout, b: Layout) -> bool:

@@ -6,8 +6,8 @@
          sequence where no weight needs them whole (arXiv 2205.05198)
     fsdp as dp; ZeRO splits states over it
     cp   the sequence is split: the batch is whole and sliced where it is used, parameters are whole; what attention
-         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2),
-         or its heads are split instead (all-to-all, arXiv 2309.14509)
+         reads is gathered, its gradients scattered (all-gather of keys and values, arXiv 2407.21783, section 3.3.2;
+         the pass `ring` may let them go round instead), or its heads are split instead (all-to-all, arXiv 2309.14509)
     ulysses  as cp, of which attention splits heads only
     mb   as dp, but one rank computes the parts, one after another
 
@@ -155,7 +155,8 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str) ->
     found = INTENTS[axis]
     if found.weights_split:
         return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
-    if not found.context or attention == "gather" or (axis == CONTEXT and ULYSSES in mesh):
+    stays = attention == "gather" or (axis == CONTEXT and (attention == "ring" or ULYSSES in mesh))
+    if not found.context or stays:
         return found
     later = mesh.names[mesh.names.index(axis) + 1 :]
     heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)

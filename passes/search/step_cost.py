@@ -8,6 +8,7 @@ from autopar.ir.measure import human, local_bytes
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
+from autopar.ir.ring_ops import is_ring
 from autopar.passes.search.costs import move_cost
 from autopar.passes.search.intents import BYTES_PER_REPLICA
 
@@ -41,12 +42,15 @@ def step_cost(program: Program) -> StepCost:
     """
     moved, collectives, computed = 0.0, 0, 0
     for node in program.calls():
-        if not is_collective(node.target):
+        if is_ring(node.target):  # moved under its products; only the start of the first message shows
+            computed += local_bytes(node, program.mesh)
+            collectives += 1
+        elif not is_collective(node.target):
             computed += 0 if is_getitem(node) or is_view(node) else local_bytes(node, program.mesh)
         elif node.target != op("wait") and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
             kind, operand = collective_of(node.target), operand_nodes(node)[0]
             collectives += 1
             again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
             whole = local_bytes(node if kind.counts_result else operand, program.mesh)
-            moved += 0.0 if again else move_cost(kind.has, kind.gives, whole, program.mesh[str(node.args[1])])
+            moved += 0.0 if again else whole if kind.to_one else move_cost(kind.has, kind.gives, whole, program.mesh[str(node.args[1])])
     return StepCost(moved, collectives, computed)

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.ir.ops import axes_of, op
+from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, set_record
+from autopar.ir.ring_ops import axes_of
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
 from autopar.runtime.groups import make_groups

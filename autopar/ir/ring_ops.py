@@ -1,0 +1,91 @@
+"""Ring attention as ops: attention that sends keys and values on while it computes with those that it has.
+
+Each is one node, whatever the number of ranks. It has no kernel that is called and returns: its part of the executor's
+generator asks for transfers between its products (`runtime/ring.py`). Of keys and values a rank holds the piece at its
+place on `axis` of `size`: of the whole dim, read as (outer, size, rest), mirrored in every second block if `outer` is
+negative, as for a gather. `starts`: where the runs of a rank's queries begin in the whole, as attention has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.measure import local_type
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import NAMESPACE, is_collective, op
+from autopar.ir.program import TensorType
+
+_RING = "str axis, int size, int outer, bool causal, float scale, *, SymInt[] starts=[]"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define(f"ring_attention(Tensor q, Tensor k, Tensor v, {_RING}) -> (Tensor, Tensor)")
+_library.define(
+    f"ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_RING}) -> "
+    f"(Tensor, Tensor, Tensor)"
+)
+RING_ATTENTION, RING_ATTENTION_BACKWARD = op("ring_attention"), op("ring_attention_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a rank sends `times` to the next one in a step: the same piece of keys and values, or what ranks add to its
+    gradients. value: the node whose pieces go round."""
+
+    value: fx.Node
+    type: TensorType
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The arguments of a ring's node, by their names."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    axis: str
+    size: int
+    outer: int
+    causal: bool
+
+    @staticmethod
+    def of(node: fx.Node) -> Ring:
+        """Those of a node for which `is_ring` is true."""
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False))
+        return Ring(**{name: given[name] for name in Ring.__slots__})
+
+
+def is_ring(target: object) -> bool:
+    """True for an op that computes and talks to other ranks in between."""
+    return target in (RING_ATTENTION, RING_ATTENTION_BACKWARD)
+
+
+def messages_of(node: fx.Node, mesh: Mesh) -> tuple[Message, ...]:
+    """What goes round in a ring: keys and values n - 1 times; in the backward pass as often again their gradients, in
+    the dtype in which they are added up."""
+    ring = Ring.of(node)
+    parts = [local_type(each, mesh) for each in (ring.k, ring.v)]
+    sent = TensorType((sum(part.numel for part in parts),), parts[0].dtype)
+    found = [Message(ring.k, sent, ring.size - 1)]
+    if node.target is RING_ATTENTION_BACKWARD:
+        wide = TensorType(sent.shape, torch.promote_types(sent.dtype, torch.float32))
+        found.append(Message(ring.k, wide, ring.size - 1))
+    return tuple(found)
+
+
+def axes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """The axes (also joined ones, "dp:cp") over which a graph moves data, in the order of their first use."""
+    return tuple(dict.fromkeys(_axes(graph)))
+
+
+def _axes(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if is_ring(node.target):
+            yield Ring.of(node).axis
+        elif is_collective(node.target) and node.target != op("wait"):
+            yield str(node.args[1]) if len(node.args) > 1 else str(node.kwargs["axis"])

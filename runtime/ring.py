@@ -1,0 +1,154 @@
+"""Ring attention (arXiv 2310.01889): keys and values go round the ranks of an axis, each step's under the products of
+the one before, and what each block gives is joined by its logsumexp.
+
+The functions are generators, parts of the executor's: they yield requests for `shift_start` and `wait` and are sent
+`[answer]`. `ask(op, *args)` makes a request. Keys and values travel in one message, and so do their gradients, which are
+added up in at least float32. In the backward pass a rank's own block comes last: its gradients, which the other ranks
+have added to, are at home by then, after n - 1 messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from autopar.ir.ops import op
+from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
+from autopar.runtime.attention import KERNELS as ATTENTION
+from autopar.runtime.kernel import Kernel
+from autopar.runtime.mesh_ops import COORD, WAIT
+from autopar.runtime.ring_blocks import Block, Runs, blocks_of, runs_at
+
+SHIFT = op("shift_start")
+Tensors = tuple[torch.Tensor, ...]
+Ask = Callable[..., Any]
+Steps = Generator[Any, list[Any], Tensors]
+
+
+def _forward(
+    attention: Callable[..., Tensors], ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str,
+    size: int, outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
+) -> Steps:  # fmt: skip
+    """(out, logsumexp), as attention to all keys gives them. The kernel is given a rank's own block first."""
+    place = (yield ask(COORD, axis)).pop()
+    rows, total = _runs(starts, q), _Total(q, v)
+    keys, values, message = k, v, _packed(k, v)
+    for step in range(size):
+        moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+        for block in _blocks(rows, place - step, size, outer, keys, causal):
+            total.add(block, *attention(*_taken(block, q, keys, values), None, block.causal, scale))
+        if moving is not None:
+            message = (yield ask(WAIT, moving)).pop()
+            del moving  # it holds what was sent
+            keys, values = _unpacked(message, k, v)
+    return total.result()
+
+
+def _backward(
+    attention_backward: Callable[..., Tensors], ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool,
+    scale: float, *, starts: Sequence[int] = (),
+) -> Steps:  # fmt: skip
+    """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind."""
+    place = (yield ask(COORD, axis)).pop()
+    rows, wide = _runs(starts, q), torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q, dtype=wide)
+    moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if size > 1 else None
+    sums: Any = None  # of the gradients under way
+    for step in range(1, size + 1):
+        keys, values = k, v
+        if moving is not None:
+            message = (yield ask(WAIT, moving)).pop()
+            moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+            keys, values = _unpacked(message, k, v)
+            del message
+        parts = []
+        for block in _blocks(rows, place - step, size, outer, keys, causal):
+            taken = grad[:, :, block.rows], *_taken(block, q, keys, values)
+            seen = out[:, :, block.rows], lse[:, :, block.rows].contiguous()
+            of_q, *rest = attention_backward(*taken, None, *seen, block.causal, scale)
+            dq[:, :, block.rows] += of_q
+            parts.append((block.keys, *rest))
+        del keys, values
+        total = k.new_zeros(k.numel() + v.numel(), dtype=wide) if sums is None else (yield ask(WAIT, sums)).pop()
+        sums = None
+        dk, dv = _unpacked(total, k, v)
+        for at, of_k, of_v in parts:
+            dk[:, :, at] += of_k
+            dv[:, :, at] += of_v
+        if step < size:
+            sums = (yield ask(SHIFT, total, axis, 1)).pop()
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Total:
+    """Attention to the keys so far, in at least float32."""
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
+        self.q, self.v = q, v
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.out: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+
+    def add(self, block: Block, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Attention to other keys. Every row of it sees some."""
+        if self.out is None and block.rows == slice(0, self.q.shape[2]):
+            self.out, self.lse = out.to(self.dtype), lse
+            return
+        all_out, all_lse = self._so_far()
+        mine, sums = all_out[:, :, block.rows], all_lse[:, :, block.rows]
+        mine.lerp_(out.to(self.dtype), torch.sigmoid(lse - sums).unsqueeze(-1))
+        sums.copy_(torch.logaddexp(sums, lse))
+
+    def result(self) -> Tensors:
+        """(out, logsumexp): 0 and 0 for a row that has seen no key."""
+        out, lse = self._so_far()
+        return out.to(self.q.dtype), torch.where(lse == -torch.inf, 0, lse)
+
+    def _so_far(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.out is None or self.lse is None:
+            b, h, s, _ = self.q.shape
+            self.out = self.q.new_zeros((b, s, h, self.v.shape[3]), dtype=self.dtype).transpose(1, 2)
+            self.lse = self.q.new_full((b, h, s), -torch.inf, dtype=self.dtype)
+        return self.out, self.lse
+
+
+def _runs(starts: Sequence[int], q: torch.Tensor) -> Runs:
+    """A rank's queries; all of them in a row where no axis splits them."""
+    found = tuple(starts) or (0,)
+    return Runs(found, q.shape[2] // len(found))
+
+
+def _blocks(rows: Runs, place: int, size: int, outer: int, keys: torch.Tensor, causal: bool) -> list[Block]:
+    return blocks_of(rows, runs_at(place % size, size, outer, keys.shape[2]), causal)
+
+
+def _taken(block: Block, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+    return q[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpacked(message: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """What is in a message, as views in the shapes of k and v."""
+    return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
+
+
+def _kernel(make: Callable[..., Steps], name: str) -> Kernel:
+    kernel = ATTENTION[name]
+    return Kernel(partial(make, kernel.run), traced=partial(make, kernel.traced or kernel.run))
+
+
+# `run` and `traced` take `ask` before the arguments of the op.
+RINGS: Mapping[Any, Kernel] = MappingProxyType(
+    {
+        RING_ATTENTION: _kernel(_forward, "attention"),
+        RING_ATTENTION_BACKWARD: _kernel(_backward, "attention_backward"),
+    }
+)
