@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import CONTEXT_AXES, axes_of_group
-from autopar.ir.ops import op
+from autopar.ir.ops import op, op_name
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, record
+from autopar.ir.program import Builder, Program, operand_nodes, record
 from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
 from autopar.passes.search.costs import BYTES_PER_FLOP
 
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round
-_FORWARD, _BACKWARD = op("attention"), op("attention_backward")
+_BACKWARD, _SCATTER = op("attention_backward"), op("reduce_scatter")
 _DROPPED = (op("dropped_attention"), op("dropped_attention_backward"))
-_GATHER, _SCATTER = op("all_gather"), op("reduce_scatter")
+# The place of the queries among the arguments; keys, values and mask come after them.
+_QUERIES: Mapping[Any, int] = {op("attention"): 0, _BACKWARD: 1, _DROPPED[0]: 0, _DROPPED[1]: 1}
 
 
 def ring(program: Program, plan: Plan) -> Program:
@@ -65,12 +68,28 @@ def hidden(queries: int, heads_of_key: int, itemsize: int, causal: bool) -> floa
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An attention whose keys and values may go round. scatters: the sums that leave its gradients, by their place."""
+    """An attention whose keys and values may go round.
 
-    gathers: tuple[fx.Node, fx.Node]
+    operands: its tensors, with the rank's pieces in place of what the gathers give. scatters: the sums by which its
+    gradients leave, by their place among its results.
+    """
+
+    operands: tuple[fx.Node, ...]
+    gathers: tuple[fx.Node, ...]
+    axis: str
+    outer: int
     causal: bool
     scale: float
-    scatters: dict[int, fx.Node] = field(default_factory=dict)
+    scatters: Mapping[int, fx.Node]
+
+    @property
+    def target(self) -> Any:
+        return RING_ATTENTION if len(self.operands) == 3 else RING_ATTENTION_BACKWARD
+
+    @property
+    def queries_and_keys(self) -> tuple[fx.Node, fx.Node]:
+        first = len(self.operands) // 6  # behind the gradient of the output, in the backward pass
+        return self.operands[first], self.operands[first + 1]
 
 
 class _Rings:
@@ -79,129 +98,125 @@ class _Rings:
         self.build = Builder(MADE_BY)
         self.notes: list[str] = []
         self.found: dict[fx.Node, _Found] = {}
-        self.why: dict[fx.Node, str] = {}  # what is gathered and could go round, and why it does or does not
+        self.why: dict[fx.Node, str] = {}  # the reason of a ring, and of a gather that could have been one
+        self.pieces: dict[fx.Node, fx.Node] = {}  # the scatter of each gradient that is one rank's already
 
     def run(self) -> Program:
         self._choose()
-        left = {gather for one in self.found.values() for gather in one.gathers}
-        self.results = {
-            user: one.scatters[user.args[1]]
-            for node, one in self.found.items()
-            for user in node.users
-            if user.args[1] in one.scatters
-        }
-        self.scatters = {scatter: item for item, scatter in self.results.items()}
         if not self.found and not self.why and not self.notes:
             return self.program
-        notes = (*self.program.notes, *self.notes)
-        return self.build.rewrite(self.program, self._put, later=left, notes=notes)
+        for node, one in self.found.items():
+            self.pieces.update(
+                {item: one.scatters[_place(item)] for item in node.users if _place(item) in one.scatters}
+            )
+        self.items = {scatter: item for item, scatter in self.pieces.items()}
+        left = {gather for one in self.found.values() for gather in one.gathers}
+        return self.build.rewrite(self.program, self._put, later=left, notes=(*self.program.notes, *self.notes))
 
     def _choose(self) -> None:
-        """Find the attention that goes round; a gather that something else reads as well stays."""
+        """Find the attention that goes round; what something else reads as well stays gathered."""
         for node in self.program.calls():
-            gathers = _gathers(node)
-            if gathers:
-                one = _found(node, gathers)
-                if isinstance(one, str):
-                    self._refuse(node, one)
-                else:
-                    self.found[node] = one
-        while shared := [node for node, one in self.found.items() if self._shared(one)]:
+            one = _found(node)
+            if isinstance(one, _Found):
+                self.found[node] = one
+            elif one:
+                self._refuse(node, one)
+        while shared := [node for node, one in self.found.items() if self._is_shared(one)]:
             for node in shared:
-                self._refuse(node, "other ops read the keys or values that are gathered for it")
-        for node in [node for node in self.found if not self._pays(node)]:
+                self._refuse(node, "another op reads the keys or values that are gathered for it")
+        for node in [node for node, one in self.found.items() if not self._pays(node, one)]:
             del self.found[node]
 
     def _refuse(self, node: fx.Node, why: str) -> None:
         self.found.pop(node, None)
         if self.is_forced:
             known = record(node)
-            place = f"%{node.name} at {known.source} in {known.module or 'the model'}"
-            self.notes.append(f"attention='ring': keys and values of {place} are gathered: {why}")
+            place = f"%{node.name} at {known.source}" + (f" in {known.module}" if known.module else "")
+            self.notes.append(f"attention='ring': the keys and values of {place} are gathered: {why}")
 
-    def _shared(self, one: _Found) -> bool:
+    def _is_shared(self, one: _Found) -> bool:
         return any(user not in self.found for gather in one.gathers for user in gather.users)
 
-    def _pays(self, node: fx.Node) -> bool:
-        """Whether a ring is asked for, or hides its messages; what decides is kept as the reason of the nodes."""
-        q, k = (record(one).type for one in node.args[_first(node) : _first(node) + 2])  # type: ignore[union-attr]
-        queries = local_shape(q.shape, record(node.args[_first(node)]).layout, self.program.mesh)[KEYS]
-        times = hidden(queries, q.shape[1] // k.shape[1], q.dtype.itemsize, self.found[node].causal)
-        is_ring = self.is_forced or times >= 1
+    def _pays(self, node: fx.Node, one: _Found) -> bool:
+        """True where a ring is asked for, or hides its messages; the reason is kept for the nodes."""
+        q, k = map(record, one.queries_and_keys)
+        queries = local_shape(q.type.shape, q.layout, self.program.mesh)[KEYS]
+        times = hidden(queries, q.type.shape[1] // k.type.shape[1], k.type.dtype.itemsize, one.causal)
         said = f"a step's products take {times:.3g} times as long as its message"
-        self.why[node] = f"attention='ring'; {said}" if self.is_forced else said
-        if not is_ring:
-            for gather in self.found[node].gathers:
-                self.why[gather] = f"gathered at once, since in a ring {said}"
-        return is_ring
+        if self.is_forced or times >= 1:
+            self.why[node] = f"attention='ring'; {said}" if self.is_forced else f"a ring: {said}"
+            return True
+        self.why.update(dict.fromkeys(one.gathers, f"gathered at once: in a ring {said}"))
+        return False
 
     def _put(self, node: fx.Node) -> fx.Node | None:
         if node in self.found:
             return self._ring(node, self.found[node])
-        if node in self.scatters:
-            return self.build.value[self.scatters[node]]
-        if node in self.results:  # a gradient in the pieces to which it was scattered
-            like = record(self.results[node]).with_(operands=(), reason="")
-            return self.build.call(operator.getitem, self.build.value[node.args[0]], node.args[1], like=like)  # type: ignore[index]
-        if node in self.why and node.target is _GATHER and node.users:
-            return self.build.copy(node, like=record(node).with_(reason=f"{record(node).reason}; {self.why[node]}"))
+        if node in self.items:
+            return self.build.value[self.items[node]]
+        known = record(node)
+        if node in self.pieces:
+            like = record(self.pieces[node]).with_(operands=(), reason="")
+            return self.build.call(operator.getitem, *self.build.new(node.args), like=like, name=node.name)
+        if node in self.why:
+            return self.build.copy(node, like=known.with_(reason=f"{known.reason}; {self.why[node]}"))
         return None
 
     def _ring(self, node: fx.Node, one: _Found) -> fx.Node:
-        """The ring in place of an attention: the pieces of keys and values in place of the whole ones."""
-        pieces = {gather: gather.args[0] for gather in one.gathers}
-        first, forward = _first(node), node.target is _FORWARD
-        operands = [pieces.get(arg, arg) for arg in node.args[: first + 3]]
-        operands += () if forward else node.args[5:7]
-        _, axis, _, outer = one.gathers[0].args
-        layouts = [layout for layout in record(node).layouts]
-        for place in () if forward else (1, 2):
-            layouts[place] = record(one.scatters[place]).layout if place in one.scatters else record(operands[1 + place]).layout
+        """The ring in place of an attention; the gradients of keys and values are those of the rank's pieces."""
+        layouts = list(record(node).layouts)
+        if one.target is RING_ATTENTION_BACKWARD:
+            layouts[1:] = (record(piece).layout for piece in one.operands[2:4])
         like = record(node).with_(
-            layouts=tuple(layouts), operands=tuple(record(each).layout for each in operands), reason=self.why[node]
+            layouts=tuple(layouts), operands=tuple(record(each).layout for each in one.operands), reason=self.why[node]
         )
         return self.build.call(
-            RING_ATTENTION if forward else RING_ATTENTION_BACKWARD, *(self.build.value[each] for each in operands),
-            axis, self.program.mesh[str(axis)], outer, one.causal, one.scale, like=like,
-            name="ring_attention" if forward else "ring_attention_backward", **self.build.new(dict(node.kwargs)),
+            one.target, *map(self.build.value.__getitem__, one.operands), one.axis, self.program.mesh[one.axis],
+            one.outer, one.causal, one.scale, like=like, name=op_name(one.target), **self.build.new(dict(node.kwargs)),
         )  # fmt: skip
 
 
-def _first(node: fx.Node) -> int:
-    """The place of the queries: a gradient stands before them in the backward pass."""
-    return int(node.target is not _FORWARD and node.target is not _DROPPED[0])
-
-
-def _gathers(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What gathers keys or values over an axis of the sequence, if the node is attention."""
-    if node.target not in (_FORWARD, _BACKWARD, *_DROPPED):
-        return ()
-    first = _first(node)
-    return tuple(one for one in node.args[first + 1 : first + 3] if isinstance(one, fx.Node) and _is_gather(one))
-
-
-def _is_gather(node: fx.Node) -> bool:
-    return node.target is _GATHER and not set(axes_of_group(str(node.args[1]))).isdisjoint(CONTEXT_AXES)
-
-
-def _found(node: fx.Node, gathers: tuple[fx.Node, ...]) -> _Found | str:
-    """What a ring needs to know of an attention; why there can be none."""
+def _found(node: fx.Node) -> _Found | str:
+    """What a ring needs to know of an attention; why there can be none, or "" for all other nodes."""
+    first = _QUERIES.get(node.target)
+    if first is None:
+        return ""
+    args: tuple[Any, ...] = node.args
+    gathers = [one for one in args[first + 1 : first + 3] if _is_gather(one)]
+    if not gathers:
+        return ""
     if node.target in _DROPPED:
         return "its dropout counts the keys of the whole"
-    first = _first(node)
-    if node.args[first + 3] is not None:
+    if args[first + 3] is not None:
         return "its mask is a tensor, with a column for each key of the whole"
-    pairs = [(gather.args[1:], record(gather).type.dtype, record(gather).layout.dims[KEYS]) for gather in gathers]
-    if len(gathers) < 2 or pairs[0] != pairs[1] or pairs[0][0][1] != KEYS or pairs[0][2]:
-        return "its keys and values do not lie in the same pieces"
-    causal, scale = node.args[-2:]
-    one = _Found((gathers[0], gathers[1]), bool(causal), float(scale))  # type: ignore[arg-type]
-    if node.target is _BACKWARD:
-        for item in node.users:
-            if item.args[1] == 0:
-                continue
-            users = list(item.users)
-            if len(users) != 1 or users[0].target is not _SCATTER or users[0].args[1:] != (*gathers[0].args[1:], "sum"):
-                return "the gradients of its keys and values are not scattered to the same pieces"
-            one.scatters[int(item.args[1])] = users[0]  # type: ignore[call-overload]
-    return one
+    if len(gathers) < 2 or _pieces(gathers[0]) != _pieces(gathers[1]) or gathers[0].args[2] != KEYS:
+        return "they do not lie in the same pieces"
+    _, axis, _, outer = gathers[0].args
+    items = [item for item in node.users if node.target is _BACKWARD and _place(item)]
+    if not all(_is_scattered(item, (axis, KEYS, outer, "sum")) for item in items):
+        return "their gradients are not scattered to the same pieces"
+    operands = tuple(one.all_input_nodes[0] if _is_gather(one) else one for one in operand_nodes(node))
+    scatters = {_place(item): next(iter(item.users)) for item in items}
+    return _Found(operands, tuple(gathers), axis, outer, bool(args[-2]), float(args[-1]), scatters)
+
+
+def _is_scattered(item: fx.Node, wanted: tuple[object, ...]) -> bool:
+    """True for what only one scatter reads, of these arguments."""
+    return [(user.target, user.args[1:]) for user in item.users] == [(_SCATTER, wanted)]
+
+
+def _is_gather(arg: Any) -> bool:
+    """True for what is gathered over an axis of the sequence."""
+    is_gather = isinstance(arg, fx.Node) and arg.target is op("all_gather")
+    return is_gather and not set(axes_of_group(arg.args[1])).isdisjoint(CONTEXT_AXES)
+
+
+def _pieces(gather: fx.Node) -> tuple[object, ...]:
+    """How and of what a gather puts a whole together, and what is left of its layout."""
+    known = record(gather)
+    return *gather.args[1:], known.type.dtype, known.layout.dims[KEYS]
+
+
+def _place(item: fx.Node) -> int:
+    """Which of several results a node takes."""
+    return int(item.args[1])  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """Runs a LOCAL graph: once turned into Python source with one line a node, then executed as a generator.
 
-The generator yields a `Request` for every op that names a mesh axis (a ring several) and is sent `[answer]`; it knows nothing of
-ranks or processes, so that the virtual mesh and torch.distributed drive the same code. Values are locals of the
-generator and are dropped at their last use. (The list is for that: `send` holds on to what it is given until the
-next yield, so the generator takes the answer out of it.)
+The generator yields a `Request` for every op that names a mesh axis (a ring yields several) and is sent `[answer]`; it
+knows nothing of ranks or processes, so that the virtual mesh and torch.distributed drive the same code. Values are
+locals of the generator and are dropped at their last use. (The list is for that: `send` holds on to what it is given
+until the next yield, so the generator takes the answer out of it.)
 
 A driver runs it under `torch.no_grad()`: a generator must not change the mode of whoever drives it.
 """
@@ -246,7 +246,8 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
         request = writer.bind(functools.partial(Request, node, node.target, last_use, joined=node in writer.joined))
         return f"(yield {request}({writer.argument(args)})).pop()"
     if is_ring(node.target):
-        return f"(yield from {writer.bind(RINGS[node.target].run)}({writer.bind(_asking(node))}, {writer.arguments(node)}))"
+        steps, ask = writer.bind(RINGS[node.target].run), writer.bind(_asking(node))
+        return f"(yield from {steps}({ask}, {writer.arguments(node)}))"
     function = function_of(node.target)
     if not observed:
         function = _inplace(node, lives) or function

@@ -2,14 +2,14 @@
 the one before, and what each block gives is joined by its logsumexp.
 
 The functions are generators, parts of the executor's: they yield requests for `shift_start` and `wait` and are sent
-`[answer]`. `ask(op, *args)` makes a request. Keys and values travel in one message, and so do their gradients, which are
-added up in at least float32. In the backward pass a rank's own block comes last: its gradients, which the other ranks
-have added to, are at home by then, after n - 1 messages.
+`[answer]`. `ask(op, *args)` makes a request. Keys and values travel in one message, and so do their gradients, which
+are added up in at least float32. In the backward pass a rank's own block comes last: its gradients, which the other
+ranks have added to, are at home by then, after n - 1 messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from autopar.runtime.ring_blocks import Block, Runs, blocks_of, runs_at
 
 SHIFT = op("shift_start")
 Tensors = tuple[torch.Tensor, ...]
+Part = tuple[slice, torch.Tensor, torch.Tensor]  # keys, and what a block gives for them and their values
 Ask = Callable[..., Any]
 Steps = Generator[Any, list[Any], Tensors]
 
@@ -55,8 +56,7 @@ def _backward(
 ) -> Steps:  # fmt: skip
     """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind."""
     place = (yield ask(COORD, axis)).pop()
-    rows, wide = _runs(starts, q), torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=wide)
+    rows, dq = _runs(starts, q), torch.zeros_like(q, dtype=_wide(q))
     moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if size > 1 else None
     sums: Any = None  # of the gradients under way
     for step in range(1, size + 1):
@@ -66,23 +66,26 @@ def _backward(
             moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
             keys, values = _unpacked(message, k, v)
             del message
-        parts = []
+        parts: list[Part] = []
         for block in _blocks(rows, place - step, size, outer, keys, causal):
-            taken = grad[:, :, block.rows], *_taken(block, q, keys, values)
             seen = out[:, :, block.rows], lse[:, :, block.rows].contiguous()
-            of_q, *rest = attention_backward(*taken, None, *seen, block.causal, scale)
+            taken = grad[:, :, block.rows], *_taken(block, q, keys, values), None, *seen
+            of_q, of_k, of_v = attention_backward(*taken, block.causal, scale)
             dq[:, :, block.rows] += of_q
-            parts.append((block.keys, *rest))
+            parts.append((block.keys, of_k, of_v))
         del keys, values
-        total = k.new_zeros(k.numel() + v.numel(), dtype=wide) if sums is None else (yield ask(WAIT, sums)).pop()
-        sums = None
-        dk, dv = _unpacked(total, k, v)
-        for at, of_k, of_v in parts:
-            dk[:, :, at] += of_k
-            dv[:, :, at] += of_v
-        if step < size:
-            sums = (yield ask(SHIFT, total, axis, 1)).pop()
+        total = k.new_zeros(k.numel() + v.numel(), dtype=_wide(k)) if sums is None else (yield ask(WAIT, sums)).pop()
+        _add(_unpacked(total, k, v), parts)
+        sums = (yield ask(SHIFT, total, axis, 1)).pop() if step < size else None
+    dk, dv = _unpacked(total, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(grads: Tensors, parts: Iterable[Part]) -> None:
+    """Add what blocks give for some keys to the gradients of all."""
+    for keys, *found in parts:
+        for grad, part in zip(grads, found, strict=True):
+            grad[:, :, keys] += part
 
 
 class _Total:
@@ -90,7 +93,7 @@ class _Total:
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
         self.q, self.v = q, v
-        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.dtype = _wide(q)
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
 
@@ -115,6 +118,11 @@ class _Total:
             self.out = self.q.new_zeros((b, s, h, self.v.shape[3]), dtype=self.dtype).transpose(1, 2)
             self.lse = self.q.new_full((b, h, s), -torch.inf, dtype=self.dtype)
         return self.out, self.lse
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """In which blocks are added up."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _runs(starts: Sequence[int], q: torch.Tensor) -> Runs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Rows in runs of equal length: `starts` are their positions in the whole, in the order in which a rank has them."""
+    """Rows in runs of equal length. starts: their positions in the whole, in the order in which a rank has them."""
 
     starts: tuple[int, ...]
     width: int

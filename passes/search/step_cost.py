@@ -52,5 +52,11 @@ def step_cost(program: Program) -> StepCost:
             collectives += 1
             again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
             whole = local_bytes(node if kind.counts_result else operand, program.mesh)
-            moved += 0.0 if again else whole if kind.to_one else move_cost(kind.has, kind.gives, whole, program.mesh[str(node.args[1])])
+            moved += (
+                0.0
+                if again
+                else whole
+                if kind.to_one
+                else move_cost(kind.has, kind.gives, whole, program.mesh[str(node.args[1])])
+            )
     return StepCost(moved, collectives, computed)
