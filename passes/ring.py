@@ -132,7 +132,7 @@ class _Rings:
         if self.is_forced:
             known = record(node)
             place = f"%{node.name} at {known.source}" + (f" in {known.module}" if known.module else "")
-            self.notes.append(f"attention='ring': the keys and values of {place} are gathered: {why}")
+            self.notes.append(f"attention='ring': keys and values of {place} are gathered: {why}")
 
     def _is_shared(self, one: _Found) -> bool:
         return any(user not in self.found for gather in one.gathers for user in gather.users)

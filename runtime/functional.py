@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autopar.ir.ops import whole_of
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.groups import Group
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
+from autopar.runtime.ring import RINGS
 
 _c10d = torch.ops._c10d_functional
 
@@ -45,9 +46,11 @@ class FunctionalCollectives:
         self._started[id(started)] = lambda done: _finished(then(received(done, group)), group)
         return started
 
-    def drive(self, steps: Generator[tuple[Any, tuple[Any, ...]], list[Any] | None, Any]) -> Any:
-        """The result of a generator that yields mesh ops as (op, args) and is sent `[answer]`."""
-        answer: list[Any] | None = None
+    def trace_ring(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a ring, whose steps this rank's place decides: its transfers stand between its products."""
+        make, answer = RINGS[target].traced, None
+        assert make is not None
+        steps = make(lambda op, *given: (op, given), *args, **kwargs)
         try:
             while True:
                 answer = [self.trace(*steps.send(answer))]

@@ -33,7 +33,6 @@ from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.recorder import Recorder
-from autopar.runtime.ring import RINGS
 from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
@@ -132,9 +131,7 @@ class _RankTrace(fx.Interpreter):
             return self._collectives.trace(n.target, values)
         if n.op == "call_function" and is_ring(n.target):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            make = RINGS[n.target].traced
-            assert make is not None
-            return self._collectives.drive(make(lambda op, *values: (op, values), *args, **kwargs))
+            return self._collectives.trace_ring(n.target, args, kwargs)
         if n.op == "call_function" and isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if creates(n.target):

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.compiler.lowered import Collective, Lowered, collectives_of
+from autopar.compiler.lowered import Collective, Lowered, collectives_of, moving_nodes
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
 from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
+from autopar.ir.ring_ops import Ring, is_ring
 from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
@@ -84,7 +85,7 @@ class _Finder:
         self.searched = compiled.history[names.index("propagate") - 1][1]
         self.sharded = history["propagate"]
         # Before the gradients are put into buckets: each moves alone there.
-        self.moved = history.get("partition", compiled.program)
+        self.moved = history.get("ring", compiled.program)
         self.nodes = {node.name: node for node in self.searched.graph.nodes if node.op != "output"}
         self.origins = {record(node).origin: node for node in reversed(self.nodes.values()) if record(node).origin}
         self.layouts = {node.name: node for node in self.sharded.graph.nodes}
@@ -206,9 +207,10 @@ class _Finder:
         for axis in record(here).layout.axes:
             for name in _sums(here, axis):
                 links.setdefault(name, f"{SUM} over {axis}")
-        by_name = {one.name: one for one in self.moved.graph.nodes}
-        for row in collectives_of(self.moved):
-            link = links.get(record(by_name[row.value]).origin)
+        for mover, row in zip(moving_nodes(self.moved), collectives_of(self.moved), strict=True):
+            ring = Ring.of(mover) if is_ring(mover.target) else None
+            moved = operand_nodes(mover)[:1] if ring is None else (ring.k, ring.v)
+            link = next(filter(None, (links.get(record(one).origin) for one in moved)), None)
             if row.axis == MICROBATCH:
                 continue  # added up where it is
             if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):

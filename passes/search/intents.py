@@ -64,6 +64,7 @@ class Intent:
     zigzag: bool = False  # a sequence may lie in mirrored pieces
     heads: int = 0  # attention may split its heads, after so many pieces that later axes make of them; 0: it may not
     only_heads: bool = False  # and nothing else
+    no_heads: bool = False  # attention splits none, even where other ops would
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -155,9 +156,10 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str) ->
     found = INTENTS[axis]
     if found.weights_split:
         return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
-    stays = attention == "gather" or (axis == CONTEXT and (attention == "ring" or ULYSSES in mesh))
-    if not found.context or stays:
+    if not found.context or attention == "gather" or (axis == CONTEXT and ULYSSES in mesh and attention != "ring"):
         return found
+    if axis == CONTEXT and attention == "ring":
+        return replace(found, no_heads=True)
     later = mesh.names[mesh.names.index(axis) + 1 :]
     heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)
     return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")

@@ -68,6 +68,8 @@ def options_of(
             found = [one for one in found if one.work < 1] or found
         if intent.only_heads and item.node.target in ATTENTION:
             found = [one for one in found if one.choice and one.choice[0] in HEADS] or found
+        if intent.no_heads and item.node.target in ATTENTION:
+            found = [one for one in found if not one.choice or one.choice[0] not in HEADS] or found
         sizes_ = [_bytes(*result, sizes) * item.count for result in zip(item.types, item.states, strict=True)]
         replica = BYTES_PER_REPLICA * intent.sequence_split
         options.append(

@@ -23,6 +23,7 @@ CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
         (Layout(((), ()), (("x", "logsumexp"),)), (0, 2, "logsumexp")),
     ],
     "all_to_all": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 1))],
+    "shift": [(SPLIT, (1,)), (SPLIT, (-1,)), (SPLIT_IN, (2,))],
 }  # fmt: skip
 
 
@@ -44,8 +45,10 @@ def test_a_collective_changes_the_layout_and_not_the_value(one: CollectiveOp) ->
     for layout, rest in CASES[one.name]:
         parts = parts_of(layout)
         after = moved_layout(one.name, ("x", *rest), layout)
-        assert after is not None and after != layout
+        assert after is not None and (after == layout) == one.to_one
         got = combine(ask(one.name, parts, rest), after, MESH)
+        if one.to_one:  # the pieces stand elsewhere
+            parts = [parts[(place - rest[0]) % 3] for place in range(3)]  # type: ignore[operator]
         torch.testing.assert_close(got, combine(parts, layout, MESH), rtol=1e-12, atol=1e-12)
 
 
@@ -74,7 +77,7 @@ def test_a_collective_among_one_rank_copies(one: CollectiveOp) -> None:
 @pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
 def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
     assert op(one.name) in _BEGIN and collective_of(op(one.name)) is one and whole_of(op(one.name)) is op(one.name)
-    assert move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
+    assert one.to_one or move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
     if not one.halves:
         assert not hasattr(torch.ops.autopar, f"{one.name}_start")
         return
@@ -88,6 +91,12 @@ def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
 def test_there_is_a_case_of_every_collective() -> None:
     assert CASES.keys() == {one.name for one in COLLECTIVES}
     assert len(_BEGIN) == len(COLLECTIVES)
+
+
+def test_a_shift_around_the_axis_moves_nothing() -> None:
+    x = torch.randn(3)
+    copied, kept = (begin(op("shift"), (x, "x", 6), Member(3, 1), owned) for owned in (False, True))
+    assert isinstance(copied, torch.Tensor) and torch.equal(copied, x) and copied is not x and kept is x
 
 
 def test_logsumexp_of_nothing_and_of_infinities() -> None:

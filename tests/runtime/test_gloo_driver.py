@@ -47,9 +47,11 @@ def _everything() -> Executable:
             results += [call("reduce_scatter", x, axis, dim, outer, kind) for dim, outer in ((0, 1), (1, 3))]
         results += [call("all_gather", x, axis, 0, 1), call("all_gather", x, axis, 1, 3)]
         results += [call("all_to_all", x, axis, 0, 1, 1, 1), call("all_to_all", x, axis, 1, 2, 0, 3)]
+        results += [call("shift", x, axis, by) for by in (1, -1, 4)]
         results += [call("shard", x, axis, 1, 3), call("keep_first", x, axis), call("coord", axis)]
     halves = [call("all_reduce_start", graph.call_function(torch.ops.aten.neg.default, (x,)), "dp", "sum")]
     halves += [call("all_reduce_start", x, "tp", kind) for kind in ("max", "logsumexp")]
+    halves += [call("shift_start", half, "dp", 1) for half in (x, results[0])]  # to the same rank at the same time
     results += [call("wait", half) for half in halves]
     # Overwrites the answer, which must not be x itself even where the axis has one rank.
     reduced = call("all_reduce", x, "tp", "sum")

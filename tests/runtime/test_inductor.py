@@ -243,6 +243,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "reduce_scatter outer": (1, 2, "max"),
     "reduce_scatter logsumexp": (0, 1, "logsumexp"),
     "all_to_all": (0, 1, 1, 2),
+    "shift": (1,),
+    "shift back": (-1,),
     "shard": (1, 2),
     "keep_first": (),
 }
@@ -261,9 +263,10 @@ def _both(rank: int, text: str, axis: str) -> None:
         value = x if "min" not in name else -x
         want = driver._answer(Request(None, target, False, (value, axis, *rest)), overlap=False)  # type: ignore[arg-type]
         torch.testing.assert_close(functional.trace(target, (value, axis, *rest)), want, rtol=1e-6, atol=1e-6)
-    started = functional.trace(op("all_reduce_start"), (x, axis, "sum"))
-    done = functional.trace(op("wait"), (started,))
-    torch.testing.assert_close(done, functional.trace(op("all_reduce"), (x, axis, "sum")))
+    for name, rest in (("all_reduce", ("sum",)), ("shift", (1,))):
+        started = functional.trace(op(f"{name}_start"), (x, axis, *rest))
+        done = functional.trace(op("wait"), (started,))
+        torch.testing.assert_close(done, functional.trace(op(name), (x, axis, *rest)))
 
 
 @pytest.mark.gloo

@@ -73,6 +73,16 @@ def test_layout_changes(call: tuple[Any, ...], before: str, after: str, shape: t
         assert torch.equal(a, b), rank
 
 
+@pytest.mark.parametrize("axis", ["dp", "tp", "dp:tp"])
+@pytest.mark.parametrize("by", [1, 2, -1])
+def test_a_shift_gives_what_the_rank_before_has(axis: str, by: int) -> None:
+    parts = [torch.full((2, 3), float(rank)) for rank in range(6)]
+    for calls in ([("shift", axis, by)], [("shift_start", axis, by), ("wait",)]):
+        for rank, got in enumerate(on_mesh(program(*calls), parts)):
+            group, place = axis_group(MESH, rank, axis), axis_coord(MESH, MESH.coord(rank), axis)
+            assert torch.equal(got, parts[group[(place - by) % len(group)]])
+
+
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "logsumexp"])
 @pytest.mark.parametrize("axis", ["dp", "tp", "dp:tp"])
 def test_reductions(kind: str, axis: str) -> None:

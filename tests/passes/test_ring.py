@@ -1,0 +1,254 @@
+"""Ring attention: a step is that of one device, what moves is what the formulas say, and who decides says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import token_loss
+from test_context import KINDS, ROWS, TIME, WIDTH, Attending, compiled, llama, sdpa, tokens
+from torch import Tensor, nn
+from verified import verified
+
+import autopar
+from autopar.compiled import Compiled
+from autopar.errors import VerificationError
+from autopar.ir.layout import parse_layout
+from autopar.ir.ops import op
+from autopar.ir.program import record
+from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, is_ring
+from autopar.ir.text import parse_program, print_program
+from autopar.ir.verify import verify
+from autopar.passes.ring import hidden
+from autopar.passes.search.costs import BYTES_PER_FLOP
+
+
+def rings(found: Compiled) -> list[Any]:
+    return [node for node in found.program.calls() if is_ring(node.target)]
+
+
+MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
+    "cp": ("cp=2", {}),
+    "three": ("cp=3", {}),
+    "four": ("cp=4", {}),
+    "in order": ("cp=8", {}),
+    "dp": ("dp=2,cp=2", {}),
+    "tp": ("cp=2,tp=2", {}),
+    "sequence parallel": ("cp=2,tp=2", {"sequence_parallel": True}),
+    "three axes": ("dp=2,cp=2,tp=2", {}),
+    "pipeline": ("cp=2,pp=2", {"microbatches": 2}),
+    "zero bubble": ("cp=2,pp=2", {"microbatches": 2, "schedule": "zb-h1"}),
+    "zero 1": ("fsdp=2,cp=2", {"zero": 1}),
+    "zero 2": ("fsdp=2,cp=2", {"zero": 2, "microbatches": 2}),
+    "zero 3": ("fsdp=2,cp=2", {"zero": 3}),
+    "heads inside": ("cp=4,ulysses=2", {}),
+    "recompute": ("cp=4", {"recompute": "full"}),
+    "budget": ("cp=4", {"recompute": 0.6}),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_step_is_that_of_one_device(name: str) -> None:
+    mesh, options = MATRIX[name]
+    ((_, found),) = verified(llama(4, 2), [mesh], token_loss, tokens(), attention="ring", **options)
+    assert {node.target for node in rings(found)} == {RING_ATTENTION, RING_ATTENTION_BACKWARD}
+    assert not [note for note in found.notes if "ring" in note]
+
+
+def test_a_short_float() -> None:
+    """Within the tolerance of bf16: blocks are joined in float32."""
+    report = autopar.verify(
+        llama(), "cp=4", loss_fn=token_loss, batch=tokens(), attention="ring", precision="bf16", steps=1
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_queries(kv_heads: int) -> None:
+    ((_, found),) = verified(llama(4, kv_heads), ["cp=4"], token_loss, tokens(), attention="ring")
+    assert len(rings(found)) == 4
+
+
+class Wide(nn.Module):
+    """Values wider than keys (multi-head latent attention), and keys of another length."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal, self.project, self.out = causal, nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        q, k, v = self.project(x), *self.keys(other).split([WIDTH, 2 * WIDTH], -1)
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in (q, k, v))
+        y = sdpa(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize(("causal", "time"), [(True, TIME), (False, TIME), (False, 12), (True, 12), (True, 36)])
+def test_widths_and_lengths_that_differ(causal: bool, time: int) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, TIME, WIDTH), torch.randn(ROWS, time, WIDTH)
+    for mesh, found in verified(Wide(causal), ["cp=2", "cp=3"], None, batch, attention="ring"):
+        assert len(rings(found)) == 2, mesh
+
+
+GATHERED = {
+    "padding": "its mask is a tensor", "padding and window": "its mask is a tensor",
+    "rows that see nothing": "its mask is a tensor", "dropout": "its dropout counts", "dropout of all": "its dropout",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention(kind: str) -> None:
+    """It goes round, or a note names the op and the line that keep it from that."""
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, TIME, WIDTH), torch.rand(ROWS, TIME) < 0.7, torch.randn(ROWS, TIME // 2, WIDTH)
+    ((_, found),) = verified(Attending(KINDS[kind]), ["cp=2"], None, batch, attention="ring")
+    notes = [note for note in found.notes if note.startswith("attention='ring': keys and values of %")]
+    assert len(notes) + len(rings(found)) == 2 or kind in ("trained bias", "spelled out", "multihead"), found.notes
+    if kind in GATHERED:
+        assert all(GATHERED[kind] in note and " at test_context.py:" in note for note in notes) and len(notes) == 2
+    if kind in ("causal", "all", "cross"):
+        assert not notes
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_bytes_are_those_of_the_formulas(kv_heads: int, dtype: str | None) -> None:
+    """(n-1)/n KV forward in n - 1 messages; backward as much and the gradients, in float32, in 2 (n-1)."""
+    n, short = 4, 2 if dtype else 4
+    found = compiled(f"cp={n}", kv_heads=kv_heads, attention="ring", precision=dtype)
+    kv = 2 * ROWS * kv_heads * TIME * (WIDTH // 4)  # elements of a layer
+    rows = [row for row in found.collectives if row.op == "shift"]
+    assert {row.axis for row in rows} == {"cp"}
+    forward = [row for row in rows if row.phase == "forward"]
+    backward = [row for row in rows if row.phase == "backward"]
+    assert sum(row.times for row in forward) == 2 * (n - 1) and sum(row.times for row in backward) == 2 * 2 * (n - 1)
+    assert sum(row.bytes * row.times for row in forward) == 2 * (n - 1) * kv * short // n
+    assert sum(row.bytes * row.times for row in backward) == 2 * (n - 1) * kv * (short + 4) // n
+    assert not [row for row in found.collectives if row.op in ("all_gather", "reduce_scatter")]
+
+
+def test_messages_counted_are_the_messages_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `collectives` says, against the requests of a run; of all that is sent at a time."""
+    from autopar.runtime import virtual
+
+    sent: list[tuple[str, int]] = []
+    together = virtual.together
+
+    def counted(requests: Any) -> Any:
+        target, (x, *_) = requests[0]
+        if "shift" in str(target):
+            sent.append((str(target), x.nbytes))
+        return together(requests)
+
+    monkeypatch.setattr(virtual, "together", counted)
+    found = compiled("cp=4", attention="ring")
+    report = autopar.verify(llama(), "cp=4", loss_fn=token_loss, batch=tokens(), attention="ring", steps=1)
+    assert report.ok
+    rows = [row for row in found.collectives if row.op == "shift"]
+    assert len(sent) == sum(row.times for row in rows) == 2 * 3 * 3
+    assert sum(size for _, size in sent) == 2 * sum(row.times * row.bytes for row in rows), "verified in float64"
+
+
+def test_one_node_whatever_the_ranks() -> None:
+    def nodes(n: int) -> int:
+        x = tuple(torch.zeros(1, 128, dtype=torch.long) for _ in range(2))
+        torch.manual_seed(0)
+        model = type(llama())(2, WIDTH, 4, 2, 48, 40, 128)
+        return len(autopar.compile(model, f"cp={n}", loss_fn=token_loss, batch=x, attention="ring").program.nodes)
+
+    assert nodes(2) == nodes(64)
+
+
+def test_a_budget_repeats_no_ring() -> None:
+    found = compiled("cp=2", attention="ring", recompute=0.6)
+    assert len(rings(found)) == len(rings(compiled("cp=2", attention="ring"))) == 4
+    assert any(record(node).made_by == "recompute" for node in found.program.calls()), "something is computed again"
+
+
+def test_the_text_of_a_program_is_read_back() -> None:
+    text = compiled("cp=2", attention="ring").text()
+    assert "autopar.ring_attention_backward.default(" in text and print_program(parse_program(text)) == text
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+def _attention(time: int, mesh: str, causal: bool, heads: int, **options: Any) -> Compiled:
+    """Compiled only, on tensors without data."""
+    with torch.device("meta"):
+        model, batch = _One(causal, heads), torch.empty(1, time, 64, dtype=torch.bfloat16)
+    return autopar.compile(model.bfloat16(), mesh, loss_fn=lambda m, x: m(x).float().mean(), batch=batch, **options)
+
+
+class _One(nn.Module):
+    def __init__(self, causal: bool, heads: int) -> None:
+        super().__init__()
+        self.causal, self.q, self.kv = causal, nn.Linear(64, 16 * heads), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in (self.q(x), *self.kv(x).chunk(2, -1)))
+        return sdpa(q, k, v, is_causal=self.causal, enable_gqa=True)
+
+
+# S/n g / itemsize >= 1 / BYTES_PER_FLOP = 4000: in bf16, S/n g >= 8000 for causal attention, 4000 without a mask.
+@pytest.mark.parametrize(
+    ("time", "causal", "heads", "is_ring"),
+    [(4 * 8000, True, 1, True), (4 * 7992, True, 1, False), (4 * 2000, True, 4, True), (4 * 1992, True, 4, False),
+     (4 * 4000, False, 1, True), (4 * 3996, False, 1, False)],
+)  # fmt: skip
+def test_auto_takes_a_ring_that_hides_its_messages(time: int, causal: bool, heads: int, is_ring: bool) -> None:
+    assert BYTES_PER_FLOP == 1 / 4000
+    mesh = "cp=4" if heads > 1 else "cp=4"
+    found = _attention(time, mesh, causal, heads)
+    reasons = [row.reason for row in found.collectives if row.axis == "cp" and row.op in ("shift", "all_gather")]
+    times = f"{hidden(time // 4, heads, 2, causal):.3g} times as long as its message"
+    assert bool(rings(found)) == is_ring, reasons
+    said = f"a ring: a step's products take {times}" if is_ring else f"in a ring a step's products take {times}"
+    assert all(said in reason for reason in reasons) and reasons
+    keys = next(node for node in dict(found.history)["partition"].calls() if node.target is op("all_gather")).args[0]
+    assert said in str(found.explain(f"%{keys}"))
+
+
+def test_gather_and_ulysses_make_no_ring() -> None:
+    assert not rings(_attention(4 * 8000, "cp=4", True, 4, attention="gather"))
+    assert not rings(compiled("cp=2", attention="ulysses"))
+
+
+def test_without_cp_nothing_changes() -> None:
+    assert compiled("tp=2", attention="ring").text() == compiled("tp=2").text()
+
+
+# -- what verify sees -----------------------------------------------------------------------------------------------
+
+
+def _wrong(found: Compiled, change: Any) -> str:
+    """What is said of a program of which one ring was changed."""
+    program = parse_program(found.text())
+    node = next(node for node in program.calls() if node.target is RING_ATTENTION)
+    change(node)
+    with pytest.raises(VerificationError) as caught:
+        verify(program, program.level)
+    return str(caught.value)
+
+
+def test_layouts_of_a_ring_are_checked() -> None:
+    found = compiled("cp=4", attention="ring")
+
+    def other(place: int, value: Any) -> Any:
+        return lambda node: node.update_arg(place, value)
+
+    assert "sends round pieces over 'cp' at outer 1, and has [-,-,2~cp,-]" in _wrong(found, other(5, 1))
+    assert "goes round 2 ranks of 'cp', which mesh 'cp=4' has not" in _wrong(found, other(4, 2))
+    assert "goes round 4 ranks of 'tp', which mesh 'cp=4' has not" in _wrong(found, other(3, "tp"))
+
+    def whole(node: Any) -> None:
+        k = node.args[1]
+        layout = parse_layout("[-,-,-,-]")
+        k.meta["autopar"] = record(k).with_(layouts=(layout,))
+        operands = record(node).operands
+        node.meta["autopar"] = record(node).with_(operands=(operands[0], layout, operands[2]))
+
+    assert "[-,-,-,-]" in _wrong(found, whole)
