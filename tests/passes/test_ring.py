@@ -201,8 +201,7 @@ class _One(nn.Module):
 )  # fmt: skip
 def test_auto_takes_a_ring_that_hides_its_messages(time: int, causal: bool, heads: int, is_ring: bool) -> None:
     assert BYTES_PER_FLOP == 1 / 4000
-    mesh = "cp=4" if heads > 1 else "cp=4"
-    found = _attention(time, mesh, causal, heads)
+    found = _attention(time, "cp=4", causal, heads)
     reasons = [row.reason for row in found.collectives if row.axis == "cp" and row.op in ("shift", "all_gather")]
     times = f"{hidden(time // 4, heads, 2, causal):.3g} times as long as its message"
     assert bool(rings(found)) == is_ring, reasons
