@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import autopar
+from autopar.runtime import distributed
 
 ROWS, TIME, VOCABULARY = 4, 24, 40
 Result = dict[str, Any]
@@ -75,7 +76,26 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("cp=2,pp=2", {"microbatches": 2, "recompute": "full"}),
     ("cp=4", {"attention": "gather"}),
     ("cp=2,ulysses=2", {}),
+    ("cp=4", {"attention": "ring"}),
+    ("dp=2,cp=2", {"attention": "ring", "zero": 3}),
+    ("cp=2,pp=2", {"attention": "ring", "microbatches": 2}),
 ]
+
+
+def _batched(rank: int, mesh: str, options: dict[str, Any]) -> Result:
+    """The two messages of a step posted as one batch, as NCCL wants them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "has_queues", lambda device: True)
+        return _parallel(rank, mesh, options)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("train", [_parallel, _batched])
+def test_a_ring_of_two(two: Ranks, train: Any) -> None:
+    wanted = _plain()
+    for found in two.run(train, "cp=2", {"attention": "ring"}):
+        for name, value in wanted.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), name
 
 
 @pytest.mark.gloo
