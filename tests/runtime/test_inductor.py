@@ -160,6 +160,7 @@ def test_one_rank(name: str, alone: None) -> None:
         pytest.param("llama", "dp=2", {"zero": 2, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("llama", "fsdp=2", {"zero": 3, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("gpt", "tp=2", {"recompute": "full", "sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("llama", "cp=2", {"attention": "ring"}, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks(two: Ranks, name: str, mesh: str, options: dict[str, Any]) -> None:
