@@ -61,7 +61,7 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
     if "tp" in mesh and dice.random() < 0.4:
         options["sequence_parallel"] = dice.choice((True, "auto"))
     if "cp" in mesh and "ulysses" not in mesh and dice.random() < 0.5:
-        options["attention"] = dice.choice(("gather", "ulysses"))
+        options["attention"] = dice.choice(("gather", "ring", "ulysses"))
     if dice.random() < 0.5:
         options["recompute"] = dice.choice(("full", "selective", 0.7, 0.9))
     if dice.random() < 0.3:

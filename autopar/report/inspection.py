@@ -46,8 +46,10 @@ def collectives_text(compiled: Lowered, rank: int = 0, graph: str | None = None)
         (row.op, row.axis, human(row.bytes), "x".join(map(str, row.shape)) or "scalar", f"%{row.value}", row.module,
          row.source, row.reason) for row in chosen
     ]  # fmt: skip
-    if not staged:
+    if not staged and all(row.times == 1 for row in chosen):
         return table_text(heads, rows)
+    if not staged:  # the messages of a ring
+        return table_text(("times", *heads), [(f"{one.times}x", *row) for one, row in zip(chosen, rows, strict=True)])
     begins = [(row.graph, f"{row.times}x") for row in chosen]
     return table_text(("graph", "times", *heads), [(*begin, *row) for begin, row in zip(begins, rows, strict=True)])
 

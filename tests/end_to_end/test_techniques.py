@@ -101,6 +101,8 @@ FORMULAS: list[tuple[str, str, dict[str, Any], dict[str, int]]] = [
     # keys and values of each layer forward and backward, and their gradients
     ("gpt", "cp=4", {"attention": "gather"},
      {"all_gather cp": 4 * LAYERS * TOKENS, "reduce_scatter cp": 2 * LAYERS * TOKENS, "all_reduce cp": GPT}),
+    # a quarter of keys and values, three times forward and three times backward, and as often their gradients
+    ("gpt", "cp=4", {"attention": "ring"}, {"shift cp": 3 * 3 * 2 * LAYERS * TOKENS // 4, "all_reduce cp": GPT}),
     # queries, keys, values and the output of each layer, a rank's quarter of each, forward and backward
     ("gpt", "cp=4", {"attention": "ulysses"}, {"all_to_all cp": 8 * LAYERS * TOKENS // 4, "all_reduce cp": GPT}),
     ("experts", "dp=4", {}, {"all_reduce dp": 2 * 8 * 256 * 512 + 8 * 256}),
