@@ -106,6 +106,7 @@ def combinations() -> list[Combination]:
         Combination("gpt", "tp=2", {"sequence_parallel": True}),
         Combination("gpt", "tp=2", {"recompute": "selective", "precision": "bf16"}),
         Combination("llama", "tp=2"),
+        Combination("llama", "cp=2", {"attention": "ring"}),
         Combination("mlp", "dp=2", optimizer="momentum"),
         Combination("nanogpt", "dp=2", dtype=half),
         Combination("gpt", "pp=2", {"microbatches": 3}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.ops import is_mesh_op, op
+from autopar.ir.ring_ops import is_ring
 
 _GATHER = op("all_gather_start")
 
@@ -23,7 +24,7 @@ def joined(graph: fx.Graph) -> frozenset[fx.Node]:
             if last is not None and _axis(node) == _axis(last) and _feeds(between, node):
                 found.add(last)
             last, between = node, set()
-        elif is_mesh_op(node.target):
+        elif is_mesh_op(node.target) or is_ring(node.target):
             last = None
         elif node.op == "call_function":
             between.add(node)

@@ -14,7 +14,7 @@ from verified import verified
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
-from autopar.ir.layout import parse_layout
+from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.ops import op
 from autopar.ir.program import record
 from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, is_ring
@@ -22,6 +22,10 @@ from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
 from autopar.passes.ring import hidden
 from autopar.passes.search.costs import BYTES_PER_FLOP
+from autopar.runtime.inputs import inputs_of, slots_of
+from autopar.runtime.pipeline import compile_rank
+from autopar.runtime.recorder import COLLECTIVE, Recorder
+from autopar.runtime.virtual import VirtualMesh
 
 
 def rings(found: Compiled) -> list[Any]:
@@ -168,6 +172,23 @@ def test_a_budget_repeats_no_ring() -> None:
     assert any(record(node).made_by == "recompute" for node in found.program.calls()), "something is computed again"
 
 
+def _transient(n: int, way: str) -> tuple[int, int]:
+    """What attention holds beyond what was there before it, forward and backward, with as long a piece whatever n."""
+    found = _attention(256 * n, f"cp={n}", True, 4, attention=way, precision=None)
+    before, most = 0, {"forward": 0, "backward": 0}
+    for moment in found.memory(device="cpu").timeline:
+        if "attention" in moment.node or "all_gather" in moment.node:
+            most[moment.phase] = max(most[moment.phase], moment.peak - before)
+        before = moment.after if "all_gather" not in moment.node else before
+    return most["forward"], most["backward"]
+
+
+def test_a_ring_holds_two_messages_however_many_ranks() -> None:
+    assert _transient(4, "ring") == _transient(16, "ring")
+    grown = zip(_transient(16, "gather"), _transient(4, "gather"), strict=True)
+    assert all(many > 2 * few for many, few in grown), "what is gathered grows"
+
+
 def test_the_text_of_a_program_is_read_back() -> None:
     text = compiled("cp=2", attention="ring").text()
     assert "autopar.ring_attention_backward.default(" in text and print_program(parse_program(text)) == text
@@ -218,6 +239,29 @@ def test_gather_and_ulysses_make_no_ring() -> None:
 
 def test_without_cp_nothing_changes() -> None:
     assert compiled("tp=2", attention="ring").text() == compiled("tp=2").text()
+
+
+# -- a run, watched -------------------------------------------------------------------------------------------------
+
+
+def test_a_recorder_sees_each_message() -> None:
+    found = compiled("pp=2,cp=2", attention="ring", microbatches=2)
+    program, pipeline = found.program, found.pipeline
+    assert pipeline is not None
+
+    def part_of(entry: Any, layout: Any, coord: Any) -> Tensor:
+        type_ = record(program.placeholders[program.inputs.index(entry)]).type
+        return local_part(torch.zeros(type_.shape, dtype=type_.dtype), layout, program.mesh, coord)
+
+    recorders = [Recorder() for _ in range(4)]
+    given = [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in found.mesh.coords()]
+    VirtualMesh(found.mesh).run_pipeline([compile_rank(pipeline, place) for place in range(2)], given, recorders)
+    for rank, one in enumerate(recorders):
+        rows = [row for row in found.collectives if row.op == "shift" and row.place == rank // 2]
+        sent = [event for event in one.events if event.name.startswith("shift_start cp %ring_attention")]
+        assert len(sent) == sum(row.times for row in rows) == 2 * (1 + 2), "of each of two micro-batches"
+        assert sum(event.bytes for event in sent) == sum(row.times * row.bytes for row in rows)
+        assert all(event.kind == COLLECTIVE and event.module == f"blocks.{rank // 2}" for event in sent)
 
 
 # -- what verify sees -----------------------------------------------------------------------------------------------

@@ -244,6 +244,7 @@ QUICK = [
     Combination("gpt", "dp=2", {"zero": 3, "recompute": "full"}),
     Combination("gpt", "tp=2", {"sequence_parallel": True, "recompute": "full"}),
     Combination("gpt", "pp=2", {"microbatches": 3}),
+    Combination("llama", "cp=2", {"attention": "ring"}),
 ]
 
 
