@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,13 @@ def ring(program: Program, plan: Plan) -> Program:
     return _Rings(program, is_forced=asked == "ring").run()
 
 
-def hidden(queries: int, heads_of_key: int, itemsize: int, causal: bool) -> float:
-    """The time of the products of a step as a multiple of its message's: `queries` on a rank, each with as many keys
-    (half of them, if causal), for 2 (d + e) operations and, a head of keys, d + e elements on the link."""
-    return 2 * queries * heads_of_key * BYTES_PER_FLOP / itemsize / (2 if causal else 1)
+def hidden(queries: int, group: int, itemsize: int, causal: bool) -> float:
+    """The time of the products of a step as a multiple of its message's.
+
+    For each of its keys a message has d + e elements; the products of the `queries` on a rank, of `group` heads for one
+    of keys, have 2 (d + e) operations each, half of them under a causal mask.
+    """
+    return 2 * queries * group * BYTES_PER_FLOP / itemsize / (2 if causal else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class _Found:
 
     @property
     def queries_and_keys(self) -> tuple[fx.Node, fx.Node]:
-        first = len(self.operands) // 6  # behind the gradient of the output, in the backward pass
+        first = int(self.target is RING_ATTENTION_BACKWARD)  # behind the gradient of the output
         return self.operands[first], self.operands[first + 1]
 
 
@@ -96,14 +99,15 @@ class _Rings:
     def __init__(self, program: Program, is_forced: bool) -> None:
         self.program, self.is_forced = program, is_forced
         self.build = Builder(MADE_BY)
-        self.notes: list[str] = []
+        self.refused: dict[str, list[fx.Node]] = {}  # what stays gathered, by the reason
         self.found: dict[fx.Node, _Found] = {}
         self.why: dict[fx.Node, str] = {}  # the reason of a ring, and of a gather that could have been one
         self.pieces: dict[fx.Node, fx.Node] = {}  # the scatter of each gradient that is one rank's already
 
     def run(self) -> Program:
         self._choose()
-        if not self.found and not self.why and not self.notes:
+        notes = tuple(_note(why, nodes) for why, nodes in self.refused.items()) if self.is_forced else ()
+        if not self.found and not self.why and not notes:
             return self.program
         for node, one in self.found.items():
             self.pieces.update(
@@ -111,7 +115,7 @@ class _Rings:
             )
         self.items = {scatter: item for item, scatter in self.pieces.items()}
         left = {gather for one in self.found.values() for gather in one.gathers}
-        return self.build.rewrite(self.program, self._put, later=left, notes=(*self.program.notes, *self.notes))
+        return self.build.rewrite(self.program, self._put, later=left, notes=(*self.program.notes, *notes))
 
     def _choose(self) -> None:
         """Find the attention that goes round; what something else reads as well stays gathered."""
@@ -129,10 +133,7 @@ class _Rings:
 
     def _refuse(self, node: fx.Node, why: str) -> None:
         self.found.pop(node, None)
-        if self.is_forced:
-            known = record(node)
-            place = f"%{node.name} at {known.source}" + (f" in {known.module}" if known.module else "")
-            self.notes.append(f"attention='ring': keys and values of {place} are gathered: {why}")
+        self.refused.setdefault(why, []).append(node)
 
     def _is_shared(self, one: _Found) -> bool:
         return any(user not in self.found for gather in one.gathers for user in gather.users)
@@ -198,6 +199,12 @@ def _found(node: fx.Node) -> _Found | str:
     operands = tuple(one.all_input_nodes[0] if _is_gather(one) else one for one in operand_nodes(node))
     scatters = {_place(item): next(iter(item.users)) for item in items}
     return _Found(operands, tuple(gathers), axis, outer, bool(args[-2]), float(args[-1]), scatters)
+
+
+def _note(why: str, nodes: Sequence[fx.Node]) -> str:
+    known, more = record(nodes[0]), f" and {len(nodes) - 1} more" if nodes[1:] else ""
+    place = f"%{nodes[0].name} at {known.source}" + (f" in {known.module}" if known.module else "")
+    return f"attention='ring': keys and values of {place}{more} are gathered: {why}"
 
 
 def _is_scattered(item: fx.Node, wanted: tuple[object, ...]) -> bool:
