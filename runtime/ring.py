@@ -56,7 +56,7 @@ def _backward(
 ) -> Steps:  # fmt: skip
     """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind."""
     place = (yield ask(COORD, axis)).pop()
-    rows, dq = _runs(starts, q), torch.zeros_like(q, dtype=_wide(q))
+    rows, queries = _runs(starts, q), _Queries(attention_backward, grad, q, out, lse, scale)
     moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if size > 1 else None
     sums: Any = None  # of the gradients under way
     for step in range(1, size + 1):
@@ -66,19 +66,32 @@ def _backward(
             moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
             keys, values = _unpacked(message, k, v)
             del message
-        parts: list[Part] = []
-        for block in _blocks(rows, place - step, size, outer, keys, causal):
-            seen = out[:, :, block.rows], lse[:, :, block.rows].contiguous()
-            taken = grad[:, :, block.rows], *_taken(block, q, keys, values), None, *seen
-            of_q, of_k, of_v = attention_backward(*taken, block.causal, scale)
-            dq[:, :, block.rows] += of_q
-            parts.append((block.keys, of_k, of_v))
+        blocks = _blocks(rows, place - step, size, outer, keys, causal)
+        parts = [queries.see(block, keys, values) for block in blocks]
         del keys, values
         total = k.new_zeros(k.numel() + v.numel(), dtype=_wide(k)) if sums is None else (yield ask(WAIT, sums)).pop()
         _add(_unpacked(total, k, v), parts)
+        del parts
         sums = (yield ask(SHIFT, total, axis, 1)).pop() if step < size else None
     dk, dv = _unpacked(total, k, v)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return queries.gradient.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Queries:
+    """A rank's queries in the backward pass. gradient: of the keys so far, in at least float32."""
+
+    def __init__(self, kernel: Callable[..., Tensors], *given: Any) -> None:
+        self.kernel = kernel
+        self.grad, self.q, self.out, self.lse, self.scale = given
+        self.gradient = torch.zeros_like(self.q, dtype=_wide(self.q))
+
+    def see(self, block: Block, keys: torch.Tensor, values: torch.Tensor) -> Part:
+        """Add the gradient of a block; that of its keys and values."""
+        rows = block.rows
+        taken = self.grad[:, :, rows], *_taken(block, self.q, keys, values), None, self.out[:, :, rows]
+        gradient, dk, dv = self.kernel(*taken, self.lse[:, :, rows].contiguous(), block.causal, self.scale)
+        self.gradient[:, :, rows] += gradient
+        return block.keys, dk, dv
 
 
 def _add(grads: Tensors, parts: Iterable[Part]) -> None:
