@@ -203,7 +203,9 @@ def _found(node: fx.Node) -> _Found | str:
 
 def _note(why: str, nodes: Sequence[fx.Node]) -> str:
     known, more = record(nodes[0]), f" and {len(nodes) - 1} more" if nodes[1:] else ""
-    place = f"%{nodes[0].name} at {known.source}" + (f" in {known.module}" if known.module else "")
+    place = f"%{nodes[0].name}" + "".join(
+        f" {at} {what}" for at, what in (("at", known.source), ("in", known.module)) if what
+    )
     return f"attention='ring': keys and values of {place}{more} are gathered: {why}"
 
 
