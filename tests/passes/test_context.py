@@ -209,6 +209,13 @@ def test_an_odd_number_of_pieces_is_not_mirrored() -> None:
     assert note.endswith("since 24 positions lie in order; a multiple of 16 balances it")
 
 
+def test_heads_that_tp_cannot_divide_leave_it_the_sequence_in_order() -> None:
+    found = autopar.compile(llama(kv_heads=1), "tp=3", loss_fn=token_loss, batch=tokens(), sequence_parallel=True)
+    (note,) = [note for note in found.notes if "times its share" in note]
+    assert note.startswith("axis 'tp' (size 3): the last rank does 1.67 times its share of %attention at models.py:")
+    assert note.endswith("since 24 positions lie in order; 'cp=3' would balance it")
+
+
 def test_errors() -> None:
     refused(
         MeshError, "mesh 'tp=2,cp=2': cp and tp split pieces of each other, in this order: write 'cp=2,tp=2'.",
