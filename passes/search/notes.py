@@ -78,7 +78,8 @@ def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
             continue
         if strategy.work * n > 1:
             count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
-            way = f"a multiple of {2 * n} balances it" if count % (2 * n) else f"'cp={n}' would balance it"
+            pieces = search.intent.pieces
+            way = f"a multiple of {pieces} balances it" if search.intent.context else f"'cp={n}' would balance it"
             return [
                 f"axis '{search.axis}' (size {n}): the last rank does {strategy.work * n:.3g} times its share of "
                 f"%{item.node.name} at {known.source}, since {count} positions lie in order; {way}"

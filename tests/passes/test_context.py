@@ -237,7 +237,14 @@ def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sequence_too_short_for_mirrored_pieces_and_tp() -> None:
-    """12 positions are 4 mirrored pieces of 3 on cp=2, which tp=2 cannot split further."""
-    x, y = (each[:, :12] for each in tokens())
+    """12 positions are 4 mirrored pieces of 3 on cp=2, which tp=2 cannot split further: they lie in order. 6 do not."""
+    batch = tuple(each[:, :12] for each in tokens())
+    options = {"loss_fn": token_loss, "sequence_parallel": True, "attention": "gather"}
+    found = autopar.compile(llama(), "cp=2,tp=2", batch=batch, **options)
+    assert layouts_of(found, "attention") == {"[-,tp,cp,-]"}
+    assert "[-,cp:tp,-]" in {str(layout) for node in found.program.calls() for layout in record(node).layouts}
+    (note,) = found.notes
+    assert note.endswith("since 12 positions lie in order; a multiple of 8 balances it")
+    assert autopar.verify(llama(), "cp=2,tp=2", batch=batch, **options).ok
     with pytest.raises(LayoutError, match="must be a multiple of 4, or of 8 where attention is causal"):
-        autopar.compile(llama(), "cp=2,tp=2", loss_fn=token_loss, batch=(x, y), sequence_parallel=True)
+        autopar.compile(llama(), "cp=2,tp=2", batch=tuple(each[:, :6] for each in tokens()), **options)
