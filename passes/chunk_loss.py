@@ -25,6 +25,39 @@ AUTO_BYTES = 2**28  # of logits that "auto" leaves whole
 def chunk_loss(program: Program, plan: Plan) -> Program:
     """EXPLICIT -> EXPLICIT. A product whose results only losses read is computed chunk by chunk, gradients included.
 
+        chunked_loss: 64
+        EXPLICIT program on tp=2
+        %w: f32[16,2] [tp,-] = parameter "w"
+        %x: f32[4,2] [-,-] = batch "0"
+        %einsum: f32[4,16] [-,tp] = autopar.einsum.default(%x, %w, "ta,va->tv")
+        %exp: f32[4,16] [-,tp] = aten.exp.default(%einsum)
+        %sum_1: f32[4] [-] partial(tp) = aten.sum.dim_IntList(%exp, [1])
+        %all_reduce: f32[4] [-] = autopar.all_reduce.default(%sum_1, "tp", "sum")
+        %sum_2: f32[] [] = aten.sum.default(%all_reduce)
+        %einsum_1: f32[16,2] [tp,-] = autopar.einsum.default(%exp, %x, "tv,ta->va")   # backward
+        return loss "loss" = %sum_2
+        return gradient "w" = %einsum_1
+    becomes
+        EXPLICIT program on tp=2
+        %w: f32[16,2] [tp,-] = parameter "w"
+        %x: f32[4,2] [-,-] = batch "0"
+        %chunk: f32[2,2] [-,-] = aten.slice.Tensor(%x, 0, 0, 2)
+        %einsum_chunk0: f32[2,16] [-,tp] = autopar.einsum.default(%chunk, %w, "ta,va->tv")
+        %exp_chunk0: f32[2,16] [-,tp] = aten.exp.default(%einsum_chunk0)
+        %sum_1_chunk0: f32[2] [-] partial(tp) = aten.sum.dim_IntList(%exp_chunk0, [1])
+        %einsum_1_chunk0: f32[16,2] [tp,-] = autopar.einsum.default(%exp_chunk0, %chunk, "tv,ta->va")
+        %chunk_1: f32[2,2] [-,-] = aten.slice.Tensor(%x, 0, 2, 4)
+        %einsum_chunk1: f32[2,16] [-,tp] = autopar.einsum.default(%chunk_1, %w, "ta,va->tv")
+        %exp_chunk1: f32[2,16] [-,tp] = aten.exp.default(%einsum_chunk1)
+        %sum_1_chunk1: f32[2] [-] partial(tp) = aten.sum.dim_IntList(%exp_chunk1, [1])
+        %einsum_1_chunk1: f32[16,2] [tp,-] = autopar.einsum.default(%exp_chunk1, %chunk_1, "tv,ta->va")
+        %total: f32[16,2] [tp,-] = aten.add.Tensor(%einsum_1_chunk0, %einsum_1_chunk1)
+        %sum_1_chunks: f32[4] [-] partial(tp) = aten.cat.default([%sum_1_chunk0, %sum_1_chunk1], 0)
+        %all_reduce: f32[4] [-] = autopar.all_reduce.default(%sum_1_chunks, "tp", "sum")
+        %sum_2: f32[] [] = aten.sum.default(%all_reduce)
+        return loss "loss" = %sum_2
+        return gradient "w" = %total
+
     What hangs on the logits token by token (the product, what is done to logits, the loss and its gradient) is made
     for a chunk of the tokens before the next chunk begins, so that of logits, of their gradient and of what lies
     between no more than a chunk exists. The two products of the gradient are made at once, since the gradient of the

@@ -120,13 +120,15 @@ class _Search:
         for node in members:
             if node.op == "output":
                 return "they leave the step"
-            if node not in taken:
+            if node not in taken and any(operand in large for operand in node.all_input_nodes):
                 return f"{_named(node)} takes them whole"
+            if node not in taken:
+                return f"their gradient hangs on {_named(node)}, and that on all tokens"
             if node is not self.head and _is_product(node) and not record(node).is_backward:
                 return f"{_named(node)}{READS}"
         known = set(members)
         if self._needs_itself(known):
-            return "their gradient hangs on the loss of all tokens"
+            return "their gradient hangs on all tokens"
         exits = tuple(node for node in members if any(user not in known for user in node.users))
         sums = frozenset(node for node in members if "sum" in taken[node].results)
         several = next((node for node in (*exits, *sums) if len(taken[node].results) > 1), None)
