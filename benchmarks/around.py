@@ -40,7 +40,7 @@ def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     model = autopar.parallelize(model_of("gpt"), f"dp={RANKS}", loss_fn=loss_fn, device="cpu", check_replicas=None)
-    batch, optimizer, profile, spent = batch_of("cpu"), optimizer_of(model), cProfile.Profile(), 0.0
+    batch, optimizer, profile, spent = batch_of("gpt", "cpu"), optimizer_of(model), cProfile.Profile(), 0.0
     for step in range(WARMUP + STEPS):
         dist.barrier()
         start = time.perf_counter()

@@ -43,7 +43,7 @@ def worker(rank: int, options: Options, ranks: int, folder: str) -> None:
     model = autopar.parallelize(
         model_of(options.model), options.mesh, loss_fn=loss_fn, microbatches=MICROBATCHES, schedule=options.schedule
     )
-    batch = batch_of("cpu")
+    batch = batch_of(options.model, "cpu")
     recorder, steps = Recorder(), list[list[Span]]()
     model.prepare(*batch)
     model.record(recorder)

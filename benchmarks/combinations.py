@@ -65,6 +65,8 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
     if dice.random() < 0.5:
         options["recompute"] = dice.choice(("full", "selective", 0.7, 0.9))
     if dice.random() < 0.3:
+        options["chunked_loss"] = dice.choice((True, 2000))
+    if dice.random() < 0.3:
         options["bucket_bytes"] = dice.choice((1, 1000, 100_000))
     if name in architectures.SPECIALIZED:
         options["specialize"] = True

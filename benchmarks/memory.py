@@ -133,7 +133,7 @@ def case_of(name: str) -> tuple[Any, Any, Any]:
     if name == "large_gpt":
         from benchmarks.compare.models import batch_of, loss_fn, model_of
 
-        return model_of("gpt"), loss_fn, batch_of("cpu")
+        return model_of("gpt"), loss_fn, batch_of("gpt", "cpu")
     import models
 
     return getattr(models, name)()

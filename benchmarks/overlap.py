@@ -34,7 +34,7 @@ def worker(rank: int, zero: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     model = autopar.parallelize(model_of("gpt"), f"dp={RANKS}", loss_fn=loss_fn, device="cpu", zero=zero)
-    batch, optimizer = batch_of("cpu"), optimizer_of(model)
+    batch, optimizer = batch_of("gpt", "cpu"), optimizer_of(model)
     compiled = model.prepare(*batch)
     waits = (node for node in compiled.program.calls() if "wait" in str(node.target))
     start_of = {node.name: node.all_input_nodes[0].name for node in waits}

@@ -9,6 +9,7 @@ from autopar.ir.program import Level, Program
 from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
+from autopar.passes.chunk_loss import chunk_loss
 from autopar.passes.decompose import decompose
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
@@ -34,6 +35,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over the data axes
     (reshard, Level.EXPLICIT),  # layout differences become collectives
+    (chunk_loss, Level.EXPLICIT),  # logits are computed some tokens at a time
     (partition, Level.LOCAL),  # global shapes become one rank's
     (ring, Level.LOCAL),  # keys and values of other ranks go round under the products of attention
     (recompute, Level.LOCAL),  # what the backward pass computes again, it need not keep

@@ -149,6 +149,9 @@ class StepOptions:
       gathered (arXiv 2407.21783). "ring": they go round in pieces, under the products of the pieces before (arXiv
       2310.01889). "ulysses": heads are split in place of the sequence (arXiv 2309.14509). "auto" takes for each
       attention what moves fewer bytes, and a ring in place of a gather where its products hide it.
+    chunked_loss: compute the logits of a vocabulary, their loss and its gradients some tokens at a time, so that the
+      logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
+      the logits of a chunk may take on a rank.
     """
 
     shard: Shard | None = option(None)
@@ -200,6 +203,14 @@ class StepOptions:
     attention: str = option(
         "auto", Valid(lambda value: value in ATTENTION, one_of(ATTENTION)), Flag(str, "|".join(ATTENTION))
     )
+    chunked_loss: bool | int | Literal["auto"] = option(
+        False,
+        Valid(
+            lambda value: value in ("auto", True, False) or _is_count(value),
+            'True, False, "auto", or the bytes of a chunk',
+        ),
+        Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
+    )
 
     def __post_init__(self) -> None:
         for each in fields(StepOptions):
@@ -247,6 +258,7 @@ class StepKeywords(TypedDict, total=False):
     reduce_dtype: torch.dtype
     bucket_bytes: int | None
     attention: str
+    chunked_loss: bool | int | Literal["auto"]
 
 
 @functools.cache

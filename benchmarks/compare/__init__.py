@@ -10,6 +10,10 @@ rank and, with DistributedDataParallel, on two. pp=2 (1F1B, 8 micro-batches, wit
 torch.distributed.pipelining, whose stages are cut by hand: at the half of the blocks, and after the third of four,
 since the head weighs more than two. With a GPU: one rank over NCCL beside eager and torch.compile.
 
+cp=2 and cp=4, one sequence of 2,048 or 8,192 tokens, stand beside
+zigzag ring attention and Ulysses written by hand on torch's flash kernel (context.py), and beside our tp=2 with
+sequence parallelism.
+
 All sides live in the same processes and take turns, and whose turn is first goes round, so that what else the machine
 does meets all alike. A ratio is the median of the ratios of simultaneous steps: of the slowest rank's wall time, and of
 the CPU time of all ranks. Memory is measured in fresh processes, one side each: the peak of the resident set of the

@@ -29,6 +29,11 @@ CPU_CASES = (
     Case("llama", "tp=2", 2, ("DTensor", "DTensor loss_parallel")),
     Case("llama", "tp=2", 2, ("DTensor SequenceParallel",), sequence=True),
     Case("llama", "dp=1", 1, ("eager",)),
+    *(
+        Case(model, f"cp={n}", n, ("zigzag ring", "Ulysses", "our tp and sp"), attention=attention)
+        for model, n in (("llama 2k", 2), ("llama 8k", 2), ("llama 2k", 4))
+        for attention in ("gather", "ulysses")
+    ),
     Case("gpt", "dp=1", 1, ("torch.compile",), inductor=True),
     Case("llama", "dp=1", 1, ("torch.compile",), inductor=True),
     Case("gpt", "dp=2", 2, ("DDP torch.compile",), inductor=True),

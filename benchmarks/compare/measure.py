@@ -21,12 +21,14 @@ from benchmarks.compare.peers import PEERS, ours
 
 WARMUP, LEAST_STEPS = 2, 4
 LOSS_TOLERANCE = 1e-4
+# Sides whose loss is that of this rank's part of the batch, or of the last stage's.
+PARTIAL = ("DDP", "FSDP", "pipelining", "zigzag", "Ulysses")
 Maker = Callable[[], Step]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Ours and its peers for a model on one mesh. sequence, inductor, zero, recompute: how ours is called."""
+    """Ours and its peers for a model on one mesh. sequence and what follows: how ours is called."""
 
     model: str
     mesh: str
@@ -37,6 +39,7 @@ class Case:
     inductor: bool = False
     zero: int | None = None
     recompute: str = "none"
+    attention: str = "auto"
 
     @property
     def microbatches(self) -> int | None:
@@ -51,6 +54,7 @@ class Case:
         """What ours is called with beside the mesh."""
         found = ["sequence_parallel"] * self.sequence + ["inductor"] * self.inductor
         found += [f"zero={self.zero}"] * bool(self.zero) + [f"recompute={self.recompute}"] * (self.recompute != "none")
+        found += [f"attention={self.attention}"] * (self.attention != "auto")
         return " ".join(found + [f"microbatches={self.microbatches}"] * bool(self.microbatches))
 
     def maker(self, side: str) -> Maker:
@@ -62,6 +66,7 @@ class Case:
             "microbatches": self.microbatches,
             "zero": self.zero,
             "recompute": self.recompute,
+            "attention": self.attention,
         }
         return lambda: ours(self.model, self.mesh, self.device, options)
 
@@ -106,7 +111,7 @@ def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
                 torch.cuda.synchronize()
             found[side].wall.append(time.perf_counter() - wall)
             found[side].cpu.append(time.process_time() - cpu)
-            if side.startswith(("DDP", "FSDP", "pipelining")):  # of this rank's half of the batch, or of the last stage
+            if side.startswith(PARTIAL):
                 dist.all_reduce(loss)
                 loss /= case.ranks
             found[side].loss.append(loss.item())
@@ -117,7 +122,7 @@ def times(case: Case, steps: int, seconds: float) -> dict[str, Times]:
 def plain_loss(case: Case) -> float:
     """Of the first step, on one device without any of the sides."""
     with torch.no_grad():
-        return loss_fn(model_of(case.model).to(case.device), *batch_of(case.device)).item()
+        return loss_fn(model_of(case.model).to(case.device), *batch_of(case.model, case.device)).item()
 
 
 def late(end: float, device: str) -> bool:

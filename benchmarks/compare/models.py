@@ -17,20 +17,29 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from gpt import GPT, GPTConfig  # noqa: E402
 
-LAYERS, HEADS, WIDTH, CONTEXT, BATCH, VOCABULARY = 4, 4, 256, 128, 16, 8192
+LAYERS, HEADS, WIDTH, VOCABULARY = 4, 4, 256, 8192
 KEY_HEADS, HIDDEN = 2, 704
+SIZES = {
+    "gpt": (16, 128),
+    "llama": (16, 128),
+    "llama 2k": (1, 2048),
+    "llama 8k": (1, 8192),
+}  # sequences, tokens of each
 MICROBATCHES = 8  # of pipelines
 
 Step = Callable[[], Tensor]  # trains one step and returns the loss
 
 
 class Attention(nn.Module):
-    """Causal, with rotary positions and two query heads a key head. Works on any part of the heads."""
+    """Causal, with rotary positions and two query heads a key head. Works on any part of the heads.
+
+    attend: of queries, keys and values [b, heads, s, d]; those who write by hand put theirs in its place."""
 
     cos: Tensor
     sin: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
         super().__init__()
         self.head = WIDTH // HEADS
         self.q = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -38,9 +47,10 @@ class Attention(nn.Module):
         self.v = nn.Linear(WIDTH, KEY_HEADS * self.head, bias=False)
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
         frequencies = 10000.0 ** (-torch.arange(0, self.head, 2) / self.head)
-        angles = torch.outer(torch.arange(CONTEXT), frequencies).repeat(1, 2)
+        angles = torch.outer(torch.arange(context), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
+        self.attend = causal
 
     def rotate(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=-1)
@@ -48,9 +58,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
+        a = self.attend(self.rotate(q), self.rotate(k), v)
         out: Tensor = self.o(a.transpose(1, 2).flatten(2))
         return out
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention on one device, as people call it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class SwiGLU(nn.Module):
@@ -65,9 +80,9 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = nn.RMSNorm(WIDTH), Attention()
+        self.attn_norm, self.attn = nn.RMSNorm(WIDTH), Attention(context)
         self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), SwiGLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +93,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """RMSNorm, rotary positions, grouped heads, SwiGLU, a head of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(context) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -96,11 +111,13 @@ class Llama(nn.Module):
 def model_of(name: str) -> nn.Module:
     """The same weights on every rank and side."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(VOCABULARY, CONTEXT, LAYERS, HEADS, WIDTH)) if name == "gpt" else Llama()
+    _, context = SIZES[name]
+    return GPT(GPTConfig(VOCABULARY, context, LAYERS, HEADS, WIDTH)) if name == "gpt" else Llama(context)
 
 
-def batch_of(device: str) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1)).to(device)
+def batch_of(name: str, device: str) -> tuple[Tensor, Tensor]:
+    batch, context = SIZES[name]
+    tokens = torch.randint(VOCABULARY, (batch, context + 1), generator=torch.Generator().manual_seed(1)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

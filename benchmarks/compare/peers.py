@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import loss_parallel as sharded_loss
 
+from benchmarks.compare.context import ulysses, zigzag_ring
 from benchmarks.compare.models import Step, batch_of, loss_fn, model_of, optimizer_of, plain
 from benchmarks.compare.pipelines import pipelined
 from benchmarks.compare.sharded import checkpointed, fully_sharded, zero_redundancy
@@ -29,7 +30,7 @@ def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
     import autopar
 
     model = autopar.parallelize(model_of(name), mesh, loss_fn=loss_fn, device=device, **options)
-    x, y = batch_of(device)
+    x, y = batch_of(name, device)
     optimizer = optimizer_of(model)
 
     def step() -> Tensor:
@@ -44,14 +45,14 @@ def ours(name: str, mesh: str, device: str, options: dict[str, Any]) -> Step:
 def eager(name: str, device: str, compiled: bool = False) -> Step:
     """One device, without or with torch.compile."""
     model = model_of(name).to(device)
-    return plain(torch.compile(model) if compiled else model, *batch_of(device))  # type: ignore[arg-type]
+    return plain(torch.compile(model) if compiled else model, *batch_of(name, device))  # type: ignore[arg-type]
 
 
 def data_parallel(name: str, device: str, compiled: bool = False) -> Step:
     """DistributedDataParallel, each rank on its half of the batch; gradients are views of the buckets."""
     from torch.nn.parallel import DistributedDataParallel
 
-    x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(device))
+    x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(name, device))
     model: Any = DistributedDataParallel(model_of(name).to(device), gradient_as_bucket_view=True)
     return plain(torch.compile(model) if compiled else model, x, y)
 
@@ -93,7 +94,12 @@ def tensor_parallel(name: str, device: str, loss_parallel: bool = False, sequenc
         model.head.weight = model.tokens.weight
         for block in model.blocks:
             block.attn.heads //= mesh.size()
-    return plain(model, *batch_of(device), sharded_loss if loss_parallel else contextlib.nullcontext)
+    return plain(model, *batch_of(name, device), sharded_loss if loss_parallel else contextlib.nullcontext)
+
+
+def sequence_parallel(name: str, device: str) -> Step:
+    """Ours on tp with sequence parallelism, the other way to split a sequence."""
+    return ours(name, f"tp={dist.get_world_size()}", device, {"sequence_parallel": True})
 
 
 PEERS: dict[str, Callable[[str, str], Step]] = {
@@ -104,6 +110,11 @@ PEERS: dict[str, Callable[[str, str], Step]] = {
     "DTensor": tensor_parallel,
     "DTensor loss_parallel": lambda name, device: tensor_parallel(name, device, loss_parallel=True),
     "DTensor SequenceParallel": lambda name, device: tensor_parallel(name, device, sequence=True),
+    "zigzag ring": zigzag_ring,
+    "Ulysses": ulysses,
+    "our tp and sp": lambda name, device: ours(
+        name, f"tp={dist.get_world_size()}", device, {"sequence_parallel": True}
+    ),
     "FSDP2": fully_sharded,
     "DDP ZeroRedundancyOptimizer": zero_redundancy,
     "DDP checkpoint": checkpointed,

@@ -61,7 +61,7 @@ def pipelined(name: str, device: str, blocks: int) -> Step:
         part = nn.parallel.DistributedDataParallel(
             part, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True
         )
-    x, y = (whole.chunk(mesh["dp"].size())[place] for whole in batch_of(device))
+    x, y = (whole.chunk(mesh["dp"].size())[place] for whole in batch_of(name, device))
     run = PipelineStage(part, stage, 2, torch.device(device), group=mesh.get_group("pp"))
     schedule = Schedule1F1B(run, MICROBATCHES, loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
     optimizer = optimizer_of(part)

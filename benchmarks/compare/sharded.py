@@ -22,7 +22,7 @@ def fully_sharded(name: str, device: str) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return plain(model, *_part(device))
+    return plain(model, *_part(name, device))
 
 
 def zero_redundancy(name: str, device: str) -> Step:
@@ -32,7 +32,7 @@ def zero_redundancy(name: str, device: str) -> Step:
 
     model: Any = DistributedDataParallel(model_of(name).to(device), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
-    return plain(model, *_part(device), optimizer=optimizer)
+    return plain(model, *_part(name, device), optimizer=optimizer)
 
 
 class Checkpointed(nn.Module):
@@ -55,10 +55,10 @@ def checkpointed(name: str, device: str) -> Step:
     model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return plain(model, *_part(device))
+    return plain(model, *_part(name, device))
 
 
-def _part(device: str) -> tuple[Tensor, Tensor]:
+def _part(name: str, device: str) -> tuple[Tensor, Tensor]:
     """This rank's part of the batch."""
-    x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(device))
+    x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch_of(name, device))
     return x, y

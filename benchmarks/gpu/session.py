@@ -28,7 +28,7 @@ def reads(device: str) -> None:
     failed = []
     for name, options in OPTIONS[: len(OPTIONS) if device == "cuda" else 2]:
         model = autopar.parallelize(model_of("gpt"), "dp=1", loss_fn=loss_fn, device=device, **options)
-        x, y = batch_of(device)
+        x, y = batch_of("gpt", device)
         optimizer = optimizer_of(model)
         for _ in range(2):
             model.forward_backward(x, y)
@@ -66,7 +66,7 @@ def nccl(device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         model = autopar.parallelize(model_of("gpt"), "dp=1", loss_fn=loss_fn, device=device)
-        other, batch = model_of("gpt").to(device), batch_of(device)
+        other, batch = model_of("gpt").to(device), batch_of("gpt", device)
         step, optimizer = plain(other, *batch), optimizer_of(model)
         print(f"{backend}\n\n| step | autopar | plain |\n|---|---|---|")
         worst = 0.0

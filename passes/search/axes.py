@@ -100,13 +100,19 @@ def classes_of(program: Program, plan: Plan) -> Classes:
 
 def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
     """The searches of the axes. Each must `take` its solution before the next one is asked for."""
-    mesh = plan.layout_mesh
+    mesh, lengths = plan.layout_mesh, _lengths(classes)
     for axis, size in mesh.axes:
         if size > 1:
-            intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention)
+            intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
             yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle, not plan.fixed.uneven)
+
+
+def _lengths(classes: Classes) -> set[int]:
+    """The sizes of the batch's dims after the first."""
+    given = [item for item in classes.items if item.role is not None and item.role.entry.kind == "batch"]
+    return {size for item in given for size in item.types[0].shape[1:]}
 
 
 def _whole(item: Item) -> Strategy:

@@ -18,7 +18,7 @@ is it allowed at its cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, ULYSSES, Mesh
@@ -62,6 +62,7 @@ class Intent:
     sequence_split: bool = False
     context: bool = False
     zigzag: bool = False  # a sequence may lie in mirrored pieces
+    pieces: int = 0  # in which the axes cut a sequence that does
     heads: int = 0  # attention may split its heads, after so many pieces that later axes make of them; 0: it may not
     only_heads: bool = False  # and nothing else
     no_heads: bool = False  # attention splits none, even where other ops would
@@ -151,12 +152,23 @@ INTENTS = {
 }
 
 
-def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str) -> Intent:
-    """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves."""
+def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, lengths: Collection[int] = ()) -> Intent:
+    """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves; where
+    it could split those of a sequence of one of `lengths` in order but not mirrored, they lie in order."""
     found = INTENTS[axis]
+    split = [size for _, size in context_axes(mesh)]
+    if split and sequence_parallel:
+        split += [size for name, size in mesh.axes if name in INTENTS and INTENTS[name].weights_split]
+    pieces = 2 * math.prod(split)
+    in_order = any(length % (pieces // 2) == 0 for length in lengths) and all(length % pieces for length in lengths)
+    zigzag = bool(split) and not (sequence_parallel and in_order)
     if found.weights_split:
-        return replace(found, sequence_split=sequence_parallel, zigzag=dict(mesh.axes).get(CONTEXT, 1) > 1)
-    if not found.context or attention == "gather" or (axis == CONTEXT and ULYSSES in mesh and attention != "ring"):
+        zigzag = zigzag and dict(mesh.axes).get(CONTEXT, 1) > 1
+        return replace(found, sequence_split=sequence_parallel, zigzag=zigzag, pieces=pieces)
+    if not found.context:
+        return found
+    found = replace(found, zigzag=zigzag, pieces=pieces)
+    if attention == "gather" or (axis == CONTEXT and ULYSSES in mesh and attention != "ring"):
         return found
     if axis == CONTEXT and attention == "ring":
         return replace(found, no_heads=True)

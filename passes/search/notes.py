@@ -78,10 +78,11 @@ def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
             continue
         if strategy.work * n > 1:
             count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
+            pieces = search.intent.pieces
+            way = f"a multiple of {pieces} balances it" if search.intent.context else f"'cp={n}' would balance it"
             return [
                 f"axis '{search.axis}' (size {n}): the last rank does {strategy.work * n:.3g} times its share of "
-                f"%{item.node.name} at {known.source}, since {count} positions lie in order; a multiple of {2 * n} "
-                f"balances it"
+                f"%{item.node.name} at {known.source}, since {count} positions lie in order; {way}"
             ]
     return []
 

@@ -217,7 +217,9 @@ def test_timeline_in_the_terminal_and_in_files(jobs: Path, call: Call, tmp_path:
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert "a.html: " in call(*options, "--timeline-file", tmp_path / "a.html")
     assert "write a name that ends in .svg or .html" in call(*options, "--timeline-file", "a.png", code=1)
-    assert "a timeline is of a pipeline" in call("inspect", f"{jobs}:job", "--mesh", "dp=2", "--timeline", code=1)
+    assert "only the times of a pipeline are simulated" in call(
+        "inspect", f"{jobs}:job", "--mesh", "dp=2", "--timeline", code=1
+    )
 
 
 @pytest.mark.gloo

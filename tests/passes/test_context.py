@@ -209,6 +209,13 @@ def test_an_odd_number_of_pieces_is_not_mirrored() -> None:
     assert note.endswith("since 24 positions lie in order; a multiple of 16 balances it")
 
 
+def test_heads_that_tp_cannot_divide_leave_it_the_sequence_in_order() -> None:
+    found = autopar.compile(llama(kv_heads=1), "tp=3", loss_fn=token_loss, batch=tokens(), sequence_parallel=True)
+    (note,) = [note for note in found.notes if "times its share" in note]
+    assert note.startswith("axis 'tp' (size 3): the last rank does 1.67 times its share of %attention at models.py:")
+    assert note.endswith("since 24 positions lie in order; 'cp=3' would balance it")
+
+
 def test_errors() -> None:
     refused(
         MeshError, "mesh 'tp=2,cp=2': cp and tp split pieces of each other, in this order: write 'cp=2,tp=2'.",
@@ -230,7 +237,14 @@ def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sequence_too_short_for_mirrored_pieces_and_tp() -> None:
-    """12 positions are 4 mirrored pieces of 3 on cp=2, which tp=2 cannot split further."""
-    x, y = (each[:, :12] for each in tokens())
+    """12 positions are 4 mirrored pieces of 3 on cp=2, which tp=2 cannot split further: they lie in order. 6 do not."""
+    batch = tuple(each[:, :12] for each in tokens())
+    options = {"loss_fn": token_loss, "sequence_parallel": True, "attention": "gather"}
+    found = autopar.compile(llama(), "cp=2,tp=2", batch=batch, **options)
+    assert layouts_of(found, "attention") == {"[-,tp,cp,-]"}
+    assert "[-,cp:tp,-]" in {str(layout) for node in found.program.calls() for layout in record(node).layouts}
+    (note,) = found.notes
+    assert note.endswith("since 12 positions lie in order; a multiple of 8 balances it")
+    assert autopar.verify(llama(), "cp=2,tp=2", batch=batch, **options).ok
     with pytest.raises(LayoutError, match="must be a multiple of 4, or of 8 where attention is causal"):
-        autopar.compile(llama(), "cp=2,tp=2", loss_fn=token_loss, batch=(x, y), sequence_parallel=True)
+        autopar.compile(llama(), "cp=2,tp=2", batch=tuple(each[:, :6] for each in tokens()), **options)

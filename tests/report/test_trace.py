@@ -14,11 +14,12 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.errors import TargetError
 from autopar.ir.layout import local_part
+from autopar.ir.ops import is_collective
 from autopar.report.timeline.show import picture_of
 from autopar.report.timeline.trace import MERGED, measured_costs, merge_ranks, read_trace, timeline_of, write_rank
 from autopar.runtime.inputs import inputs_of, slots_of
 from autopar.runtime.pipeline import compile_rank
-from autopar.runtime.recorder import COLLECTIVE, POSTED, RUN, WAITED, Recorder
+from autopar.runtime.recorder import COLLECTIVE, OTHER, POSTED, RUN, WAITED, Event, Recorder
 from autopar.runtime.virtual import VirtualMesh
 
 
@@ -122,9 +123,7 @@ def test_what_is_no_trace_of_this_pipeline(compiled: Compiled, folder: Path, tmp
         read_trace(tmp_path / "none", compiled)
     model, loss_fn, batch = mlp()
     other = autopar.compile(model, "pp=2", loss_fn=loss_fn, batch=batch, microbatches=2, schedule="gpipe")
-    with pytest.raises(
-        TargetError, match=r"another pipeline: mesh pp=2,tp=2 and not pp=2, schedule 1f1b and not gpipe,"
-    ):
+    with pytest.raises(TargetError, match=r"another step: mesh pp=2,tp=2 and not pp=2, schedule 1f1b and not gpipe,"):
         read_trace(folder, other)
     path = folder / MERGED
     text = path.read_text()
@@ -142,3 +141,60 @@ def test_what_is_no_trace_of_this_pipeline(compiled: Compiled, folder: Path, tmp
     path.write_text(json.dumps(content))
     with pytest.raises(TargetError, match="holds no whole step"):
         read_trace(folder, compiled)
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> tuple[Compiled, Path]:
+    """A step without a pipeline, and a trace of two steps: each collective of the second takes 10 us after 30 us of
+    work, and a tenth longer on rank 1; those of the first twice as long."""
+    model, loss_fn, batch = mlp()
+    compiled = autopar.compile(model, "tp=2", loss_fn=loss_fn, batch=batch)
+    moves = [node for node in compiled.program.nodes if is_collective(node.target)]
+    for rank in range(2):
+        one = Recorder()
+        for step, slow in ((0, 2.0), (1, 1.0 + rank / 10)):
+            for i, node in enumerate(moves):
+                start = 1000.0 * step + 40 * slow * i + 30
+                one.events.append(
+                    Event(COLLECTIVE, f"all_reduce tp %{node.name}", start, start + 10 * slow, step, bytes=64)
+                )
+            one.events.append(Event(OTHER, f"step {step}", 1000.0 * step, 1000 * step + 40 * slow * len(moves), step))
+        write_rank(tmp_path, compiled, rank, one)
+    merge_ranks(tmp_path, compiled)
+    return compiled, tmp_path
+
+
+def test_one_graph_is_drawn_as_it_was_measured(split: tuple[Compiled, Path]):
+    compiled, folder = split
+    shown = picture_of(compiled, folder)
+    count = len(compiled.collectives)
+    # The ranks read the machine's clock one after the other.
+    assert 44 * count - 0.1 <= shown.end_us < 80 * count and shown.captions[0] == "mesh tp=2: 2 ranks"
+    assert shown.captions[1].endswith("forward and backward, 25.0% of it in collectives")
+    for lane in shown.lanes:
+        kinds = [block.action.kind for block in lane.blocks]
+        assert kinds == sorted(kinds, reverse=True) and set(kinds) == {"F", "B"}
+        assert [block.text for block in lane.messages] == [
+            f"all_reduce tp %{node.name} (64 bytes)" for node in compiled.program.nodes if is_collective(node.target)
+        ]
+        assert lane.idle == pytest.approx(0.25, abs=0.001)
+        assert sum(block.end_us - block.start_us for block in lane.messages) == pytest.approx(
+            0.25 * 40 * (1 + lane.rank / 10) * count, abs=0.1
+        )
+
+
+def test_what_is_no_trace_of_this_graph(split: tuple[Compiled, Path]):
+    compiled, folder = split
+    path = folder / MERGED
+    text = path.read_text()
+    path.write_text(text.replace('"step 0"', '"nothing"').replace('"step 1"', '"nothing"'))
+    with pytest.raises(TargetError, match="holds no whole step of 2 ranks"):
+        picture_of(compiled, folder)
+    path.write_text(text.replace('"cat"', '"kind"'))
+    with pytest.raises(TargetError, match="has a wrong event: KeyError 'cat'"):
+        picture_of(compiled, folder)
+    path.write_text(text.replace('"tp=2"', '"tp=4"'))
+    with pytest.raises(TargetError, match="another step: mesh tp=4 and not tp=2"):
+        picture_of(compiled, folder)
+    with pytest.raises(TargetError, match="the step on mesh tp=2 is one graph"):
+        picture_of(compiled)

@@ -9,6 +9,7 @@ from rich.console import Console
 from autopar.compiler.lowered import Lowered
 from autopar.errors import TargetError
 from autopar.passes.schedules import simulate
+from autopar.report.timeline.measured import measured_picture
 from autopar.report.timeline.page import timeline_page
 from autopar.report.timeline.picture import Picture, picture
 from autopar.report.timeline.svg import timeline_svg
@@ -18,12 +19,15 @@ from autopar.report.timeline.trace import measured_costs, read_trace
 
 def picture_of(compiled: Lowered, over: Path | None = None) -> Picture:
     """The simulated step of a pipeline. over: the folder of a trace; then the simulation takes the times of actions
-    from there, and what was measured is drawn below it: what differs is waiting."""
+    from there, and what was measured is drawn below it: what differs is waiting. Of one graph what was measured is all
+    that is drawn."""
     pipeline = compiled.pipeline
+    if pipeline is None and over is not None:
+        return measured_picture(compiled, over)
     if pipeline is None:
         raise TargetError(
-            f"a timeline is of a pipeline, and this is one graph (mesh {compiled.mesh}): give the mesh an axis pp, "
-            f"or --microbatches."
+            f"the step on mesh {compiled.mesh} is one graph, and only the times of a pipeline are simulated: draw what "
+            f"`autopar run --trace DIR` saw with --over DIR, or give the mesh an axis pp."
         )
     if over is None:
         return picture(pipeline, simulate(pipeline.lists, pipeline.flow, pipeline.costs))

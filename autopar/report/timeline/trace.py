@@ -69,32 +69,38 @@ def read_trace(folder: Path, compiled: Lowered) -> Timeline:
     """
     pipeline, path = compiled.pipeline, folder / MERGED
     assert pipeline is not None
-    try:
-        content = json.loads(path.read_text())
-        said = content["otherData"]
-        if said["format"] != FORMAT:
-            raise KeyError("format")
-        found = {"mesh": said["mesh"], "schedule": said["schedule"], "micro-batches": said["microbatches"],
-                 "stages": said["stages"]}  # fmt: skip
-    except OSError as error:
-        raise TargetError(f"--over {folder}: cannot read '{path}': {error.strerror}. `autopar run --trace {folder}` "
-                          f"writes it.") from None  # fmt: skip
-    except (ValueError, KeyError, TypeError):
-        raise TargetError(f"--over {folder}: '{path}' is not a trace that `autopar run --trace` wrote.") from None
-    expected = {"mesh": str(compiled.mesh), "schedule": pipeline.schedule, "micro-batches": pipeline.microbatches,
-                "stages": pipeline.flow.stages}  # fmt: skip
-    wrong = [f"{name} {found[name]} and not {value}" for name, value in expected.items() if found[name] != value]
-    if wrong:
-        raise TargetError(f"--over {folder}: the trace is of another pipeline: {', '.join(wrong)}.")
+    content = read_events(folder, compiled)
     first = [compiled.mesh.rank({**dict.fromkeys(compiled.mesh.names, 0), **({PIPELINE: place} if place else {})})
              for place in range(pipeline.flow.size)]  # fmt: skip
     try:
-        steps = _steps(content["traceEvents"], first, pipeline)
+        steps = _steps(content, first, pipeline)
     except (ValueError, KeyError, TypeError) as error:
         raise TargetError(f"--over {folder}: '{path}' has a wrong event: {type(error).__name__} {error}.") from None
     if not steps:
         raise TargetError(f"--over {folder}: '{path}' holds no whole step.")
     return min(steps, key=lambda timeline: timeline.span_us)
+
+
+def read_events(folder: Path, compiled: Lowered) -> list[dict[str, Any]]:
+    """The events of a trace. Raises TargetError for what is no trace, or not one of this mesh and pipeline."""
+    path = folder / MERGED
+    expected = _said(compiled)
+    try:
+        content = json.loads(path.read_text())
+        found = content["otherData"]
+        if found["format"] != FORMAT:
+            raise KeyError("format")
+        wrong = [f"{name} {found.get(name)} and not {value}" for name, value in expected.items()
+                 if found.get(name) != value]  # fmt: skip
+        events: list[dict[str, Any]] = content["traceEvents"]
+    except OSError as error:
+        raise TargetError(f"--over {folder}: cannot read '{path}': {error.strerror}. `autopar run --trace {folder}` "
+                          f"writes it.") from None  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TargetError(f"--over {folder}: '{path}' is not a trace that `autopar run --trace` wrote.") from None
+    if wrong:
+        raise TargetError(f"--over {folder}: the trace is of another step: {', '.join(wrong)}.")
+    return events
 
 
 def measured_costs(pipeline: Pipeline, measured: Timeline) -> Costs:
@@ -118,7 +124,7 @@ def _span(event: Event) -> Span:
     return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
 
 
-def _steps(events: list[Mapping[str, Any]], ranks: list[int], pipeline: Pipeline) -> list[Timeline]:
+def _steps(events: Sequence[Mapping[str, Any]], ranks: list[int], pipeline: Pipeline) -> list[Timeline]:
     found: dict[int, list[list[Span]]] = {}
     for event in events:
         if event["ph"] != "X" or event["pid"] not in ranks or event["cat"] not in (*KINDS.values(), WAITED):
@@ -141,11 +147,17 @@ def _ordered(spans: Iterator[Span] | list[Span]) -> tuple[Span, ...]:
 
 
 def _content(compiled: Lowered, events: list[dict[str, Any]]) -> dict[str, Any]:
+    said = {"format": FORMAT, **_said(compiled)}
+    return {"displayTimeUnit": "ms", "otherData": said, "traceEvents": events}
+
+
+def _said(compiled: Lowered) -> dict[str, Any]:
+    """What a trace is of."""
     pipeline = compiled.pipeline
-    said: dict[str, Any] = {"format": FORMAT, "mesh": str(compiled.mesh)}
+    said: dict[str, Any] = {"mesh": str(compiled.mesh)}
     if pipeline is not None:
         said |= {"schedule": pipeline.schedule, "microbatches": pipeline.microbatches, "stages": pipeline.flow.stages}
-    return {"displayTimeUnit": "ms", "otherData": said, "traceEvents": events}
+    return said
 
 
 def _names(mesh: Mesh, rank: int) -> list[dict[str, Any]]:
