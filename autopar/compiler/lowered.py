@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
-from autopar.ir.measure import local_type
+from autopar.ir.measure import moved_type
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
@@ -209,7 +209,7 @@ def collectives_of(program: Program) -> Iterator[Collective]:
     for node in moving_nodes(program):
         found = record(node)
         kind, operand = collective_of(node.target), operand_nodes(node)[0]
-        moved = local_type(node if kind.counts_result else operand, program.mesh)
+        moved = moved_type(node, program.mesh)
         yield Collective(
             op=kind.name,
             axis=str(node.args[1]),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir import window_ops
 from autopar.ir.semantic import SemanticOp, name_of, semantic
 
 NAMESPACE = "autopar"
@@ -256,6 +257,7 @@ SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
+    *window_ops.SEMANTIC,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None
@@ -267,13 +269,14 @@ class CollectiveOp:
     """An op that moves data between the ranks of an axis.
 
     has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
-    `wait`, for overlap.
+    `wait`, for overlap. edges: what moves are the rows by which its result is longer or shorter than its operand.
     """
 
     schema: str
     has: Spread
     gives: Spread
     halves: bool = True
+    edges: bool = False
 
     @property
     def name(self) -> str:
@@ -297,6 +300,11 @@ COLLECTIVES = (
         "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
         (0, 1), (1, 1), halves=False,
     ),
+    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole; and its transpose
+    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", (0, 1), None,
+                 halves=False, edges=True),
+    CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
+                 halves=False, edges=True),
 )  # fmt: skip
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 

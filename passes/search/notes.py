@@ -78,10 +78,12 @@ def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
             continue
         if strategy.work * n > 1:
             count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
+            what = f"a multiple of {2 * n} balances it"
+            if count % (2 * n) == 0:
+                what = "balanced, other ops would move more than that costs"
             return [
                 f"axis '{search.axis}' (size {n}): the last rank does {strategy.work * n:.3g} times its share of "
-                f"%{item.node.name} at {known.source}, since {count} positions lie in order; a multiple of {2 * n} "
-                f"balances it"
+                f"%{item.node.name} at {known.source}, since {count} positions lie in order; {what}"
             ]
     return []
 
