@@ -19,6 +19,8 @@ from autopar.runtime.halos import halo, halo_sum
 from autopar.runtime.mesh_ops import join, pieces
 from autopar.runtime.moves import Member, Move, Step
 
+__all__ = ["Member", "Move", "Step", "begin", "reduce_parts", "together"]
+
 Tensor = torch.Tensor
 
 

@@ -19,13 +19,12 @@ from autopar.errors import RankError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.ops import whole_of
 from autopar.runtime import host
-from autopar.runtime.collectives import begin
+from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.executor import Executable, Observe, Outputs, Request, describe, run
 from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
-from autopar.runtime.moves import Member, Move, Step
 from autopar.runtime.p2p import Peers
 from autopar.runtime.pipeline import Await, Finals, RankCode, Receive, Send, Watch, steps_of
 from autopar.runtime.recorder import Recorder

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import whole_of
-from autopar.runtime.collectives import begin
+from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.groups import Group
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
-from autopar.runtime.moves import Member, Move, Step
 
 _c10d = torch.ops._c10d_functional
 

@@ -12,8 +12,7 @@ from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_nam
 from autopar.ir.verify import moved_layout
 from autopar.passes.rules.rule import Halo
 from autopar.passes.search.costs import move_cost
-from autopar.runtime.collectives import _BEGIN, begin, together
-from autopar.runtime.moves import Member, Move
+from autopar.runtime.collectives import _BEGIN, Member, Move, begin, together
 
 MESH = Mesh((("x", 3),))
 SPLIT, SPLIT_IN, MIRRORED = Layout((("x",), ())), Layout(((2, "x"), ())), Layout(((-2, "x"), ()))
