@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models_special import hybrid
 from torch import Tensor, nn
 from verified import verified
 
@@ -17,7 +18,7 @@ from autopar.compiled import Compiled
 from autopar.errors import BatchError
 from autopar.ir.program import record
 
-ROWS, TIME, WIDTH, WORDS = 4, 24, 8, 20
+ROWS, TIME, WIDTH = 4, 24, 8
 
 
 def moved(compiled: Compiled) -> set[str]:
@@ -148,52 +149,6 @@ def test_rows_of_an_image() -> None:
         assert not whole(found) and moved(found) == {"halo", "halo_sum"}
 
 
-class Mixer(nn.Module):
-    """As hybrid language models are: a causal convolution, a token shift, and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
-        self.qkv, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH)
-        self.shift, self.mix = nn.ZeroPad2d((0, 0, 1, -1)), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, gate = self.into(self.norm(x)).chunk(2, -1)
-        h = h + self.mix * (self.shift(h) - h)
-        h = self.convolution(h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(F.silu(h) * gate).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Hybrid(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers, self.head = nn.ModuleList(Mixer() for _ in range(2)), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.words(x)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h)
-
-
-def hybrid() -> nn.Module:
-    torch.manual_seed(1)
-    return Hybrid()
-
-
-def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m(x).flatten(0, 1), y.flatten())
-
-
-def batch(time: int = TIME) -> tuple[Tensor, Tensor]:
-    x, y = torch.randint(WORDS, (2, ROWS, time), generator=torch.Generator().manual_seed(2))
-    y[0, 3:9], y[2, :20] = -100, -100
-    return x, y
-
-
 MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("cp=2", {}),
     "three": ("cp=3", {}),
@@ -213,17 +168,20 @@ MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_step_is_that_of_one_device(name: str) -> None:
     mesh, options = MATRIX[name]
-    ((_, found),) = verified(hybrid(), [mesh], loss, batch(), **options)
+    model, loss, batch = hybrid()
+    ((_, found),) = verified(model, [mesh], loss, batch, **options)
     assert not whole(found), found.notes
 
 
 def test_mirrored_pieces_are_convolved_as_they_lie() -> None:
     """Attention balances its work with two runs a rank; a convolution takes the rows before each."""
-    for _, found in verified(hybrid(), ("cp=2", "cp=2,tp=2"), loss, batch(1024), attention="gather"):
+    model, loss, batch = hybrid(time=1024)
+    for _, found in verified(model, ("cp=2", "cp=2,tp=2"), loss, batch, attention="gather"):
         convolutions = [node for node in found.program.calls() if ".convolution.default" in str(node.target)]
         assert {str(record(node).layouts[0].dims[2]) for node in convolutions} == {"(-2, 'cp')"} and not found.notes
         assert all(node.kwargs["runs"] == [2] for node in convolutions)
         rows = {row.shape[-1] for row in found.collectives if row.op == "halo" and len(row.shape) == 3}
         assert rows - {WIDTH, WIDTH // 2} == {12}, "three rows before each of four runs"
-    (note,) = autopar.compile(hybrid(), "cp=2", loss_fn=loss, batch=batch(), attention="gather").notes
+    model, loss, batch = hybrid()
+    (note,) = autopar.compile(model, "cp=2", loss_fn=loss, batch=batch, attention="gather").notes
     assert note.endswith("24 positions lie in order; balanced, other ops would move more than that costs")
