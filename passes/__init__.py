@@ -19,6 +19,7 @@ from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.rowwise import rowwise
+from autopar.passes.scans import scans
 from autopar.passes.shifts import shifts
 from autopar.passes.unslice import unslice
 from autopar.passes.unsort import unsort
@@ -32,6 +33,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
     (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
+    (scans, Level.CAPTURED),  # and a running sum, with its gradient
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout

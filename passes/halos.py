@@ -56,10 +56,36 @@ def halos_of(rule: Rule, cuts: Mapping[str, Sequence[Cut]], mesh: Mesh) -> Halos
 
 
 def _edges(halo: Halo, dims: Dims, cut: Sequence[Cut], mesh: Mesh) -> Edges:
-    """Several axes cut a name one right after the other (see `may_split`), and are one group."""
+    runs = runs_of(halo.dim(dims), cut, mesh)
+    args = (runs.axis, runs.dim, runs.outer, halo.before, halo.after)
+    return Edges(args, runs.count * (halo.before + halo.after))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of consecutive rows in which a dim of a value lies on the ranks. axis, outer: as collectives take them.
+
+    count: of all ranks. local: of one.
+    """
+
+    axis: str
+    dim: int
+    outer: int
+    count: int
+
+    @property
+    def local(self) -> int:
+        return abs(self.outer)
+
+    def apart(self, shape: tuple[int, ...], of_rank: bool = False) -> tuple[int, ...]:
+        """A shape, of the whole or of a rank, with the dim as (runs, rows of each)."""
+        count = self.local if of_rank else self.count
+        return (*shape[: self.dim], count, shape[self.dim] // count, *shape[self.dim + 1 :])
+
+
+def runs_of(dim: int, cut: Sequence[Cut], mesh: Mesh) -> Runs:
+    """The runs of a dim of one name that is cut."""
     outers, axes = {outer for outer, _, _ in cut}, [axis for _, _, axis in cut]
-    assert len(cut) == 1 or outers == {1}, (halo, cut)
+    assert len(cut) == 1 or outers == {1}, cut  # several axes cut a name one right after the other: see `may_split`
     (outer,) = outers
-    runs = abs(outer) * math.prod(mesh[axis] for axis in axes)
-    args = (group_name(axes), halo.dim(dims), outer, halo.before, halo.after)
-    return Edges(args, runs * (halo.before + halo.after))
+    return Runs(group_name(axes), dim, outer, abs(outer) * math.prod(mesh[axis] for axis in axes))

@@ -14,10 +14,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
-from autopar.passes.halos import Edges, halos_of
+from autopar.passes.halos import Edges, halos_of, runs_of
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
+from autopar.passes.running_sums import with_sums_before
 from autopar.passes.search.states import by_outer, choices_of
 
 MADE_BY = "partition"
@@ -102,6 +103,10 @@ class _Partition:
         made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: value.get(old, old))
         for edges in halos.results.values():
             made = self._summed(made, edges)
+        if rule.scan and rule.scan[0] in cuts:
+            name, reverse = rule.scan
+            runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)
+            return with_sums_before(self.build, made, runs, reverse, self.mesh)
         return made
 
     def _with_halos(self, x: fx.Node, layout: Layout, edges: list[Edges], user: Record) -> fx.Node:

@@ -1,4 +1,5 @@
-"""`autopar::convolution` and its gradients: aten's convolutions, with rows of their own before and after each dim."""
+"""`autopar::convolution` and its gradients: aten's convolutions, with rows of their own before and after each dim; rows
+around a dim alone, and sums along one."""
 
 from __future__ import annotations
 
@@ -59,6 +60,12 @@ def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 
     return torch.constant_pad_nd(x.unflatten(dim, (runs, -1)), pads).flatten(dim, dim + 1)
 
 
+def running_sum(x: torch.Tensor, dim: int, reverse: bool, *, runs: int = 1) -> torch.Tensor:
+    if runs > 1:
+        return running_sum(x.unflatten(dim, (runs, -1)), dim + 1, reverse).flatten(dim, dim + 1)
+    return x.flip(dim).cumsum(dim).flip(dim) if reverse else x.cumsum(dim)
+
+
 def _padding(before: Ints, after: Ints) -> tuple[list[int], list[tuple[int, int]]]:
     """The zeros that both ends of each dim have, which aten adds, and the rows that are left to be added or dropped."""
     both = [max(0, min(pair)) for pair in zip(before, after, strict=True)]
@@ -95,4 +102,5 @@ KERNELS = {
     "convolution_input_backward": Kernel(convolution_input_backward, traced=convolution_input_backward),
     "convolution_weight_backward": Kernel(convolution_weight_backward, traced=convolution_weight_backward),
     "pad_rows": Kernel(pad_rows, traced=pad_rows),
+    "running_sum": Kernel(running_sum, traced=running_sum),
 }

@@ -218,6 +218,11 @@ class Cut:
         for halo, runs in self.halos():
             if i in halo.results:
                 found = sum_of_halos(found, halo.dim(self.trial.rule.results[i]), runs, halo)
+        scan = self.trial.rule.scan
+        if scan and scan[0] in self.cuts:
+            *outer, _ = name_factors(self.trial.rule.sizes[scan[0]], self.cuts[scan[0]])
+            runs = math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)
+            found = with_sums_before(found, self.trial.rule.results[i].index(scan[:1]), runs, scan[1])
         return found
 
     def __str__(self) -> str:
@@ -243,6 +248,15 @@ def sum_of_halos(x: torch.Tensor, dim: int, runs: int, halo: Halo) -> torch.Tens
     with torch.enable_grad():
         (found,) = torch.autograd.grad(with_halo(leaf, dim, runs, halo), leaf, x)
     return found
+
+
+def with_sums_before(x: torch.Tensor, dim: int, runs: int, reverse: bool) -> torch.Tensor:
+    """The running sum of the whole, of which each run of consecutive rows holds its own."""
+    parts = list(x.unflatten(dim, (runs, -1)).unbind(dim))
+    for i in reversed(range(runs - 1)) if reverse else range(1, runs):
+        other, end = (parts[i + 1], 0) if reverse else (parts[i - 1], -1)
+        parts[i] = parts[i] + other.select(dim, end).unsqueeze(dim)
+    return torch.cat(parts, dim)
 
 
 def cut(trial: Trial, splits: Sequence[Split]) -> Cut:

@@ -53,6 +53,12 @@ def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 
     return x.new_empty((*x.shape[:dim], rows, *x.shape[dim + 1 :]))
 
 
+@semantic("running_sum(Tensor x, int dim, bool reverse, *, int runs=1) -> Tensor", precision="high")
+def running_sum(x: torch.Tensor, dim: int, reverse: bool, *, runs: int = 1) -> torch.Tensor:
+    """The sum of each row and those before it in its run of a dim, or behind it."""
+    return x.new_empty(x.shape)
+
+
 def out_space(
     space: tuple[int, ...], kernel: tuple[int, ...], stride: Ints, before: Ints, after: Ints, dilation: Ints,
     runs: Ints = (),
@@ -66,4 +72,4 @@ def out_space(
     return tuple(found)
 
 
-SEMANTIC = (convolution, convolution_input_backward, convolution_weight_backward, pad_rows)
+SEMANTIC = (convolution, convolution_input_backward, convolution_weight_backward, pad_rows, running_sum)

@@ -66,6 +66,8 @@ class Rule:
       first position of each run of its piece as the argument `starts`.
     growing: those of them along which the work grows.
     halos: what a piece needs of the pieces beside it. What has none needs its own rows only.
+    scan: the name along which the only result is a running sum, and whether that begins at the end: to a piece's own
+      the sums of the pieces before it are added.
     """
 
     operands: tuple[Dims, ...]
@@ -79,11 +81,17 @@ class Rule:
     positional: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
     halos: tuple[Halo, ...] = ()
+    scan: tuple[str, bool] | None = None
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """The names of which a piece needs something of the pieces beside it."""
+        return frozenset(halo.name for halo in self.halos) | frozenset(self.scan[:1] if self.scan else ())
 
     @property
     def ordered(self) -> frozenset[str]:
         """The names along which the order of rows counts."""
-        return self.indexed | self.positional | {halo.name for halo in self.halos}
+        return self.indexed | self.positional | self.neighbours
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""

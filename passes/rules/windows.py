@@ -135,16 +135,29 @@ def _pad_rows(call: Call) -> Rule:
     return replace(build(call, [dims], [dims], linear=FIRST), halos=tuple(halos))
 
 
+def _with_runs(pieces: Pieces, at: int, args: tuple[Any, ...]) -> Arguments:
+    """Of a piece whose dim `at` lies in so many runs."""
+    runs = len(starts_of(pieces.reading(f"d{at}"))) if f"d{at}" in pieces.readings else 1
+    return args, dict(pieces.call.kwargs) | ({"runs": runs} if runs > 1 else {})
+
+
 def _pad_rows_local(pieces: Pieces) -> Arguments:
     x, at, before, after = pieces.call.args
-    reading = pieces.readings.get(f"d{at}")
-    if reading is None:
+    if f"d{at}" not in pieces.readings:
         return pieces.call.args, dict(pieces.call.kwargs)
-    runs = len(starts_of(reading))
-    return (x, at, min(0, before), min(0, after)), dict(pieces.call.kwargs) | ({"runs": runs} if runs > 1 else {})
+    return _with_runs(pieces, at, (x, at, min(0, before), min(0, after)))
+
+
+def _running_sum(call: Call) -> Rule:
+    dims = named(call.operands[0].shape)
+    rule = build(call, [dims], [dims], linear=FIRST)
+    return replace(rule, scan=(*dims[call.args[1]], call.args[2])) if dims[call.args[1]] else rule
 
 
 ROWS: Mapping[str, Row] = {
+    "autopar.running_sum.default": Row(
+        _running_sum, local=lambda pieces: _with_runs(pieces, pieces.call.args[1], pieces.call.args)
+    ),
     "autopar.pad_rows.default": Row(_pad_rows, local=_pad_rows_local),
     "autopar.convolution.default": Row(
         lambda call: _forward(call).rule(call, "X, W -> Y", (0,), ()),

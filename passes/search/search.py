@@ -103,6 +103,9 @@ def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str,
         for i in halo.results:
             dim = halo.dim(item.rule.results[i])
             found += rows / item.types[i].shape[dim] * _bytes(item.types[i], item.states[i], sizes)
+    if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
+        rows = abs(choice[1]) * (size - 1)
+        found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
     return found
 
 

@@ -78,7 +78,7 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
             continue
         if name in rule.indexed:
             return False
-        if (outer, other_outer) != (1, 1) and any(halo.name == name for halo in rule.halos):
+        if (outer, other_outer) != (1, 1) and name in rule.neighbours:
             return False  # the pieces beside one are those of one group of ranks
         if other_outer == outer:
             inside *= other_size

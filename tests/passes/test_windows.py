@@ -76,6 +76,34 @@ def test_every_kind_of_convolution(kind: str) -> None:
         assert is_apart == (not moved(found)), "rows that no other piece reads do not move"
 
 
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "forwards": lambda x: x.cumsum(1),
+    "backwards": lambda x: x.flip(1).cumsum(1).flip(1),
+    "the last dim": lambda x: x.transpose(1, 2).cumsum(-1).transpose(1, 2),
+    "twice": lambda x: x.cumsum(1).tanh().cumsum(1),
+}
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_every_kind_of_running_sum(kind: str) -> None:
+    """Of a sum a rank gets one row of each of the others, and its gradient gets as much."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, TIME, WIDTH)
+    for _, found in verified(Shifting(SUMS[kind]), ("cp=2", "cp=3", "dp=2,cp=2"), None, (x,)):
+        assert not whole(found) and moved(found) == {"all_gather"}
+        ranks = 3 if found.program.mesh["cp"] == 3 else 2
+        rows = {tuple(sorted(row.shape)) for row in found.collectives if row.op == "all_gather"}
+        assert {shape[0] for shape in rows} == {ranks}, rows
+
+
+def test_a_running_sum_of_the_batch_alone_is_computed_whole() -> None:
+    """Position ids: the batch is there whole, and nothing needs to move."""
+    model = Shifting(lambda h: h)
+    loss = lambda m, x: (m.down(m.up(x)) * x.cumsum(1)).square().mean()  # noqa: E731
+    ((_, found),) = verified(model, ("cp=2",), loss, (torch.randn(ROWS, TIME, WIDTH),))
+    assert not moved(found) and not whole(found)
+
+
 def test_a_pad_that_another_op_reads_too() -> None:
     """Its gradient is needed at the length of the pad: what makes it stays whole, and is right."""
     model = Convolving(lambda m, x: m.plain(y := F.pad(x, (3, 0))) + y[..., 3:])

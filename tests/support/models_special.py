@@ -124,7 +124,7 @@ def odd_batch() -> Case:
 
 
 class Mixer(nn.Module):
-    """As hybrid language models are: a token shift, a causal convolution, and attention."""
+    """As hybrid language models are: a token shift, a causal convolution, a running sum, and attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -137,6 +137,7 @@ class Mixer(nn.Module):
         h, gate = self.into(self.norm(x)).chunk(2, -1)
         h = h + self.mix * (self.shift(h) - h)
         h = self.convolution(h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+        h = h + h.cumsum(1) / h.shape[1]
         q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(F.silu(h) * gate).chunk(3, -1))
         return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 

@@ -148,7 +148,8 @@ def window_samples() -> Samples:
         (r(4, 12), 0, 1, 0),
         (r(4, 12), 1, 7, -7),
     ]
-    found: Samples = {"autopar.pad_rows.default": [sample(*one) for one in rows]}
+    sums = [sample(r(*shape), dim, reverse) for shape, dim in (((4, 12), 1), ((12, 4), 0)) for reverse in (False, True)]
+    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": [sample(*one) for one in rows]}
     for x, w, *shape in cases:
         y = convolution(x, w, *shape)
         grad = torch.rand_like(y)

@@ -43,5 +43,6 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "convolution_input_backward": (torch.randn(2, 6, 7), w, [12], *window),
         "convolution_weight_backward": (torch.randn(2, 6, 7), x, [3], *window),
         "pad_rows": (x, 2, 1, -1),
+        "running_sum": (x, 2, True),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }
