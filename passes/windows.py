@@ -159,12 +159,11 @@ class _Windows:
     def _is_added(self, user: fx.Node, value: fx.Node) -> bool:
         """True for an op place by place whose other operands have no dims of space."""
         row = self.table.get(str(user.target))
+        is_plain = row is not None and row.pointwise and row.shape_arg is None and row.local is None
         shapes = [record(operand).type.shape[-len(record(value).type.shape) + 2 :] for operand in operand_nodes(user)
                   if operand is not value]  # fmt: skip
         alike = record(user).is_tensor and record(user).type.shape == record(value).type.shape
-        return row is not None and row.pointwise and row.shape_arg is None and alike and all(
-            set(shape) <= {1} for shape in shapes
-        )  # fmt: skip
+        return is_plain and alike and all(set(shape) <= {1} for shape in shapes)
 
     def _find_backward(self, node: fx.Node) -> None:
         grad, x, wanted = node.args[0], node.args[1], node.args[10]

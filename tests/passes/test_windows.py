@@ -104,6 +104,13 @@ def test_a_running_sum_of_the_batch_alone_is_computed_whole() -> None:
     assert not moved(found) and not whole(found)
 
 
+def test_dropout_before_the_cut() -> None:
+    """It draws for all 27 places; the convolution is not cut before it."""
+    model = Convolving(lambda m, x: F.dropout(m.causal(x), 0.3)[..., : x.shape[-1]])
+    for _, found in verified(model, ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH),)):
+        assert whole(found)
+
+
 def test_a_pad_that_another_op_reads_too() -> None:
     """Its gradient is needed at the length of the pad: what makes it stays whole, and is right."""
     model = Convolving(lambda m, x: m.plain(y := F.pad(x, (3, 0))) + y[..., 3:])
