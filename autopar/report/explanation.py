@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.compiler.lowered import Collective, Lowered, collectives_of
+from autopar.compiler.lowered import Collective, Lowered, collectives_of, moving_nodes
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
 from autopar.ir.mesh import MICROBATCH, axes_of_group
-from autopar.ir.ops import is_collective
+from autopar.ir.ops import is_collective, op
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
@@ -21,6 +21,7 @@ from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, e
 from autopar.passes.search.explain import explain as decisions_of
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
+BESIDE = "between its pieces"
 SHOWN = 5  # names in a list
 
 
@@ -207,8 +208,10 @@ class _Finder:
             for name in _sums(here, axis):
                 links.setdefault(name, f"{SUM} over {axis}")
         by_name = {one.name: one for one in self.moved.graph.nodes}
-        for row in collectives_of(self.moved):
+        for one, row in zip(moving_nodes(self.moved), collectives_of(self.moved), strict=True):
             link = links.get(record(by_name[row.value]).origin)
+            if record(one).made_by == "partition":
+                link = BESIDE if _belongs_to(one) == node.name else None
             if row.axis == MICROBATCH:
                 continue  # added up where it is
             if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):
@@ -228,6 +231,15 @@ class _Finder:
                     return next(row.bytes for row in rows if row.value == first) if first.startswith("flat") else None
                 node = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
         return None
+
+
+def _belongs_to(node: fx.Node) -> str:
+    """The call of which `partition` moves rows between the pieces: of its operand, or of its result."""
+    if node.target is op("halo"):
+        return next(iter(node.users)).name
+    while record(node).made_by == "partition":
+        node = operand_nodes(node)[0]
+    return node.name
 
 
 def _sums(node: fx.Node, axis: str) -> Iterator[str]:
