@@ -16,6 +16,7 @@ from verified import verified
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import BatchError
+from autopar.ir.plan import Fixed
 from autopar.ir.program import record
 
 ROWS, TIME, WIDTH = 4, 24, 8
@@ -206,6 +207,18 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
     model, loss, batch = hybrid()
     ((_, found),) = verified(model, [mesh], loss, batch, **options)
     assert not whole(found), found.notes
+
+
+def test_further_lengths_take_the_layouts_of_the_first() -> None:
+    """As in training: what a halo is does not hang on the length; nine positions are computed whole."""
+    decided = dict[Any, Any]()
+    for time in (24, 9, 8, 26):
+        model, loss, batch = hybrid(time=time)
+        fixed = Fixed(uneven=True, decided=decided)
+        ((_, found),) = verified(model, ("dp=2,cp=2",), loss, batch, steps=1, fixed=fixed)
+        decided.setdefault(*found.decided)
+        assert ("halo" in moved(found)) == (time != 9)
+    assert len(decided) == 2
 
 
 def test_mirrored_pieces_are_convolved_as_they_lie() -> None:
