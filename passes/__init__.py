@@ -21,8 +21,11 @@ from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.ring import ring
 from autopar.passes.rowwise import rowwise
+from autopar.passes.scans import scans
+from autopar.passes.shifts import shifts
 from autopar.passes.unslice import unslice
 from autopar.passes.unsort import unsort
+from autopar.passes.windows import windows
 from autopar.passes.zero import zero
 
 Pass = Callable[[Program, Plan], Program]
@@ -30,6 +33,9 @@ Pass = Callable[[Program, Plan], Program]
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
+    (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
+    (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
+    (scans, Level.CAPTURED),  # and a running sum, with its gradient
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout

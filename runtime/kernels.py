@@ -17,6 +17,7 @@ from autopar.runtime import (
     attention,
     attention_dropout,
     contraction,
+    convolution,
     ctc,
     dropout,
     embedding,
@@ -30,7 +31,8 @@ from autopar.runtime import (
 from autopar.runtime.kernel import Kernel
 
 _FILES = (
-    attention, attention_dropout, contraction, ctc, dropout, embedding, experts, indices, losses, norms, random, rows,
+    attention, attention_dropout, contraction, convolution, ctc, dropout, embedding, experts, indices, losses, norms,
+    random, rows,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

@@ -26,6 +26,7 @@ from autopar.passes.rules import (
     reductions,
     spatial,
     views,
+    windows,
 )
 from autopar.passes.rules.build import replicated_rule
 from autopar.passes.rules.local import local_call
@@ -45,6 +46,7 @@ _KINDS = (
     indexing,
     linalg,
     convolution,
+    windows,
     spatial,
     losses,
     creation,

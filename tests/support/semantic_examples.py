@@ -16,6 +16,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
     dropped, dropped_lse = dropped_attention(q, q, q, None, seed, True, 0.4, *drawn)
     speech = torch.randn(6, 3, 5).log_softmax(-1)
     ctc = (torch.randint(1, 5, (3, 2)), torch.tensor([6, 5, 4]), torch.tensor([2, 1, 2]), 0)
+    x, w, window = torch.randn(2, 4, 12), torch.randn(6, 2, 3), ([2], [1], [2], [1], 2)
     return {
         "einsum": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
         "attention": (q, q, q, None, True, 0.4),
@@ -38,5 +39,10 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "index_of_rows": (q, [None, None, index[:, :, 0] % 6], [-2, -1, 0]),
         "index_put_of_rows": (q, [None, index[:, 0] % 4], [-2, 0], torch.randn(2, 6, 6, 8), True),
         "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
+        "convolution": (x, w, *window),
+        "convolution_input_backward": (torch.randn(2, 6, 7), w, [12], *window),
+        "convolution_weight_backward": (torch.randn(2, 6, 7), x, [3], *window),
+        "pad_rows": (x, 2, 1, -1),
+        "running_sum": (x, 2, True),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }
