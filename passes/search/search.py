@@ -22,7 +22,7 @@ SHARED = 6  # a weight that as many products multiply has its layout guessed fir
 MIRRORED = 1e-3  # bytes: where mirrored pieces balance no work, pieces in order are the simpler ones
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 ATTENTION = frozenset(
-    op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
+    op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
