@@ -9,6 +9,7 @@ from autopar.ir.program import Level, Program
 from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
+from autopar.passes.compare_masks import compare_masks
 from autopar.passes.decompose import decompose
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
@@ -29,6 +30,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
+    (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over the data axes
