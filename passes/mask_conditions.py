@@ -126,9 +126,10 @@ def _without_causal(condition: Condition, vectors: Mapping[str, Vector], known: 
 
 
 def _is_causal(condition: Condition, vectors: Mapping[str, Vector]) -> bool:
-    if not isinstance(condition, Comparison) or condition.sign != "<=":
+    """True for `key <= query` or `key < query + 1`, of positions."""
+    if not isinstance(condition, Comparison) or vectors[condition.column] != Vector(None, ("t",)):
         return False
-    return vectors[condition.column] == Vector(None, ("t",)) and vectors[condition.row] == Vector(None, ("s",))
+    return (condition.sign, vectors[condition.row]) in (("<=", Vector(None, ("s",))), ("<", Vector(None, ("s",), 1)))
 
 
 def _comparisons(condition: Condition) -> Iterator[Comparison]:
@@ -144,5 +145,5 @@ def _in_order(condition: Condition, vectors: Mapping[str, Vector], causal: bool)
     used = names_in(condition)
     rows, columns = ([name for name in used if name[0] == side] for side in "rc")
     names = {name: f"{name[0]}{i}" for side in (rows, columns) for i, name in enumerate(side)}
-    found = ([vectors[name] for name in side] for side in (rows, columns))
-    return MaskCondition(renamed(condition, names), *map(tuple, found), causal)  # type: ignore[arg-type]
+    of_rows, of_columns = (tuple(vectors[name] for name in side) for side in (rows, columns))
+    return MaskCondition(renamed(condition, names), of_rows, of_columns, causal)

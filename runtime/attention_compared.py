@@ -33,9 +33,9 @@ def compared_attention(
         here = block.samples, slice(None), block.rows
         found: Tensors | None = None
         for keys, seen in _calls(mask, block):
-            operands = (take(x[block.samples], keys, 2) for x in (k, v))
-            made = attention(q[here], *operands, seen, False, scale)
-            found = made if found is None else joined(*found, *_behind(*made, seen))
+            keys_, values = (take(x[block.samples], keys, 2) for x in (k, v))
+            one, its = attention(q[here], keys_, values, seen, False, scale)
+            found = (one, its) if found is None else joined(found[0], found[1], one, _behind(its, seen))
         if found is not None:
             out[here], lse[here] = found
     return out, lse
@@ -52,9 +52,9 @@ def compared_attention_backward(
     for block in mask.blocks(q, decide):
         here = block.samples, slice(None), block.rows
         for keys, seen in _calls(mask, block):
-            operands = (take(x[block.samples], keys, 2) for x in (k, v))
+            keys_, values = (take(x[block.samples], keys, 2) for x in (k, v))
             of_q, of_k, of_v = attention_backward(
-                grad[here], q[here], *operands, seen, out[here], lse[here].contiguous(), False, scale
+                grad[here], q[here], keys_, values, seen, out[here], lse[here].contiguous(), False, scale
             )
             dq[here] += of_q
             _add(dk[block.samples], of_k, keys)
@@ -70,9 +70,9 @@ def _calls(mask: Mask, block: Block) -> Iterator[tuple[tuple[slice, ...], Tensor
         yield block.partly, mask.part(block.samples, block.rows, block.partly)
 
 
-def _behind(out: Tensor, lse: Tensor, seen: Tensor | None) -> Tensors:
-    """As what joins another part: no share of a row that sees no key here, of which a kernel says lse = 0."""
-    return out, lse if seen is None else lse.masked_fill(~seen.any(-1), -torch.inf)
+def _behind(lse: Tensor, seen: Tensor | None) -> Tensor:
+    """As of a part beside another: -inf for a row that sees no key of it, of which a kernel says 0."""
+    return lse if seen is None else lse.masked_fill(~seen.any(-1), -torch.inf)
 
 
 def _add(to: Tensor, values: Tensor, keys: Sequence[slice]) -> None:
