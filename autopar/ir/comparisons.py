@@ -137,10 +137,14 @@ def holds(condition: Condition, values: Mapping[str, Tensor]) -> Tensor | None:
             return found
         case Flag(name, is_true):
             return values[name] if is_true else ~values[name]
-        case All(parts) | Some(parts):
-            join = operator.and_ if isinstance(condition, All) else operator.or_
-            holding = [one for part in parts if (one := holds(part, values)) is not None]
-            return functools.reduce(join, holding) if holding else None
+        case All(parts):
+            both = [one for part in parts if (one := holds(part, values)) is not None]
+            return functools.reduce(operator.and_, both) if both else None
+        case Some(parts):
+            either = [one for part in parts if (one := holds(part, values)) is not None]
+            if len(either) < len(parts):
+                return None
+            return functools.reduce(operator.or_, either) if either else torch.tensor(False)
 
 
 @functools.cache
