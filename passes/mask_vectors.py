@@ -23,7 +23,8 @@ class MaskVectors:
     def node(self, vector: Vector, sizes: Mapping[str, int], user: Record) -> fx.Node:
         """A vector of a mask of these sizes. user: the record of what it is made for."""
         letter = "s" if "s" in vector.letters else "t"
-        key = vector, sizes[letter]
+        # Positions of queries and of keys are the same numbers.
+        key = (vector if vector.node is not None else Vector(None, (), vector.shift)), sizes[letter]
         if key not in self.made:
             made = self._positions(vector, sizes[letter], user) if vector.node is None else self._moved(vector)
             self.made[key] = made
