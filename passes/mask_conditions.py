@@ -8,7 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.comparisons import FALSE, All, Comparison, Condition, Flag, Some, every, holds, names_in, renamed, some
+from autopar.ir.comparisons import (
+    FALSE,
+    SIGNS,
+    TRUE,
+    All,
+    Comparison,
+    Condition,
+    Flag,
+    Some,
+    every,
+    holds,
+    names_in,
+    renamed,
+    some,
+)
 from autopar.ir.program import record
 from autopar.passes.mask_values import Cases, MaskValues, Vector
 from autopar.passes.mask_views import axes_of, under
@@ -44,7 +58,7 @@ def condition_of(
     if not isinstance(found, Cases):
         return None
     vectors = values.vectors()
-    condition = found.where(True) if record(mask).type.dtype == torch.bool else _seen(found, vectors, known)
+    condition = found.where(True) if record(mask).type.dtype == torch.bool else _seen(found, values)
     if condition is None or condition == FALSE or len(names_in(condition)) > MOST:
         return None
     if not causal and sizes["s"] == sizes["t"]:
@@ -52,67 +66,58 @@ def condition_of(
     return _in_order(condition, vectors, causal)
 
 
-def _seen(cases: Cases, vectors: Mapping[str, Vector], known: Known) -> Condition | None:
+def _seen(cases: Cases, values: MaskValues) -> Condition | None:
     """Where a mask that is added is zero, if it hides all else."""
     condition = cases.where(0)
     hiding = [number for number, _ in cases.of if number != 0]
     if any(number > HIDING for number in hiding):
         return None
-    is_exact = all(number == -torch.inf for number in hiding) or _sees_itself(condition, vectors, known)
+    is_exact = all(number == -torch.inf for number in hiding) or _sees_itself(condition, values)
     return condition if is_exact else None
 
 
-def _sees_itself(condition: Condition, vectors: Mapping[str, Vector], known: Known) -> bool:
+def _sees_itself(condition: Condition, values: MaskValues) -> bool:
     """True if it is certain that each query sees the key of its own position. What is not known counts as false, which
-    a condition without negations takes to be false the more."""
-    values = {name: _value(vector, known) for name, vector in vectors.items()}
-    lengths = {value.shape[-1] for value in values.values() if value is not None}
-    if len(lengths) > 1:
+    makes a condition, whose parts are never denied, false more often."""
+    vectors = values.vectors()
+    known = {name: one for name, vector in vectors.items() if (one := _elements(vector, values.known)) is not None}
+    if len({one.shape[-1] for one in known.values()}) > 1:
         return False
-    found = holds(_certain(condition, vectors, values), {name: one for name, one in values.items() if one is not None})
+    found = holds(_certain(condition, vectors, frozenset(known), values.sizes), known)
     return found is None or bool(found.all())
 
 
-def _value(vector: Vector, known: Known) -> torch.Tensor | None:
-    """The elements of a vector over positions, if they hang on no input."""
-    if vector.node is None:
-        return None
-    found = known.value(vector.node)
+def _elements(vector: Vector, known: Known) -> torch.Tensor | None:
+    """The elements of a vector of positions alone, if they hang on no input."""
+    found = None if vector.node is None else known.value(vector.node)
     return None if found is None or found.numel() != max(found.shape, default=1) else found.flatten() + vector.shift
 
 
 def _certain(
-    condition: Condition, vectors: Mapping[str, Vector], values: Mapping[str, torch.Tensor | None]
+    condition: Condition, vectors: Mapping[str, Vector], known: frozenset[str], sizes: Mapping[str, int]
 ) -> Condition:
     """The condition, at equal positions, without what is not known of it."""
     match condition:
         case Comparison(column, sign, row):
-            shift = _apart(vectors[column], vectors[row])
-            if shift is not None:
-                is_true = {"<": shift > 0, "<=": shift >= 0, ">": shift < 0, ">=": shift <= 0, "==": not shift}
-                return All() if is_true.get(sign, bool(shift)) else FALSE
-            return FALSE if values[column] is None or values[row] is None else condition
+            if _base(vectors[column], sizes) == _base(vectors[row], sizes):
+                return TRUE if SIGNS[sign](vectors[column].shift, vectors[row].shift) else FALSE
+            return condition if {column, row} <= known else FALSE
         case Flag(name):
-            return FALSE if values[name] is None else condition
+            return condition if name in known else FALSE
         case All(parts):
-            return every(*(_certain(part, vectors, values) for part in parts))
+            return every(*(_certain(part, vectors, known, sizes) for part in parts))
         case Some(parts):
-            return some(*(_certain(part, vectors, values) for part in parts))
+            return some(*(_certain(part, vectors, known, sizes) for part in parts))
 
 
-def _apart(column: Vector, row: Vector) -> int | None:
-    """By how much a row vector is more than a column vector at the same position, if they are views of one tensor."""
-    return row.shift - column.shift if _base(column) == _base(row) else None
-
-
-def _base(vector: Vector) -> tuple[fx.Node | None, tuple[str, ...]]:
-    """The tensor that a vector is a view of, and what the dims of it are; queries and keys are both positions."""
+def _base(vector: Vector, sizes: Mapping[str, int]) -> tuple[fx.Node | None, tuple[str, ...]]:
+    """The tensor that a vector is a view of, and what its dims are: both queries and keys are positions."""
     node, letters = vector.node, vector.letters
-    while node is not None and node.op == "call_function" and (below := under(node, letters)) is not None:
+    while node is not None and node.op == "call_function" and (below := under(node, letters, sizes)) is not None:
         node, letters = below
     shape = (0,) * len(letters) if node is None else record(node).type.shape
     kept = (letter if size != 1 else "" for size, letter in zip(shape, letters, strict=True))
-    return node, tuple("position" if letter in ("s", "t") else letter for letter in kept)
+    return node, tuple(letter.replace("t", "s") for letter in kept)
 
 
 def _without_causal(condition: Condition, vectors: Mapping[str, Vector], known: Known) -> tuple[Condition, bool]:

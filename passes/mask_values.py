@@ -18,7 +18,7 @@ from torch import fx
 from autopar.ir.comparisons import TRUE, Comparison, Condition, Flag, every, opposite, some
 from autopar.ir.ops import op_name
 from autopar.ir.program import operand_nodes, record
-from autopar.passes.mask_views import Letters, axes_of, under
+from autopar.passes.mask_views import Letters, axes_of, in_order, under
 from autopar.passes.rowwise import Known
 from autopar.passes.rules.rule import Table
 
@@ -90,14 +90,14 @@ class MaskValues:
         if node.op == "call_function" and (number := _fill(node)) is not None:
             return Cases(((number, TRUE),))
         type_ = record(node).type
-        if not {"s", "t"} <= axes_of(type_.shape, letters):
+        if not {"s", "t"} <= axes_of(type_.shape, letters) and in_order(type_.shape, letters) is not None:
             if type_.dtype == torch.bool:
                 return self._flag(Vector(node, letters))
             if type_.dtype in _INTEGERS:
                 return Line(((1, self._counted(Vector(node, letters))),))
         if node.op != "call_function":
             return None
-        below = under(node, letters)
+        below = under(node, letters, self.sizes)
         if below is not None:
             return self.of(*below)
         if op_name(node.target) in ("tril", "triu"):

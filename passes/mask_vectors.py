@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.ir.program import Builder, Record, TensorType, record
 from autopar.passes.mask_values import Vector
+from autopar.passes.mask_views import in_order
 
 aten = torch.ops.aten
 
@@ -22,11 +23,11 @@ class MaskVectors:
 
     def node(self, vector: Vector, sizes: Mapping[str, int], user: Record) -> fx.Node:
         """A vector of a mask of these sizes. user: the record of what it is made for."""
-        letter = "s" if "s" in vector.letters else "t"
+        letter = "s" if "s" in "".join(vector.letters) else "t"
         # Positions of queries and of keys are the same numbers.
         key = (vector if vector.node is not None else Vector(None, (), vector.shift)), sizes[letter]
         if key not in self.made:
-            made = self._positions(vector, sizes[letter], user) if vector.node is None else self._moved(vector)
+            made = self._positions(vector, sizes[letter], user) if vector.node is None else self._moved(vector, sizes)
             self.made[key] = made
         return self.made[key]
 
@@ -52,17 +53,19 @@ class MaskVectors:
         made = self.build.call(aten.arange.start, vector.shift, vector.shift + size, like=like, name="positions")
         return self._reshaped(made, (1, 1, size), "positions")
 
-    def _moved(self, vector: Vector) -> fx.Node:
+    def _moved(self, vector: Vector, sizes: Mapping[str, int]) -> fx.Node:
         """What stands in the program, its dims in the order of the mask's, plus the shift."""
         assert vector.node is not None
         made, shape, letters = self.build.value[vector.node], record(vector.node).type.shape, vector.letters
-        long = [i for i, size in enumerate(shape) if size != 1]
-        order = sorted(long, key=letters.__getitem__)
-        name = "rows" if any(letters[i] == "s" for i in long) else "columns"
-        if order != long:
-            made = self._permuted(made, [*(i for i in range(len(shape)) if i not in long), *order], name)
-        sizes = {letters[i]: shape[i] for i in long}
-        made = self._reshaped(made, (sizes.pop("b", 1), sizes.pop("h", 1), *(sizes.values() or (1,))), name)
+        order = in_order(shape, letters)
+        assert order is not None
+        told = "".join(letters[i] for i in order)
+        name = "rows" if "s" in told else "columns"
+        if order != sorted(order):
+            made = self._permuted(made, [*(i for i in range(len(shape)) if i not in order), *order], name)
+        last = told[-1:] if told[-1:] in ("s", "t") else ""
+        wanted = tuple(sizes[letter] if letter and letter in told else 1 for letter in ("b", "h", last))
+        made = self._reshaped(made, wanted, name)
         if not vector.shift:
             return made
         return self.build.call(aten.add.Scalar, made, vector.shift, like=record(made).with_(origin=""), name=name)

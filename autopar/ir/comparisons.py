@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 
 Tensor = torch.Tensor
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
-_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+SIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _TOKEN = re.compile(r"\s*(true|[rc]\d+|<=|>=|==|!=|[<>&|~()])")
@@ -133,7 +133,7 @@ def holds(condition: Condition, values: Mapping[str, Tensor]) -> Tensor | None:
     """Where a condition holds, broadcast over its vectors; None for everywhere."""
     match condition:
         case Comparison(column, sign, row):
-            found: Tensor = _FUNCTIONS[sign](values[column], values[row])
+            found: Tensor = SIGNS[sign](values[column], values[row])
             return found
         case Flag(name, is_true):
             return values[name] if is_true else ~values[name]
