@@ -94,6 +94,8 @@ class Mask:
         size = _SIZE_CPU if host.on_host(like) else _SIZE
         rows, width, keys = self._rows(size), self.s // len(self.starts), _pieces(0, self.t, size)
         count = max(vector.shape[0] for vector in self.vectors.values())
+        if not (rows and keys):
+            return
         if len(rows) * len(keys) == 1:
             codes = [[[PARTLY]]] * count
         else:
