@@ -34,7 +34,7 @@ class Block:
 
 def decided(codes: Tensor) -> list[list[list[int]]]:
     """The codes as they are; while a CUDA graph is recorded, which cannot wait for them, of no block anything."""
-    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not host.on_host(codes) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return undecided(codes)
     found: list[list[list[int]]] = codes.tolist()
     return found

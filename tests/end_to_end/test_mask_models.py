@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
+import autopar
 from autopar.compiled import Compiled
 from autopar.runtime import compared_blocks
 
@@ -148,3 +150,19 @@ def test_a_plain_gpt_of_documents() -> None:
     for _, found in verified(Packed(9), ("cp=2", "cp=4", "cp=2,tp=2"), step, (x,)):
         assert len(conditions(found)) == 2 and all("==" in condition for condition, _ in conditions(found))
     verified(Packed(9), ("cp=2,pp=2",), step, (x,), microbatches=2)
+
+
+@pytest.mark.slow
+def test_inductor_calls_it() -> None:
+    """In code that Inductor writes the op stands as it is, with what it compiles around it."""
+    torch.manual_seed(0)
+    plain, x = Packed(9), tokens()
+    x[0, 3] = x[0, 11] = x[1, 17] = 1
+    step = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.roll(-1, 1).flatten())  # noqa: E731
+    want = step(plain, x)
+    want.backward()
+    model = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=step, compile="inductor")
+    torch.testing.assert_close(model.forward_backward(x), want.detach())
+    assert "compared_attention_backward" in str(model.generated_code)
+    for name, gradient in model.full_gradients().items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_stubs import stubbed
+from off_host import off_host
 from torch import Tensor
 
 from autopar.errors import PlanError
@@ -159,6 +160,18 @@ def test_on_a_gpu_what_is_seen_whole_has_no_mask(monkeypatch: pytest.MonkeyPatch
     _, want = both([one.double() for one in operands], "c0<=r0", rows[:1], columns[:1], mask)
     for ours, its in zip(got, want, strict=True):
         torch.testing.assert_close(ours.double(), its, rtol=3e-2, atol=3e-2)
+
+
+def test_a_recording_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is recorded no block is known, and the mask of each is made."""
+    monkeypatch.setattr(compared_blocks, "_SIZE", 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    q, place = torch.randn(1, 2, 32, 4), torch.arange(32).view(1, 1, 32)
+    for recording, expected in ((True, (0, 32 * 32)), (False, (6 * 64, 4 * 64))):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda recording=recording: recording)
+        with off_host():
+            found = pairs(monkeypatch, lambda: compared_attention(q, q, q, [place], [place], "c0<=r0", False, 0.5))
+        assert found == expected
 
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
