@@ -159,7 +159,18 @@ def _spread(
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
     cut = list(cut_from_batch(classes)) if of_sequences else []
-    while pending or cut:
+    attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
+    while pending or cut or attending:
+        if not pending and not cut:
+            i = attending.pop(0)
+            rule = classes.items[i].rule
+            assert rule is not None
+            if not found[i].get("s"):
+                values.setdefault((i, 0), set()).update(
+                    filter(None, (place(rule.results[0], ("s", outer), dict(rule.sizes)) for outer in of_sequences))
+                )
+                pending[i] = None
+            continue
         if not pending:
             first = cut.pop(0)
             values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))
