@@ -111,6 +111,8 @@ class _Lengthen:
             found = self._attention(node) or self._call(node)
             if found is not None:
                 return found
+        if node.target in (aten.select_backward.default, aten.slice_backward.default):
+            return self._put_back(node)
         return self.build.copy(node, operand=lambda one: self._cut(one, record(node)))
 
     # --- calls
@@ -140,13 +142,29 @@ class _Lengthen:
         causal, scale = node.args[-2:]
         if causal or any(self.rows[one].dim != 2 for one in node.args[at : at + 3]):  # type: ignore[index]
             return None
+        if at and not self._is_zero(node.args[0]):  # type: ignore[arg-type]
+            return None  # gradients of keys and values are sums over queries
         given = [self._given(one, 2, record(node)) for one in operand_nodes(node)]
         before, after, column = given[: at + 3], given[at + 3 :], self._column(record(node))
         args = (*before, [], [column], *after, "c0", False, scale)
-        zero = self._is_zero(operand_nodes(node)[0])
-        results = (Rows(2, False),) * 2 if at == 0 else (Rows(2, zero), Rows(2, True), Rows(2, True))
+        results = (Rows(2, True),) * 3 if at else (Rows(2, False),) * 2
         target = op("compared_attention_backward" if at else "compared_attention")
         return self._longer(node, target, args, results)
+
+    def _put_back(self, node: fx.Node) -> fx.Node | None:
+        """The gradient of a part of the rows, in zeros: in more of them, if other values of its shape have more."""
+        grad, shape, dim, *place = node.args
+        shape, dim = tuple(shape), dim % len(shape)  # type: ignore[arg-type, operator]
+        alike = (one for one, rows in self.rows.items() if rows.dim == dim and record(one).type.shape == shape)
+        args: list[Any] = [self._cut(grad, record(node)), list(shape), dim, *place]  # type: ignore[arg-type]
+        if next(alike, None) is None:
+            return self.build.copy(node, operand=lambda one: self._cut(one, record(node)))
+        args[1][dim] = self.longer
+        if len(place) == 1:
+            args[3] = place[0] % self.short  # type: ignore[operator]
+        else:
+            args[3:5] = slice(*place).indices(self.short)[:2]
+        return self._longer(node, node.target, args, (Rows(dim, True),))
 
     def _longer(
         self, node: fx.Node, target: Any, args: Any, results: tuple[Rows | None, ...], **kwargs: Any
@@ -185,9 +203,9 @@ class _Lengthen:
         value = self.build.value[node]
         if node not in self.rows:
             return value
-        key = node, self.rows[node].dim, user.phase
+        key = node, self.rows[node].dim, _phase(node, user)
         if key not in self.made:
-            like = record(node).with_(origin="", phase=user.phase)
+            like = record(node).with_(origin="", phase=key[2])
             self.made[key] = self.build.call(aten.slice.Tensor, value, key[1], 0, self.short, like=like, name="cut")
         return self.made[key]
 
@@ -195,9 +213,9 @@ class _Lengthen:
         """What a longer call reads: a value with as many rows, if it has any."""
         if dim is None or node in self.rows:
             return self.build.value[node]
-        key = node, dim, user.phase
+        key = node, dim, _phase(node, user)
         if key not in self.made:
-            like, value = record(node).with_(origin="", phase=user.phase), self.build.value[node]
+            like, value = record(node).with_(origin="", phase=key[2]), self.build.value[node]
             self.made[key] = self._zeros(value, dim, like) if self._is_zero(node) else self._again(value, dim, like)
         return self.made[key]
 
@@ -228,3 +246,8 @@ class _Lengthen:
             like = like.with_(types=(TensorType((1, 1, self.longer), torch.bool),))
             self.column = self.build.call(aten.reshape.default, kept, [1, 1, self.longer], like=like, name="columns")
         return self.column
+
+
+def _phase(node: fx.Node, user: Record) -> str:
+    """In which phase a value is cut or filled up for a user; what leaves the program is no user of a phase."""
+    return "backward" if record(node).is_backward else user.phase

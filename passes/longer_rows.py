@@ -58,8 +58,7 @@ def by_rule(node: fx.Node, rows: Mapping[fx.Node, Rows], short: int, long: int, 
         return None
     places = [_place(dims, name) for dims in rule.operands]
     zero = [_is_zero(one, place, rows) for one, place in zip(operands, places, strict=True)]
-    groups = (frozenset({0}),) if call.op in _SUMS else rule.linear
-    stays_zero = any(group and all(zero[i] for i in group) for group in groups)
+    stays_zero = _stays_zero(rule, call.op, zero)
     results = [_place(dims, name) for dims in rule.results]
     if None in results and not (stays_zero and rule.partial == "sum"):
         return None
@@ -68,6 +67,12 @@ def by_rule(node: fx.Node, rows: Mapping[fx.Node, Rows], short: int, long: int, 
     made = tuple(None if place is None else Rows(place, stays_zero) for place in results)
     found = Longer(tuple(places), made, args, kwargs)
     return found if _gives(node, found, rule, shapes, long) else None
+
+
+def _stays_zero(rule: Rule, name: str, zero: list[bool]) -> bool:
+    """Whether rows of zeros in some operands make zeros of the results."""
+    groups = (frozenset({0}),) if name in _SUMS else rule.linear
+    return any(group and all(zero[i] for i in group) for group in groups)
 
 
 def _place(dims: Dims, name: str) -> int | None:
