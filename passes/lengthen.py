@@ -73,8 +73,9 @@ def _is_root(node: fx.Node, size: int) -> bool:
 
 
 def _dim(node: fx.Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return int(dim) % len(record(node).type.shape)  # type: ignore[call-overload, no-any-return]
+    """The dim along which a join joins."""
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return int(dim) % len(record(node).type.shape)
 
 
 class _Lengthen:
@@ -87,9 +88,8 @@ class _Lengthen:
         self.build = Builder(MADE_BY)
         self.rows: dict[fx.Node, Rows] = {}  # of each tensor that has more rows; `build.value` is the longer one then
         self.items: dict[fx.Node, tuple[Rows | None, ...]] = {}  # of calls with several results
-        self.made: dict[
-            tuple[fx.Node, bool], fx.Node
-        ] = {}  # cut or filled up, for users of the forward or the backward
+        # Cut or filled up along a dim, for the users of a phase.
+        self.made: dict[tuple[fx.Node, int, str], fx.Node] = {}
         self.column: fx.Node | None = None
 
     def run(self) -> Program:
@@ -153,15 +153,15 @@ class _Lengthen:
 
     def _put_back(self, node: fx.Node) -> fx.Node | None:
         """The gradient of a part of the rows, in zeros: in more of them, if other values of its shape have more."""
-        grad, shape, dim, *place = node.args
-        shape, dim = tuple(shape), dim % len(shape)  # type: ignore[arg-type, operator]
+        grad, sizes, at, *place = _args(node)
+        shape, dim = tuple(sizes), at % len(sizes)
         alike = (one for one, rows in self.rows.items() if rows.dim == dim and record(one).type.shape == shape)
-        args: list[Any] = [self._cut(grad, record(node)), list(shape), dim, *place]  # type: ignore[arg-type]
+        args: list[Any] = [self._cut(grad, record(node)), list(shape), dim, *place]
         if next(alike, None) is None:
             return self.build.copy(node, operand=lambda one: self._cut(one, record(node)))
         args[1][dim] = self.longer
         if len(place) == 1:
-            args[3] = place[0] % self.short  # type: ignore[operator]
+            args[3] = place[0] % self.short
         else:
             args[3:5] = slice(*place).indices(self.short)[:2]
         return self._longer(node, node.target, args, (Rows(dim, True),))
@@ -246,6 +246,10 @@ class _Lengthen:
             like = like.with_(types=(TensorType((1, 1, self.longer), torch.bool),))
             self.column = self.build.call(aten.reshape.default, kept, [1, 1, self.longer], like=like, name="columns")
         return self.column
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
 
 
 def _phase(node: fx.Node, user: Record) -> str:
