@@ -55,6 +55,7 @@ def lengthen(program: Program, plan: Plan) -> Program:
     size = math.prod(size for _, size in context_axes(plan.mesh))
     if size == 1:
         return program
+    size *= dict(plan.mesh.axes).get("tp", 1) if plan.sequence_parallel else 1  # which splits the pieces of cp further
     tried: set[str] = set()
     while True:
         root = next((node for node in program.calls() if node.name not in tried and _is_root(node, size)), None)

@@ -120,7 +120,7 @@ class MaskValues:
         """A vector of bools; one that hangs on no input and is the same everywhere is a number."""
         assert vector.node is not None
         found = self.known.value(vector.node)
-        if found is not None and bool((found == found.flatten()[0]).all()):
+        if found is not None and found.numel() and bool((found == found.flatten()[0]).all()):
             return Cases(((bool(found.flatten()[0]), TRUE),))
         name = self._name(vector)
         return Cases(((True, Flag(name)), (False, Flag(name, False))))
@@ -129,7 +129,7 @@ class MaskValues:
         """The positions, if that is what a vector holds."""
         assert vector.node is not None
         found, axes = self.known.value(vector.node), self._axes(vector)
-        if found is None or len(axes) != 1 or not axes <= {"s", "t"}:
+        if found is None or len(axes) != 1 or not axes <= {"s", "t"} or not found.numel():
             return vector
         letter = next(iter(axes))
         first = int(found.flatten()[0])

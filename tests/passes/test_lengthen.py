@@ -106,6 +106,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "micro-batches": ("dp=2,cp=2", {"microbatches": 2}),
     "zero": ("dp=2,cp=2", {"zero": 3}),
     "recompute": ("cp=2", {"recompute": "full"}),
+    "sequence parallel": ("cp=2,tp=2", {"sequence_parallel": True}),
 }
 
 
@@ -114,7 +115,7 @@ def test_with_the_other_options(name: str) -> None:
     mesh, options = OPTIONS[name]
     ((_, found),) = verified(made(), (mesh,), loss, batch(), **options)
     length = {layout.split()[0] for layout in layouts(found)}
-    assert length == {"20" if "ulysses=2" in mesh else "18"}
+    assert length == {"20" if "ulysses=2" in mesh or "sequence_parallel" in options else "18"}
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
