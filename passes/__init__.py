@@ -10,7 +10,9 @@ from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
 from autopar.passes.chunk_loss import chunk_loss
+from autopar.passes.compare_masks import compare_masks
 from autopar.passes.decompose import decompose
+from autopar.passes.lengthen import lengthen
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
 from autopar.passes.pipeline import make_pipeline
@@ -37,6 +39,8 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
     (scans, Level.CAPTURED),  # and a running sum, with its gradient
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
+    (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
+    (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over the data axes

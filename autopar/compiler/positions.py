@@ -72,8 +72,8 @@ def _cuts(program: Program, table: Table) -> Iterator[tuple[fx.Node, Positions]]
     """The calls on tensors of the batch through which no split of the positions gets."""
     batch = {node for node, entry in program.entries if entry.kind == "batch"}
     for node in program.calls():
-        known = record(node)
-        if not known.is_tensor or not {*operand_nodes(node)} <= batch or len(known.type.shape) not in (2, 3):
+        known, operands = record(node), {*operand_nodes(node)}
+        if not (known.is_tensor and operands and operands <= batch) or len(known.type.shape) not in (2, 3):
             continue
         found = rule_of(call_of(node), table)
         rule = found[0] if found else replicated_rule(call_of(node))

@@ -13,6 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
+    compared_attention,
     contractions,
     convolution,
     creation,
@@ -42,6 +43,7 @@ _KINDS = (
     reductions,
     contractions,
     attention,
+    compared_attention,
     normalisation,
     indexing,
     linalg,

@@ -22,7 +22,7 @@ SHARED = 6  # a weight that as many products multiply has its layout guessed fir
 MIRRORED = 1e-3  # bytes: where mirrored pieces balance no work, pieces in order are the simpler ones
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 ATTENTION = frozenset(
-    op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
+    op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
@@ -182,7 +182,18 @@ def _spread(
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
     cut = list(cut_from_batch(classes)) if of_sequences else []
-    while pending or cut:
+    attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
+    while pending or cut or attending:
+        if not pending and not cut:
+            i = attending.pop(0)
+            rule = classes.items[i].rule
+            assert rule is not None
+            if not found[i].get("s"):
+                values.setdefault((i, 0), set()).update(
+                    filter(None, (place(rule.results[0], ("s", outer), dict(rule.sizes)) for outer in of_sequences))
+                )
+                pending[i] = None
+            continue
         if not pending:
             first = cut.pop(0)
             values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))

@@ -97,6 +97,8 @@ def test_a_ring_of_two(two: Ranks, train: Any) -> None:
     for found in two.run(train, "cp=2", {"attention": "ring"}):
         for name, value in wanted.items():
             assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), name
+
+
 def _hybrid(rank: int, mesh: str, options: dict[str, Any]) -> Result:
     model, loss, batch = hybrid()
     parallel = autopar.parallelize(model.double(), mesh, loss_fn=loss, **options)

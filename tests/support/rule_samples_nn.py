@@ -36,7 +36,28 @@ def attention_samples() -> Samples:
         "autopar.attention.default": forward,
         "autopar.attention_backward.default": backward,
         **dropped_attention_samples(),
+        **compared_attention_samples(),
     }
+
+
+def compared_attention_samples() -> Samples:
+    """Vectors of samples, of heads, of both and of none; causal and not."""
+    name = "autopar.compared_attention.default"
+    places, ids = torch.arange(6).view(1, 1, 6), torch.randint(3, (2, 1, 6)).sort().values
+    first = (torch.arange(4) == 0).view(1, 1, 4)
+    forward, backward = [], []
+    for heads, kv, keys, rows, columns, compare, causal in (
+        (12, 6, 6, [places - 3], [places], "c0>r0", True),
+        (6, 6, 6, [ids], [ids], "c0==r0", False),
+        (4, 2, 4, [], [mask(2, 4, 4) | first], "c0", False),
+        (2, 2, 4, [torch.arange(6).view(1, 1, 6) % 2 == 0], [first, mask(1, 2, 4)], "r0 | c1 & ~c0 | c0", False),
+    ):
+        q, k, v = r(2, heads, 6, 4), r(2, kv, keys, 4), r(2, kv, keys, 8)
+        args = rows, columns, compare, causal, 0.5
+        forward.append(sample(q, k, v, *args))
+        out, lse = run(name, (q, k, v, *args), {})
+        backward.append(sample(r(2, heads, 6, 8), q, k, v, rows, columns, out, lse, *args[2:]))
+    return {name: forward, name.replace("attention", "attention_backward"): backward}
 
 
 def dropped_attention_samples() -> Samples:
