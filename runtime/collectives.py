@@ -118,6 +118,15 @@ def _reduce_scatter(x: Tensor, member: Member, owned: bool, dim: int, outer: int
     return Move("reduce_scatter", pieces(x, member.size, dim, outer), _as_it_is, kind)
 
 
+def _earlier(x: Tensor, member: Member, owned: bool, dim: int, outer: int, key: str) -> Step:
+    """As a gather: what lies behind a slice is there too where all are computed at once, and nobody reads it."""
+    return _all_gather(x, member, owned, dim, outer)
+
+
+def _later(x: Tensor, member: Member, owned: bool, dim: int, outer: int, key: str) -> Step:
+    return _reduce_scatter(x, member, owned, dim, outer, "sum")
+
+
 def _all_to_all(
     x: Tensor, member: Member, owned: bool, gather: int, gather_outer: int, scatter: int, scatter_outer: int
 ) -> Step:
@@ -147,5 +156,7 @@ _BEGIN: Mapping[Any, Callable[..., Step]] = MappingProxyType(
         op("all_gather"): _all_gather,
         op("reduce_scatter"): _reduce_scatter,
         op("all_to_all"): _all_to_all,
+        op("earlier"): _earlier,
+        op("later"): _later,
     }
 )

@@ -13,7 +13,7 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import local_type
-from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
+from autopar.ir.mesh import PIPELINE, Mesh, is_in_time
 from autopar.ir.ops import axes_of, collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import Decided, Plan
@@ -161,7 +161,7 @@ class Lowered:
             return axes_of(self.program.graph)
         found = [axis for graph in self.pipeline.graphs.values() for axis in axes_of(graph.graph)]
         found += [PIPELINE] if PIPELINE in self.mesh else []
-        return tuple(dict.fromkeys(axis for axis in found if axis != MICROBATCH))
+        return tuple(dict.fromkeys(axis for axis in found if not is_in_time(axis)))
 
     def lines(self) -> list[str]:
         """All that decides what the ranks run."""
@@ -200,7 +200,7 @@ class Lowered:
 def moving_nodes(program: Program) -> Iterator[fx.Node]:
     """The collectives of a program, in order. What micro-batches add up to stays where it is and is none."""
     for node in program.calls():
-        if is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+        if is_collective(node.target) and node.target is not WAIT and not is_in_time(str(node.args[1])):
             yield node
 
 

@@ -297,6 +297,11 @@ COLLECTIVES = (
         "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
         (0, 1), (1, 1), halves=False,
     ),
+    # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since
+    # slices are computed in order, and back in reverse, only those up to this one are there, or those from this one on.
+    # key: the value, the same for a forward pass and what the backward pass reads again of it.
+    CollectiveOp("earlier(Tensor x, str axis, int dim, int outer, str key) -> Tensor", (0, 1), None, halves=False),
+    CollectiveOp("later(Tensor x, str axis, int dim, int outer, str key) -> Tensor", "sum", (0, 1), halves=False),
 )  # fmt: skip
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 

@@ -12,7 +12,7 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
-from autopar.ir.mesh import MICROBATCH, axes_of_group
+from autopar.ir.mesh import axes_of_group, is_in_time
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
@@ -209,7 +209,7 @@ class _Finder:
         by_name = {one.name: one for one in self.moved.graph.nodes}
         for row in collectives_of(self.moved):
             link = links.get(record(by_name[row.value]).origin)
-            if row.axis == MICROBATCH:
+            if is_in_time(row.axis):
                 continue  # added up where it is
             if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):
                 continue

@@ -23,6 +23,8 @@ CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
         (Layout(((), ()), (("x", "logsumexp"),)), (0, 2, "logsumexp")),
     ],
     "all_to_all": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 1))],
+    "earlier": [(SPLIT, (0, 1, "k")), (Layout(((), ("x",))), (1, 1, "k"))],
+    "later": [(Layout(((), ()), (("x", "sum"),)), (1, 1, "k"))],
 }  # fmt: skip
 
 
