@@ -69,6 +69,12 @@ class Pipeline:
         """The axes in time, whose coordinates the number of a micro-batch (or of its slice) tells."""
         return time_mesh(self.flow.microbatches, self.flow.slices)
 
+    @property
+    def parts_text(self) -> str:
+        """`8 micro-batches`, or `8 micro-batches of 4 slices`: what a step consists of."""
+        count, slices = self.flow.microbatches // self.flow.slices, self.flow.slices
+        return f"{count} micro-batch{'es' * (count > 1)}" + (f" of {slices} slices" if slices > 1 else "")
+
     def rank_of(self, parameter: str) -> int:
         """The rank of the pipeline that keeps a parameter."""
         return self.flow.ranks[self.owners[parameter]]

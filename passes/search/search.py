@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
@@ -223,15 +224,18 @@ def problem_of(
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
         bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
+        attends = _is_at_attention(classes, intent, (source, result), (user, position))
+        joins = _moves_in_time(classes, (source, result), (user, position))
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
-                attends = _is_at_attention(classes, intent, (source, result), (user, position))
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if strict and s == "sum" and s != t and not classes.casts.get(user, True):
                     continue  # the terms of a gradient are summed behind their cast
+                if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
+                    continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
                 factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0
@@ -284,6 +288,14 @@ def _factor(
         state, target, of_parameters=source in classes.of_parameters, to_gradient=to_gradient, along_sequence=along,
         at_attention=attends,
     )  # fmt: skip
+
+
+def _moves_in_time(classes: Classes, source: tuple[int, int], user: tuple[int, int]) -> bool | None:
+    """Whether micro-batches are put together between (class, result) and (class, operand), or behind the result. None
+    if the value is the same in all of them."""
+    given = classes.items[source[0]].states[source[1]].get(MICROBATCH)
+    wanted = classes.items[user[0]].wanted[user[1]].get(MICROBATCH) if user[1] >= 0 else None
+    return None if given is None else given != wanted
 
 
 def _is_at_attention(classes: Classes, intent: Intent, source: tuple[int, int], user: tuple[int, int]) -> bool:
