@@ -37,6 +37,12 @@ def carried_back(node: fx.Node) -> str | None:
     return f"{_forward_of(call).name}.{'dk' if at == 1 else 'dv'}" if is_causal else None
 
 
+def sees_before(node: fx.Node) -> bool:
+    """True for causal attention, whose work grows with the positions before its queries."""
+    places = {**_FORWARD, **_BACKWARD}.get(node.target)
+    return places is not None and _is_causal(node, places)
+
+
 def _is_causal(user: fx.Node, places: tuple[int, int, int]) -> bool:
     """True if query i sees the keys up to i, and there are as many queries as keys."""
     k, _, causal = places

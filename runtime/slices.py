@@ -32,14 +32,15 @@ class Carried:
 
     def later(self, x: torch.Tensor, dim: int, key: str, microbatch: int, owned: bool) -> torch.Tensor:
         """This slice's piece of a sum, of which x is the last part: of all slices up to this one, as `earlier` gave
-        them. The rest stays for those. Short floats are added in float32. owned: x may be written over."""
+        them, maybe with zeros behind. The rest stays for those. Short floats are added in float32. owned: x may be
+        written over."""
         sequence, slice_ = divmod(microbatch, self.slices)
         total = self.rests.pop((key, sequence), None)
         if total is None:
             total = x.float() if x.dtype in _SHORT else x if owned else x.clone()
         else:
-            total += x
-        size = x.shape[dim] // (slice_ + 1)
+            total += x.narrow(dim, 0, total.shape[dim])
+        size = total.shape[dim] // (slice_ + 1)
         if slice_:
             self.rests[key, sequence] = total.narrow(dim, 0, slice_ * size)
         return total.narrow(dim, slice_ * size, size).to(x.dtype, copy=True)

@@ -126,17 +126,21 @@ class Flow:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """times_us: of a graph on one micro-batch, by (stage, kind); B is I + W where it is not given, anything else 0.
-    A transfer takes latency_us and its bytes at bytes_per_us."""
+    A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
+    `slices` of a sequence, that grows with the place of the slice: attention to what lies before it."""
 
     times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     latency_us: float = 0.0
     bytes_per_us: float = float("inf")
+    growing_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    slices: int = 1
 
     def time_us(self, action: Action) -> float:
         known = self.times_us.get((action.stage, action.kind))
         if known is None and action.kind == "B":
             return self.times_us.get((action.stage, "I"), 0.0) + self.times_us.get((action.stage, "W"), 0.0)
-        return known or 0.0
+        more = (2 * (action.microbatch % self.slices) + 1) / self.slices - 1  # of slice i the pairs are i + 1/2 squares
+        return (known or 0.0) + more * self.growing_us.get((action.stage, action.kind), 0.0)
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.latency_us + sum(type_.bytes_ for type_ in types) / self.bytes_per_us

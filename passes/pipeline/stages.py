@@ -13,6 +13,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Costs, Flow, Work
+from autopar.passes.carried import sees_before
 from autopar.passes.node_costs import local_bytes, node_times
 from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.late import gathered_late
@@ -336,9 +337,12 @@ class _Partition:
         machine = self.plan.fixed.machine
         times = {node.name: time for node, time in node_times(self.program, machine).items()}
         spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
+        growing: dict[Key, float] = {}
         for (place, kind), graph in graphs.items():
             spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
-        return Costs(spent, machine.latency_us, machine.link_bytes_per_us)
+            if self.plan.slices > 1:
+                growing[place, kind] = sum(times[node.name] for node in graph.calls() if sees_before(node))
+        return Costs(spent, machine.latency_us, machine.link_bytes_per_us, growing, self.plan.slices)
 
 
 def _action_of(kind: str) -> str:

@@ -37,9 +37,11 @@ def chain(ranks: tuple[int, ...], microbatches: int, slices: int) -> Flow:
     return Flow(ranks, microbatches * slices, works, dict.fromkeys(sorted(names), TYPE), slices=slices)
 
 
-def idle(name: str, p: int, m: int, k: int) -> float:
-    """The share of the step in which a rank does nothing; a backward pass takes twice as long as a forward one."""
-    costs = Costs({(s, kind): t / k for s in range(p) for kind, t in (("F", 1.0), ("B", 2.0))})
+def idle(name: str, p: int, m: int, k: int, attention: float = 0.0) -> float:
+    """The share of the step in which a rank does nothing; a backward pass takes twice as long as a forward one.
+    attention: its share of the work."""
+    times = {(s, kind): t / k for s in range(p) for kind, t in (("F", 1.0), ("B", 2.0))}
+    costs = Costs(times, growing_us={key: attention * time for key, time in times.items()}, slices=k)
     flow = chain(tuple(range(p)), m, k)
     timeline = simulate(with_transfers(orders(name, p, m, k), flow, costs), flow, costs)
     return 1 - m * 3.0 / timeline.span_us
@@ -76,6 +78,16 @@ def test_the_bubble_of_equal_slices(name: str) -> None:
     """(p - 1) / (m k + p - 1), whatever the micro-batches."""
     for p, m, k in SIZES:
         assert idle(name, p, m, k) == pytest.approx((p - 1) / (m * k + p - 1), abs=1e-12), (p, m, k)
+
+
+def test_slices_of_equal_length_are_no_equal_work() -> None:
+    """Of slice i of k the pairs of a query and a key are 2 i + 1 of k^2. With attention 60 % of the work the last of
+    four slices takes 1.45 times the mean, and the pipeline waits for it in each micro-batch."""
+    costs = Costs({(0, "F"): 1.0}, growing_us={(0, "F"): 0.6}, slices=4)
+    times = [costs.time_us(Action(0, "F", part)) for part in range(8)]
+    assert times == pytest.approx([0.55, 0.85, 1.15, 1.45] * 2)
+    assert [round(100 * idle("seq1f1b", 8, 8, k, 0.6), 1) for k in (1, 4)] == [46.7, 41.6]
+    assert idle("seq1f1b", 4, 8, 4, 0.6) > idle("1f1b", 4, 8, 1)
 
 
 def test_slices_halve_the_idle_time_of_1f1b() -> None:

@@ -55,6 +55,7 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         },
         "costs": {
             "times_us": {f"{place}{kind}": time for (place, kind), time in costs.times_us.items()},
+            "growing_us": {f"{place}{kind}": time for (place, kind), time in costs.growing_us.items()},
             "latency_us": costs.latency_us,
             "bytes_per_us": None if math.isinf(costs.bytes_per_us) else costs.bytes_per_us,
         },
@@ -125,6 +126,8 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
         {_key(text): float(time) for text, time in times.items()},
         float(content["costs"]["latency_us"]),
         math.inf if bytes_per_us is None else float(bytes_per_us),
+        {_key(text): float(time) for text, time in content["costs"]["growing_us"].items()},
+        flow.slices,
     )
     lists = tuple(
         tuple(parse_instruction(line, types) for line in content["instructions"][str(rank)])
