@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.mesh import SLICE, axes_of_group
 from autopar.ir.ops import is_mesh_op, op
-from autopar.ir.program import is_view, record
+from autopar.ir.program import is_getitem, is_view, record
 from autopar.passes.rules import TABLE
 
 _SLICED = (
@@ -77,7 +77,8 @@ def _reader(join: fx.Node) -> fx.Node:
     for node in join.graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
             row = TABLE.get(str(node.target))
-            if not (is_mesh_op(node.target) or is_view(node) or (row is not None and row.pointwise)):
+            passes = is_mesh_op(node.target) or is_view(node) or is_getitem(node)
+            if not (passes or (row is not None and row.pointwise)):
                 return node
             reached.add(node)
     return join

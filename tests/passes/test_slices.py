@@ -332,3 +332,43 @@ def test_nothing_is_kept_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime_slices.Carried, "__init__", watched)
     verified(llama(), ["pp=2"], token_loss, tokens(), **sliced(4))
     assert made and not any(one.pieces or one.rests for one in made)
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+def test_activations_are_those_of_the_formula() -> None:
+    """Stage i holds (p - i + k - 1) / k micro-batches, keys and values within them once."""
+    torch.manual_seed(0)
+    batch = tuple(torch.randint(VOCABULARY, (2, 4, 64)))
+    model = Llama(4, WIDTH, 4, 2, 48, VOCABULARY, 64)
+
+    def kept(**options: Any) -> list[int]:
+        found = autopar.compile(model, "pp=4", loss_fn=token_loss, batch=batch, **options)
+        return [found.memory(rank).categories["saved activations"] for rank in range(3)]  # the last has the loss
+
+    whole = kept(microbatches=4, schedule="1f1b")
+    for slices in (2, 4):
+        for stage, (now, before) in enumerate(zip(kept(**sliced(slices, 4)), whole, strict=True)):
+            expected = (4 - stage + slices - 1) / slices / (4 - stage)
+            assert now / before == pytest.approx(expected, rel=0.08), (slices, stage)
+
+
+def test_the_graph_does_not_grow_with_the_slices() -> None:
+    sizes = set()
+    for slices in (2, 8):
+        found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(slices))
+        assert found.pipeline is not None
+        sizes.add(sum(len(graph.nodes) for graph in found.pipeline.graphs.values()))
+        assert len(calls(found, "earlier")) == 2 * 2 * 2 and len(calls(found, "later")) == 2 * 2
+    assert len(sizes) == 1
+
+
+def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
+    found = autopar.compile(llama(), "pp=2", loss_fn=token_loss, batch=tokens(), **sliced(4))
+    found.save(tmp_path)
+    again = autopar.load(tmp_path)
+    assert again.pipeline is not None and found.pipeline is not None
+    assert again.pipeline.flow == found.pipeline.flow and again.pipeline.costs == found.pipeline.costs
+    assert again.pipeline.reductions == found.pipeline.reductions and again.pipeline.time == found.pipeline.time
+    assert again.lines() == found.lines()
