@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.measure import local_type
+from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
-from autopar.ir.schedule import Costs, Flow, Work
-from autopar.passes.carried import sees_before
-from autopar.passes.node_costs import local_bytes, node_times
+from autopar.ir.schedule import Flow, Work
+from autopar.passes.pipeline.costs import costs_of
 from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
@@ -323,7 +322,9 @@ class _Partition:
         found = [node for node in self.program.nodes if node in self.times.reductions]
         reductions = {node.name: reduction_of(node) for node in found}
         types.update((node.name, local_type(node, self.program.mesh)) for node in found)
-        return Pipeline(self.plan.mesh, flow, graphs, reductions, self.owners, self._costs(graphs))
+        return Pipeline(
+            self.plan.mesh, flow, graphs, reductions, self.owners, costs_of(self.program, graphs, self.plan)
+        )
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
         """The parameters of a graph that another rank keeps, with that rank."""
@@ -332,22 +333,6 @@ class _Partition:
             for node, entry in graph.entries
             if entry.kind == "parameter" and self.ranks[self.owners[entry.name]] != rank
         }
-
-    def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
-        machine = self.plan.fixed.machine
-        times = {node.name: time for node, time in node_times(self.program, machine).items()}
-        spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
-        growing: dict[Key, float] = {}
-        for (place, kind), graph in graphs.items():
-            spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
-            if self.plan.slices > 1:
-                growing[place, kind] = sum(times[node.name] for node in graph.calls() if sees_before(node))
-        return Costs(spent, machine.latency_us, machine.link_bytes_per_us, growing, self.plan.slices)
-
-
-def _action_of(kind: str) -> str:
-    """The action that runs a graph: the prologue begins with its counts."""
-    return "P" if kind == "C" else kind
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:
