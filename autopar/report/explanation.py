@@ -12,7 +12,7 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
-from autopar.ir.mesh import axes_of_group, is_in_time
+from autopar.ir.mesh import MICROBATCH, SLICE, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.schedule import KINDS
@@ -280,7 +280,8 @@ def _text(one: Explanation) -> Iterator[str]:
 
 
 def _decision(one: Decision) -> Iterator[str]:
-    yield f"{one.axis} ({one.size} ranks): {one.state}, decided by {one.by}: {one.because}"
+    parts = {MICROBATCH: "micro-batches", SLICE: "slices"}.get(one.axis, "ranks")
+    yield f"{one.axis} ({one.size} {parts}): {one.state}, decided by {one.by}: {one.because}"
     if len(one.alike) > 1:
         yield f"  one decision and one price for {len(one.alike)} values: {_list(one.alike)}"
     if len(one.alternatives) > 1:

@@ -18,7 +18,7 @@ from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
-from autopar.passes.pipeline.place import place_backward, weight_nodes
+from autopar.passes.pipeline.place import place_backward, weight_nodes, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
 from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_reductions
 from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
@@ -112,7 +112,7 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     if plan.gathers_again:
         program = gathered_late(program, times_of(program, plan.parts, plan.zero_axes, both=True))
     times = _times(program, plan)
-    forward = _cut(program, times, plan, places)
+    forward = with_attention(_cut(program, times, plan, places))
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
 
 

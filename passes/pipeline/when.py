@@ -19,7 +19,8 @@ COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
 JOINS = (op("all_reduce"), op("all_gather"))
 # What a slice of a sequence takes over from the slices before it, and a gradient from those after it.
-CARRIES = (op("earlier"), op("later"))
+EARLIER = op("earlier")
+CARRIES = (EARLIER, op("later"))
 
 
 class When(enum.Enum):

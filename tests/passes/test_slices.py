@@ -158,6 +158,19 @@ def test_keys_that_several_layers_read() -> None:
     verified(Shared(), ["pp=2", "pp=3"], None, (torch.randn(ROWS, TIME, WIDTH),), **sliced(4))
 
 
+@pytest.mark.parametrize("mesh", ["pp=2", "cp=2,pp=2"])
+def test_a_cut_through_attention(mesh: str) -> None:
+    """What slices keep lies where attention is, whatever stage makes it and however it is called there."""
+    first = "tokens, blocks.0.attn_norm, blocks.0.k, blocks.0.v"
+    rest = "blocks.0.q, blocks.0.o, blocks.0.mlp_norm, blocks.0.gate, blocks.0.up, blocks.0.down, blocks.1, norm, head"
+    for recompute in ("none", "full"):
+        options = sliced(2, attention="gather", stages=[first, rest], recompute=recompute)
+        ((_, found),) = verified(llama(), [mesh], token_loss, tokens(), **options)
+        assert found.pipeline is not None
+        kept = [key for key, graph in found.pipeline.graphs.items() for node in graph.calls() if "earlier" in node.name]
+        assert kept and all(stage == 1 for stage, _ in kept)
+
+
 def test_one_tensor_as_queries_keys_and_values() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
