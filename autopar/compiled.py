@@ -58,7 +58,9 @@ def load(directory: str | Path) -> Compiled:
     pipeline = artifact.pipeline
     if pipeline is not None:
         assert artifact.whole is not None
-        plan = Plan(artifact.mesh, options=StepOptions(microbatches=pipeline.microbatches, schedule=pipeline.schedule))
+        count, slices = pipeline.microbatches // pipeline.flow.slices, pipeline.flow.slices
+        options = StepOptions(microbatches=count, slices=slices, schedule=pipeline.schedule)
+        plan = Plan(artifact.mesh, options=options)
         return Compiled(plan, (("load", artifact.whole),), pipeline)
     (_, programs), *_ = artifact.programs
     if STEP not in programs:

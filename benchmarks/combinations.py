@@ -3,8 +3,8 @@
     timeout 1300 .venv/bin/python -m benchmarks.combinations --seconds 1200 --seed 0
 
 Draws a model of the coverage table, a mesh, and options that go together on paper: ZeRO, recomputation, micro-batches,
-stages and schedules, sequence parallelism, buckets. Prints the largest relative error of loss, every gradient, every
-updated weight and buffer over two steps, or the refusal in full: it must be an error of ours that says what to do.
+stages, schedules, slices, sequence parallelism, buckets. Prints the largest relative error of loss, every gradient,
+every updated weight and buffer over two steps, or the refusal in full: an error of ours that says what to do.
 Replay one with `--only N`, the number of its row.
 """
 
@@ -36,6 +36,7 @@ MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp
           "cp=2", "dp=2,cp=2", "cp=2,tp=2", "ulysses=2", "fsdp=2,cp=2", "cp=2,ulysses=2")  # fmt: skip
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+SLICED = ("seq1f1b", "gpipe")
 
 
 class TooSlow(Exception):
@@ -70,6 +71,8 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
         options["bucket_bytes"] = dice.choice((1, 1000, 100_000))
     if name in architectures.SPECIALIZED:
         options["specialize"] = True
+    if staged and dice.random() < 0.3:  # last, so that the rows before it stay as they were
+        options |= {"slices": dice.choice((2, 4)), "schedule": dice.choice(SLICED)}
     return name, mesh, options
 
 

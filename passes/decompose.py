@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.ir.measure import local_bytes, local_type
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import is_in_time
 from autopar.ir.ops import mesh_op_name, op
 from autopar.ir.plan import CPU, Plan
 from autopar.ir.program import Builder, Program, TensorType, is_gathered_input, operand_nodes, record
@@ -86,7 +86,7 @@ class _Decompose:
     def run(self) -> Program:
         for plan, kinds in ((self._plan_sum, _SUMS), (self._plan_gather, _GATHERS)):
             for node in self.program.calls():
-                if node.target in kinds and node.args[1] != MICROBATCH and node not in self.of_gradients:
+                if node.target in kinds and not is_in_time(str(node.args[1])) and node not in self.of_gradients:
                     plan(node)
         later = {*self.products, *self.gathers}
         return self.build.rewrite(self.program, self._put, later) if later else self.program

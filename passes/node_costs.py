@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopar.ir.measure import local_bytes, moved_type
-from autopar.ir.mesh import MICROBATCH, Mesh
+from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.plan import Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
@@ -27,7 +27,7 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, i
     if is_mesh_op(node.target):
         if not is_collective(node.target):
             return 0.0
-        if MICROBATCH in node.args[1:2]:  # a sum over time moves nothing
+        if is_in_time(str(node.args[1])):  # what one rank adds up, or has, moves nothing
             return 0.0
         return machine.latency_us + _bytes_on_links(node, mesh) / machine.link_bytes_per_us
     if is_ring(node.target):  # the slower of its products and its messages, of which one hides the other

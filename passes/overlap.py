@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import fx
 
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import is_in_time
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, record
@@ -104,7 +104,7 @@ class _Overlap:
         """Choose where collectives start, and what is computed later for their sake."""
         passed = [0, 0]  # where collectives stood
         for node in self.program.calls():
-            if node.target in _MOVES and node.args[1] != MICROBATCH and node not in self.sums:
+            if node.target in _MOVES and not is_in_time(str(node.args[1])) and node not in self.sums:
                 begin, hidden = self._begin(node)
                 weights, more = self._sinkable(node, passed[-WINDOW], begin, self.times[node] - hidden)
                 if hidden + more > self.least:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
-from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, MICROBATCH, group_name
+from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, SLICE, TIME_AXES, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
+from autopar.passes.carried import carried, carried_back
 
 MADE_BY = "reshard"
 
@@ -62,6 +64,7 @@ class _Reshard:
         self.moved: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.gathered: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for the backward pass alone
         self.leaving: dict[fx.Node, dict[Layout, fx.Node]] = {}  # for outputs beside the loss alone
+        self.carried: dict[tuple[fx.Node, fx.Node], dict[Layout, fx.Node]] = {}  # keys and values, by attention
         results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
@@ -79,7 +82,7 @@ class _Reshard:
         if not is_given and record(node).is_tensor and layouts and layouts[0] is not None:
             # whole ones first: what is split is sliced from them
             for user, wanted in sorted(self.wants.get(node, ()), key=lambda pair: len(pair[1].axes)):
-                if not self._is_kept(node, user):
+                if not self._is_kept(node, user) and not self._key(node, user):
                     self._move(node, wanted, user)
         return made
 
@@ -102,13 +105,15 @@ class _Reshard:
             moved = self.gathered.setdefault(node, pieces)
         elif user.op == "output" and node in self.beside:  # whole for the user: the step goes on with the pieces
             moved = self.leaving.setdefault(node, dict(moved))
+        if self._key(node, user):  # of this attention alone, and on its stage
+            moved = self.carried.setdefault((node, user), {})
         if wanted in moved:
             return moved[wanted]
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
         first = self.plan.zero_axes if user.op == "output" and self.plan.zero >= 2 else ()
         made, steps = self._shortest(node, wanted, moved, first)
         given = record(node)
-        for step in steps:
+        for step in self._in_order(steps, node, user):
             like = given.with_(
                 layouts=(step.layout,),
                 operands=(record(made).layout,),
@@ -123,9 +128,27 @@ class _Reshard:
             moved[step.layout] = made
         return made
 
+    def _in_order(self, steps: list[Step], node: fx.Node, user: fx.Node) -> list[Step]:
+        """The moves, of which those over slices that go from each to the next wait for no other slice."""
+        key, back = self._key(node, user), carried_back(node)
+        found = []
+        for step in steps:
+            if key and step.name == "all_gather" and step.args[0] == SLICE:
+                step = Step("earlier", (*step.args, key), step.layout)
+            if back and step.name == "reduce_scatter" and step.args[0] == SLICE:
+                step = Step("later", (*step.args[:-1], back), step.layout)
+            found.append(step)
+        return found
+
+    def _key(self, node: fx.Node, user: fx.Node) -> str | None:
+        """The key of keys or values that slices keep for causal attention `user`."""
+        is_sliced = record(node).is_tensor and SLICE in record(node).layout.axes
+        return carried(node, user) if is_sliced else None
+
     def _is_late(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value that is moved where it is used, not where it is made."""
-        return node.op == "placeholder" or node in self.stored or self._is_kept(node, user)
+        is_late = node.op == "placeholder" or node in self.stored or self._is_kept(node, user)
+        return is_late or self._key(node, user) is not None
 
     def _is_kept(self, node: fx.Node, user: fx.Node) -> bool:
         """True for a value of the forward pass that the backward pass gathers again."""
@@ -225,7 +248,7 @@ class _Moves:
     def _turn(self, part: tuple[str, str]) -> tuple[bool, bool, bool]:
         """When a partial axis is reduced: what is scattered before what is not, so that less is moved."""
         axis, stays = part[0], self._scattered_to(*part) is None
-        return stays or axis not in self.first, axis != MICROBATCH, stays
+        return stays or axis not in self.first, axis not in TIME_AXES, stays
 
     def _scattered_to(self, axis: str, kind: str) -> tuple[int, int] | None:
         return self._next_split(axis) if kind == "sum" else None
@@ -240,9 +263,18 @@ class _Moves:
         return None
 
     def _gather(self) -> None:
+        """Gather what lies inside of axes in time, then over these, one after the other, and then the rest."""
+        for is_next in (lambda left: left[-1] not in TIME_AXES, lambda left: True, None):
+            self._gather_while(is_next)
+
+    def _gather_while(self, is_next: Callable[[list[str]], bool] | None) -> None:
+        """Gather over the axes of each dim, innermost first; is_next: while an axis in time is left there, and this
+        is true of those that are left."""
         for dim, wanted in enumerate(self.wanted.dims):
             keep = _common(self.dims[dim], wanted)
-            while any(isinstance(factor, str) for factor in self.dims[dim][keep:]):
+            while left := _without_integers(self.dims[dim][keep:]):
+                if is_next is not None and not (set(left) & {*TIME_AXES} and is_next(left)):
+                    break
                 axis = _last_axis(self.dims[dim])
                 outer = outer_of(self.dims[dim], axis)
                 target = self._goes_to(axis, dim)
@@ -254,7 +286,8 @@ class _Moves:
                     self._step("all_to_all", axis, dim, outer, other, other_outer)
                 else:
                     self._step("all_gather", group_name(axes), dim, outer)
-            self.dims[dim] = list(_without_tail(self.dims[dim]))
+            if is_next is None:
+                self.dims[dim] = list(_without_tail(self.dims[dim]))
 
     def _goes_to(self, axis: str, dim: int) -> tuple[int, int] | None:
         """(dim, outer) if `axis` is the next factor of another dim than the one that it splits."""
@@ -290,7 +323,7 @@ class _Moves:
 
 def _moves_with(axis: str, other: str) -> bool:
     """True if a value moves over both axes at once. Over tp it moves alone: in a server, and not between servers."""
-    return axis == other or (axis in GRADIENT_AXES and other in GRADIENT_AXES)
+    return axis == other or any(axis in group and other in group for group in (GRADIENT_AXES, TIME_AXES))
 
 
 def _is_gathered(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ MADE_BY = "unslice"
 
 
 def unslice(program: Program, plan: Plan) -> Program:
-    """CAPTURED -> CAPTURED. Where cp splits the sequence, rows that a slice drops are kept, and weigh nothing.
+    """CAPTURED -> CAPTURED. Where cp or slices split the sequence, rows that a slice drops are kept, and weigh nothing.
 
         mesh: cp=2
         CAPTURED program
@@ -69,7 +69,7 @@ def unslice(program: Program, plan: Plan) -> Program:
     they are zero: selected, never multiplied, so that no inf or NaN of theirs is seen. Labels are padded with what the
     loss ignores, which makes zeros of what follows. Where it is not so the program stays as it is.
     """
-    size = math.prod(size for _, size in context_axes(plan.mesh))
+    size = math.prod(size for _, size in context_axes(plan.layout_mesh))
     kept: set[str] = set()  # slices that stay
     while size > 1:
         found = _next(program, plan, size, kept)

@@ -94,6 +94,15 @@ def _reduce_scatter(x: Tensor, member: Member, owned: bool, dim: int, outer: int
     return Move("reduce_scatter", pieces(x, member.size, dim, outer), _as_it_is, kind)
 
 
+def _earlier(x: Tensor, member: Member, owned: bool, dim: int, outer: int, key: str) -> Step:
+    """As a gather: what lies behind a slice is there too where all are computed at once, and nobody reads it."""
+    return _all_gather(x, member, owned, dim, outer)
+
+
+def _later(x: Tensor, member: Member, owned: bool, dim: int, outer: int, key: str) -> Step:
+    return _reduce_scatter(x, member, owned, dim, outer, "sum")
+
+
 def _all_to_all(
     x: Tensor, member: Member, owned: bool, gather: int, gather_outer: int, scatter: int, scatter_outer: int
 ) -> Step:
@@ -133,5 +142,7 @@ _BEGIN: Mapping[Any, Callable[..., Step]] = MappingProxyType(
         op("shift"): _shift,
         op("halo"): halo,
         op("halo_sum"): halo_sum,
+        op("earlier"): _earlier,
+        op("later"): _later,
     }
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import MICROBATCH, PIPELINE
+from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Input, Program, record
 from autopar.ir.schedule import ONCE
@@ -24,7 +24,7 @@ Source = Callable[[Input, Layout, Mapping[str, int]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor that a step begins with: of an input, at a coordinate with its micro-batch."""
+    """One tensor that a step begins with: of an input, at a coordinate with its micro-batch and slice."""
 
     key: Key
     entry: Input
@@ -43,10 +43,10 @@ def slots_of(program: Program, pipeline: Pipeline | None, coord: Mapping[str, in
         if pipeline is None:
             found.append(Slot((node.name, ONCE), entry, layout, coord))
         elif entry.kind == "batch":
-            places = [{**coord, MICROBATCH: place} for place in range(pipeline.microbatches)]
+            places = [{**coord, **place} for place in pipeline.time.coords()]
             found += [Slot((node.name, i), entry, layout, place) for i, place in enumerate(places)]
         elif entry.kind != "parameter" or pipeline.rank_of(entry.name) == coord.get(PIPELINE, 0):
-            found.append(Slot((node.name, ONCE), entry, layout, {**coord, MICROBATCH: 0}))
+            found.append(Slot((node.name, ONCE), entry, layout, {**coord, **dict.fromkeys(pipeline.time.names, 0)}))
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import is_getitem
 
 _WAIT = op("wait")
+_EARLIER = op("earlier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ def lifetimes(graph: fx.Graph, given: Collection[fx.Node] = ()) -> Lifetimes:
         if node.op != "output" and nodes[last].op != "output":
             dying[nodes[last]].append(node)
     _extend_to_waits(nodes, position, share, share_last)
+    for node in nodes:
+        if node.target is _EARLIER:  # kept for the slices to come
+            share_last[share[node.args[0]]] = len(nodes)  # type: ignore[index]
     foreign = frozenset(share[node] for node in nodes if node.op in ("placeholder", "get_attr") and node not in given)
     return Lifetimes({node: tuple(dead) for node, dead in dying.items()}, position, share, dict(share_last), foreign)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.ir.pipeline import Pipeline, Reduction
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
@@ -72,9 +72,7 @@ def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, devi
     """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
     flow = pipeline.flow
     mine = {
-        key: Executable(
-            program.graph, sums_of(program, pipeline.reductions).values(), _own(pipeline, rank, key), device, study
-        )
+        key: Executable(program.graph, sums_of(program, pipeline).values(), _own(pipeline, rank, key), device, study)
         for key, program in pipeline.graphs.items()
         if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
     }
@@ -83,13 +81,13 @@ def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, devi
     return RankCode(pipeline, mine, _with_waits(lines))
 
 
-def sums_of(program: Program, reductions: Mapping[str, Reduction]) -> dict[str, fx.Node]:
+def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:
     """The calls that can add to the sum over the micro-batches by themselves, by the name of the sum."""
     results = program.leaving
     return {
         out.name: node
         for node, out in results
-        if out.kind == "part" and reductions[out.name].kind == "sum" and node is not None
+        if out.kind == "part" and pipeline.reductions[out.name].is_sum(pipeline.time) and node is not None
         if adding_variant(node.target) is not None and len(node.users) == 1 and program.results.count(node) == 1
     }
 
@@ -107,7 +105,7 @@ def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.No
         node
         for node, entry in program.entries
         if entry.kind == "step" and entry.name not in moved
-        if entry.name in pipeline.reductions and pipeline.reductions[entry.name].kind == "sum"
+        if entry.name in pipeline.reductions and pipeline.reductions[entry.name].is_sum(pipeline.time)
     )
 
 
@@ -129,7 +127,7 @@ def _line(
         return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
     program = pipeline.graph(action)
     keys = _inputs(program, action.microbatch)
-    sums = tuple(sums_of(program, pipeline.reductions))
+    sums = tuple(sums_of(program, pipeline))
     writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
     count = None
     if action.kind == "P" and (action.stage, "C") in executables:

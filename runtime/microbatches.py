@@ -1,4 +1,4 @@
-"""Collectives over the micro-batch axis `mb`: computed locally, since one rank holds all micro-batches."""
+"""Collectives over the axes in time, micro-batches `mb` and slices `sl`: computed locally, since one rank holds all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from autopar.ir.mesh import MICROBATCH, Mesh
-from autopar.ir.pipeline import Reduction
+from autopar.ir.mesh import Mesh, axes_of_group, is_in_time
+from autopar.ir.ops import op
+from autopar.ir.pipeline import Join, Reduction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Request
-from autopar.runtime.mesh_ops import COORD, is_local, join, local_answer
+from autopar.runtime.mesh_ops import COORD, axis_coord, is_local, join, local_answer
+from autopar.runtime.slices import Carried
 
+EARLIER, LATER = op("earlier"), op("later")
 _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -24,23 +27,40 @@ _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(slots=True)
 class Totals:
-    """What the micro-batches add up to."""
+    """What the micro-batches add up to. time: the axes by whose coordinates they are numbered.
+
+    parts: by name, what is there so far: a sum of all, or values by the micro-batch that stands for them.
+    """
 
     reductions: Mapping[str, Reduction]
+    time: Mesh
     parts: dict[str, Any] = field(default_factory=dict)
     owned: set[str] = field(default_factory=set)
 
     def add(self, name: str, microbatch: int, part: torch.Tensor) -> None:
-        kind = self.reductions[name].kind
-        if kind == "gather":
-            self.parts.setdefault(name, {})[microbatch] = part
+        how = self.reductions[name]
+        if not how.is_sum(self.time):
+            self._keep(self.parts.setdefault(name, {}), how, microbatch, part)
         elif name not in self.parts:
             self.parts[name] = part  # may be memory that others look at
-        elif kind == "sum" and name in self.owned:
+        elif name in self.owned:
             self.parts[name].add_(part)
         else:
             self.owned.add(name)
-            self.parts[name] = _COMBINE[kind](self.parts[name], part)
+            self.parts[name] = torch.add(self.parts[name], part)
+
+    def _keep(self, parts: dict[int, torch.Tensor], how: Reduction, microbatch: int, part: torch.Tensor) -> None:
+        """Join a part along the first axes; along an axis that no join names all parts are the same."""
+        named = {axis for one in how.joins for axis in axes_of_group(one.axis)}
+        coord = self.time.coord(microbatch)
+        if any(place and axis not in named for axis, place in coord.items()):
+            return
+        first = how.joins[0]
+        if first.kind == "gather":
+            parts[microbatch] = part
+            return
+        group = _first_of(self.time, microbatch, first.axis)
+        parts[group] = _COMBINE[first.kind](parts[group], part) if group in parts else part
 
     def so_far(self, name: str) -> torch.Tensor | None:
         """What a graph adds to itself, and gives back with `put`."""
@@ -52,43 +72,78 @@ class Totals:
     def take(self, name: str) -> torch.Tensor:
         """The whole, which is then no longer here."""
         how, found = self.reductions[name], self.parts.pop(name)
-        if how.kind != "gather":
+        if how.is_sum(self.time):
             return found
-        return join(torch.stack([found[i] for i in sorted(found)]), how.dim, how.outer)
+        for one in how.joins if how.joins[0].kind == "gather" else how.joins[1:]:
+            found = _joined(found, one, self.time)
+        (whole,) = found.values()
+        return whole
 
 
-def of_microbatch(steps: Any, microbatch: int, count: int) -> Generator[Any, Any, tuple[Any, ...]]:
+def _first_of(time: Mesh, microbatch: int, axis: str) -> int:
+    """The first micro-batch among those that differ from this one on the axis only."""
+    return time.rank({**time.coord(microbatch), **dict.fromkeys(axes_of_group(axis), 0)})
+
+
+def _grouped(time: Mesh, microbatches: Mapping[int, Any], axis: str) -> dict[int, list[Any]]:
+    """What micro-batches have, of those that differ on the axis only, in its order."""
+    ordered = sorted(microbatches, key=lambda number: axis_coord(time, time.coord(number), axis))
+    groups: dict[int, list[Any]] = {}
+    for number in ordered:
+        groups.setdefault(_first_of(time, number, axis), []).append(microbatches[number])
+    return groups
+
+
+def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[int, torch.Tensor]:
+    groups = _grouped(time, parts, how.axis)
+    if how.kind == "gather":
+        return {first: join(torch.stack(found), how.dim, how.outer) for first, found in groups.items()}
+    found = {}
+    for first, (total, *rest) in groups.items():
+        for part in rest:
+            total = _COMBINE[how.kind](total, part)
+        found[first] = total
+    return found
+
+
+def of_microbatch(steps: Any, microbatch: int, time: Mesh, carried: Carried) -> Generator[Any, Any, tuple[Any, ...]]:
     """Run a graph, answering what it asks of its micro-batch; returns its outputs."""
     answer: list[Any] | None = None
     try:
         while True:
             request = steps.send(answer)
-            answer = _local(request, microbatch, count) if _is_of_microbatch(request) else (yield request)
+            if _is_of_microbatch(request):
+                answer = _local(request, microbatch, time, carried)
+            else:
+                answer = yield request
             del request  # it holds a tensor that may die in the next step
     except StopIteration as done:
         outputs: tuple[Any, ...] = done.value
         return outputs
 
 
-def side_by_side(runs: list[Any], count: int) -> Generator[Any, Any, tuple[Any, ...]]:
+def side_by_side(runs: list[Any], time: Mesh) -> Generator[Any, Any, tuple[Any, ...]]:
     """Run a graph for all micro-batches, each until it needs the others; returns the outputs of the first: they are
     the same for all."""
-    answers: list[list[Any] | None] = [None] * count
+    answers: list[list[Any] | None] = [None] * len(runs)
     while True:
-        requests: list[Request] = []
+        requests: dict[int, Request] = {}
         outputs: list[tuple[Any, ...]] = []
         for microbatch, steps in enumerate(runs):
-            found = yield from _until_join(steps, answers[microbatch], microbatch, count)
+            found = yield from _until_join(steps, answers[microbatch], microbatch, time)
             if isinstance(found, Request):
-                requests.append(found)
+                requests[microbatch] = found
             else:
                 outputs.append(found)
         if outputs:
             return outputs[0]
-        answers = [[value] for value in together([(request.op, request.args) for request in requests])]
+        for group in _grouped(time, dict(enumerate(requests)), str(requests[0].args[1])).values():
+            results = together([(requests[number].op, requests[number].args) for number in group])
+            for number, value in zip(group, results, strict=True):
+                answers[number] = [value]
 
 
-def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, count: int) -> Generator[Any, Any, Any]:
+def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, time: Mesh) -> Generator[Any, Any, Any]:
     """Go on until the other micro-batches are needed (the request) or the graph ends (its outputs)."""
     try:
         while True:
@@ -96,7 +151,7 @@ def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, count: in
             if not _is_of_microbatch(request):
                 answer = yield request
             elif is_local(request.op):
-                answer = _local(request, microbatch, count)
+                answer = _local(request, microbatch, time, None)
             else:
                 return request
     except StopIteration as done:
@@ -105,8 +160,15 @@ def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, count: in
 
 def _is_of_microbatch(request: Any) -> bool:
     """True for what a graph asks of its own micro-batch, or of all."""
-    return request.args[0 if request.op == COORD else 1 :][:1] == (MICROBATCH,)
+    axis = request.args[0 if request.op == COORD else 1 :][:1]
+    return bool(axis) and isinstance(axis[0], str) and is_in_time(axis[0])
 
 
-def _local(request: Request, microbatch: int, count: int) -> list[Any]:
-    return [local_answer(Mesh(((MICROBATCH, count),)), {MICROBATCH: microbatch}, request.op, request.args)]
+def _local(request: Request, microbatch: int, time: Mesh, carried: Carried | None) -> list[Any]:
+    if carried is not None and request.op == EARLIER:
+        x, _, dim, _, key = request.args
+        return [carried.earlier(x, dim, key, microbatch)]
+    if carried is not None and request.op == LATER:
+        x, _, dim, _, key = request.args
+        return [carried.later(x, dim, key, microbatch, request.last_use)]
+    return [local_answer(time, time.coord(microbatch), request.op, request.args)]

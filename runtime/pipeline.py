@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from autopar.ir.program import Output
-from autopar.ir.schedule import ONCE, Instruction, Span
+from autopar.ir.schedule import ONCE, Action, Instruction, Span
 from autopar.runtime.executor import Outputs, run
 from autopar.runtime.inputs import Key, StepInputs
 from autopar.runtime.lines import PART, TOTAL, VALUE, Count, Line, RankCode, compile_rank
 from autopar.runtime.microbatches import Totals, of_microbatch, side_by_side
+from autopar.runtime.slices import Carried
 
 __all__ = ["Await", "Finals", "RankCode", "Receive", "Send", "Watch", "compile_rank", "outputs_of", "steps_of"]
 
@@ -72,9 +73,11 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
         instruction = line.instruction
         if line.executable is not None:
             if line.count is not None:
-                step.counted(line.count, (yield from side_by_side(step.counts(line.count), step.microbatches)))
+                step.counted(line.count, (yield from side_by_side(step.counts(line.count), step.time)))
+            action, carried = instruction.action, step.carried_by(instruction.action)
             running = run(line.executable, step.read(line))
-            step.write(line, (yield from of_microbatch(running, instruction.action.microbatch, step.microbatches)))
+            step.write(line, (yield from of_microbatch(running, action.microbatch, step.time, carried)))
+            carried.end(action.kind, action.microbatch, goes_back=step.goes_back(action))
         elif instruction.op == "SEND":
             yield Send(instruction, tuple(step.read(line)))
         else:
@@ -90,10 +93,11 @@ class _Step:
     """The values of a rank in a step."""
 
     def __init__(self, code: RankCode, inputs: StepInputs) -> None:
-        self.microbatches = code.pipeline.microbatches
+        self.flow, self.time = code.pipeline.flow, code.pipeline.time
+        self.carried: dict[int, Carried] = {}  # by stage
         self.values: dict[Key, Any] = dict(inputs)
         self.posted: dict[int, tuple[Any, Instruction]] = {}  # receives, by their places
-        self.totals = Totals(code.pipeline.reductions)
+        self.totals = Totals(code.pipeline.reductions, self.time)
         self.finals: Finals = {}
 
     def read(self, line: Line) -> list[Any]:
@@ -114,6 +118,15 @@ class _Step:
                 self.totals.put(name, value)
             else:
                 self.finals[write.kind, name] = value
+
+    def carried_by(self, action: Action) -> Carried:
+        """What the slices of a stage keep for one another."""
+        return self.carried.setdefault(action.stage, Carried(self.flow.slices))
+
+    def goes_back(self, action: Action) -> bool:
+        """True if the backward pass of a stage reads what its slices keep."""
+        work = self.flow.works.get((action.stage, "B"))
+        return work is not None and bool(work.carries)
 
     def arrive(self, receive: Line, tensors: Sequence[torch.Tensor]) -> None:
         for (key, _), tensor in zip(receive.reads, tensors, strict=True):

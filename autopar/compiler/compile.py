@@ -85,7 +85,7 @@ def lower(
     compiled = Lowered(plan, run_passes(check_calls(captured.program), plan))
     if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
         if plan.options.sequence_parallel != "auto":
-            raise LayoutError(no_sequence(captured.program, mesh))
+            raise LayoutError(no_sequence(captured.program, compiled.plan))
         compiled = whole_sequence(compiled)
     elif is_open:
         compiled = cheaper(compiled, whole_sequence(compiled))

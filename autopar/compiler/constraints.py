@@ -145,6 +145,16 @@ def check_zero(plan: Plan) -> None:
         )
 
 
+def check_slices(plan: Plan) -> None:
+    """Raise PlanError for slices where there are no stages that they could fill."""
+    if plan.slices > 1 and plan.ranks_of_pipeline == 1:
+        wider = ",".join(filter(None, (str(plan.mesh), "pp=2")))
+        raise PlanError(
+            f"slices={plan.slices} fill a pipeline, but mesh '{plan.mesh}' has none. Add pp to it, e.g. '{wider}', or "
+            f"leave slices out: cp splits a sequence over ranks."
+        )
+
+
 def divides_batch(program: Program, mesh: Mesh) -> bool:
     """True if the axes that split the batch divide it."""
     entries = [(entry, record(node).type) for node, entry in program.entries]
@@ -156,12 +166,15 @@ def batch_ranks(mesh: Mesh) -> int:
     return math.prod(size for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].batch_split)
 
 
-def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, replicated: bool, uneven: bool) -> int:
+def microbatches_of(
+    program: Program, mesh: Mesh, wanted: int | None, *, replicated: bool, uneven: bool, slices: int = 1
+) -> int:
     """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
     divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
 
-    replicated: every rank computes the whole batch. uneven: take more and smaller ones rather than refuse. Raises
-    BatchError if the micro-batches do not divide the samples of a rank.
+    slices: into how many each is cut, so that fewer will do. replicated: every rank computes the whole batch. uneven:
+    take more and smaller ones rather than refuse. Raises BatchError if the micro-batches do not divide the samples of a
+    rank.
     """
     stages = dict(mesh.axes).get(PIPELINE, 1)
     if wanted == 1 or (wanted is None and stages == 1):
@@ -182,7 +195,7 @@ def microbatches_of(program: Program, mesh: Mesh, wanted: int | None, *, replica
         )
     if wanted is not None:
         return next(count for count in range(min(wanted, samples), samples + 1) if samples % count == 0)
-    return max(count for count in range(1, min(4 * stages, samples) + 1) if samples % count == 0)
+    return max(count for count in range(1, min(max(4 * stages // slices, 1), samples) + 1) if samples % count == 0)
 
 
 def is_sequence_parallel(program: Program) -> bool:
@@ -191,8 +204,9 @@ def is_sequence_parallel(program: Program) -> bool:
     return any("reduce_scatter" in str(node.target) and node.args[1] in axes for node in program.calls())
 
 
-def no_sequence(program: Program, mesh: Mesh) -> str:
+def no_sequence(program: Program, plan: Plan) -> str:
     """Why nothing could be split on the sequence."""
+    mesh = plan.mesh
     axes = [(axis, size) for axis, size in mesh.axes if axis in INTENTS and INTENTS[axis].weights_split and size > 1]
     if not axes:
         return f"sequence_parallel=True: mesh '{mesh}' has no axis 'tp' of more than one rank."
@@ -202,9 +216,9 @@ def no_sequence(program: Program, mesh: Mesh) -> str:
         for node, entry in program.entries
         if entry.kind == "batch"
     ]
-    context = context_axes(mesh)
+    context = context_axes(plan.layout_mesh)
     pieces = size * math.prod(ranks for _, ranks in context)
-    mirrored = f", or of {2 * pieces} where attention is causal" if context else ""
+    mirrored = f", or of {2 * pieces} where attention is causal" if context_axes(mesh) else ""
     return (
         f"sequence_parallel=True: no activation can be split over '{axis}' (size {size}) on its sequence. The batch is "
         f"{'; '.join(shapes)}: a dim after the first must be a multiple of {pieces}{mirrored}. "

@@ -13,7 +13,7 @@ from torch import fx, nn
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import moved_type
-from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
+from autopar.ir.mesh import PIPELINE, Mesh, is_in_time
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.plan import Decided, Plan
@@ -162,7 +162,7 @@ class Lowered:
             return axes_of(self.program.graph)
         found = [axis for graph in self.pipeline.graphs.values() for axis in axes_of(graph.graph)]
         found += [PIPELINE] if PIPELINE in self.mesh else []
-        return tuple(dict.fromkeys(axis for axis in found if axis != MICROBATCH))
+        return tuple(dict.fromkeys(axis for axis in found if not is_in_time(axis)))
 
     def lines(self) -> list[str]:
         """All that decides what the ranks run."""
@@ -215,7 +215,7 @@ def _moves(program: Program) -> Iterator[tuple[fx.Node, Collective]]:
             for sent in messages_of(node, program.mesh):
                 row = _row("shift", Ring.of(node).axis, sent.value, sent.type, record(node))
                 yield node, replace(row, times=sent.times)
-        elif is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
+        elif is_collective(node.target) and node.target is not WAIT and not is_in_time(str(node.args[1])):
             name, operand = collective_of(node.target).name, operand_nodes(node)[0]
             yield node, _row(name, str(node.args[1]), operand, moved_type(node, program.mesh), record(node))
 

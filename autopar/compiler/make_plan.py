@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.capture import Captured
 from autopar.compiler.constraints import (
     check_batch,
+    check_slices,
     check_zero,
     divides_batch,
     microbatches_of,
@@ -28,7 +29,9 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     batch_replicated = fixed.uneven and not divides_batch(program, mesh)
     if not batch_replicated:
         check_batch(program, mesh)
-    count = microbatches_of(program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven)
+    count = microbatches_of(
+        program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven, slices=options.slices
+    )
     plan = Plan(
         mesh,
         parse_shard(options.shard, program, mesh),
@@ -40,4 +43,5 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         rules=CUSTOM_OPS.rows(),
     )
     check_zero(plan)
+    check_slices(plan)
     return with_positions(plan, program)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import CONTEXT_AXES, MICROBATCH, PIPELINE, Mesh, parse_mesh
+from autopar.ir.mesh import CONTEXT_AXES, PIPELINE, TIME_AXES, Mesh, parse_mesh
 from autopar.passes.search.intents import INTENTS
 
-AXES = tuple(sorted({*INTENTS, PIPELINE} - {MICROBATCH}))
+AXES = tuple(sorted({*INTENTS, PIPELINE} - {*TIME_AXES}))
 
 MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 

@@ -1,4 +1,4 @@
-"""Check that cp divides the positions of the batch: those that it has, and those that are cut out of it."""
+"""Check that cp and slices divide the positions of the batch: those that it has, and those that are cut out of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar.errors import BatchError, divisors, one_of
+from autopar.ir.mesh import SLICE
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
@@ -28,23 +29,25 @@ class Positions:
 
 
 def with_positions(plan: Plan, program: Program) -> Plan:
-    """The plan with what is done where cp (or ulysses) divides no sequence of the batch: every rank computes all of it.
+    """The plan with what is done where cp (or ulysses) divides no sequence of the batch: every rank computes all of it;
+    or where slices do not: it is not cut.
 
     Raises BatchError if that may be refused. What has no sequence, images say, is judged by its products.
     """
-    axes = context_axes(plan.mesh)
+    axes = context_axes(plan.layout_mesh)
     size = math.prod(size for _, size in axes)
     found = positions_of(program, table_of(plan)) if axes else []
     if not found or any(one.count % size == 0 for one in found):
         return plan
     if plan.fixed.uneven:
-        return replace(plan, context_replicated=True)
+        whole = replace(plan, options=replace(plan.options, slices=1))  # slices are a matter of time alone
+        return with_positions(whole, program) if plan.slices > 1 else replace(plan, context_replicated=True)
     count, padded = found[0].count, -(-found[0].count // size) * size
-    spelled = " x ".join(f"{axis}={ranks}" for axis, ranks in axes)
-    of = " x ".join(axis for axis, _ in axes)
+    names = ["slices" if axis == SLICE else axis for axis, _ in axes]
+    spelled = " x ".join(f"{name}={ranks}" for name, (_, ranks) in zip(names, axes, strict=True))
     raise BatchError(
-        f"{spelled} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use a {of} of "
-        f"{one_of(divisors(count))}."
+        f"{spelled} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use "
+        f"{'' if names == ['slices'] else 'a '}{' x '.join(names)} of {one_of(divisors(count))}."
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from autopar.errors import MeshError, divisors, one_of
 
 PIPELINE, MICROBATCH = "pp", "mb"  # the axes of stages, and of micro-batches
+SLICE = "sl"  # the axis of the slices of a sequence that a stage computes one after another
+TIME_AXES = (MICROBATCH, SLICE)  # one rank computes all of their parts, the slices of a micro-batch in a row
 DATA_AXES = ("dp", "fsdp")  # split the batch
 CONTEXT, ULYSSES = "cp", "ulysses"  # split the sequence; the second one gives attention whole heads
 # Gradients are sums over these: what moves over several of them moves at once.
@@ -97,6 +99,16 @@ def group_name(axes: Iterable[str]) -> str:
 def axes_of_group(name: str) -> tuple[str, ...]:
     """The inverse of `group_name`."""
     return tuple(name.split(":"))
+
+
+def is_in_time(group: str) -> bool:
+    """True for an axis, or several joined ones, of which one rank computes all parts, one after another."""
+    return set(axes_of_group(group)).issubset(TIME_AXES)
+
+
+def time_mesh(parts: int, slices: int) -> Mesh:
+    """The axes in time: the parts of a step by their numbers, micro-batch * slices + slice."""
+    return Mesh(((MICROBATCH, parts // slices), (SLICE, slices)))
 
 
 def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = None) -> Mesh:

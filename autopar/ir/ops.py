@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.ir import window_ops
+from autopar.ir.collective_ops import COLLECTIVES, CollectiveOp
 from autopar.ir.compared import compared_attention, compared_attention_backward
 from autopar.ir.semantic import SemanticOp, name_of, semantic
 
@@ -260,56 +260,6 @@ SEMANTIC = (
     *window_ops.SEMANTIC, compared_attention, compared_attention_backward,
 )  # fmt: skip
 
-Spread = tuple[int, int] | str | None
-"""A value over one axis: split (dim, outer), partial (the kind), or whole (None)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveOp:
-    """An op that moves data between the ranks of an axis.
-
-    has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
-    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays. edges: what moves are the
-    rows by which its result is longer or shorter than its operand.
-    """
-
-    schema: str
-    has: Spread
-    gives: Spread
-    halves: bool = True
-    to_one: bool = False
-    edges: bool = False
-
-    @property
-    def name(self) -> str:
-        return name_of(self.schema)
-
-    @property
-    def counts_result(self) -> bool:
-        """True if the value that is moved is the result (a gather's), not the operand."""
-        return isinstance(self.has, tuple) and self.gives is None
-
-
-# Everything about a collective that is not its layout (ir/verify.py), its place (passes/reshard.py) or its algorithm
-# (runtime/collectives.py).
-COLLECTIVES = (
-    CollectiveOp("all_reduce(Tensor x, str axis, str kind) -> Tensor", "sum", None),
-    # dim is (outer, rest) on each rank and (outer, axis, rest) in the result
-    CollectiveOp("all_gather(Tensor x, str axis, int dim, int outer) -> Tensor", (0, 1), None),
-    CollectiveOp("reduce_scatter(Tensor x, str axis, int dim, int outer, str kind) -> Tensor", "sum", (0, 1)),
-    # the split moves from dim `gather` to dim `scatter`
-    CollectiveOp(
-        "all_to_all(Tensor x, str axis, int gather, int gather_outer, int scatter, int scatter_outer) -> Tensor",
-        (0, 1), (1, 1), halves=False,
-    ),
-    # what the rank `by` places before has, around the axis
-    CollectiveOp("shift(Tensor x, str axis, int by) -> Tensor", (0, 1), (0, 1), to_one=True),
-    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole; and its transpose
-    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", (0, 1), None,
-                 halves=False, edges=True),
-    CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
-                 halves=False, edges=True),
-)  # fmt: skip
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 
 LOCAL = (

@@ -127,9 +127,12 @@ class StepOptions:
       Needs batch="global".
     microbatches: parts of a rank's batch that are computed one after another. Loss, gradients and masks stay those
       of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
-    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or a CSV file of actions
-      such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473 for 1f1b
-      and interleaved-1f1b, 2401.10241 for the others.)
+    slices: pieces of every sequence that a pipeline computes one after another, as it does micro-batches: attention
+      reads the keys and values that earlier slices left on the stage (TeraPipe, arXiv 2102.07988). It must be causal,
+      and the schedule seq1f1b or gpipe, or one of your own.
+    schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
+      actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
+      for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
     stages: modules of the stages. A list, a stage an entry, e.g. `["embed, blocks.0-3", "blocks.4-7, head"]`; by
       default the cut with the fastest slowest stage.
     chunks: stages on each rank.
@@ -160,6 +163,7 @@ class StepOptions:
     )
     specialize: bool = option(False, flag=Flag())
     microbatches: int | None = option(None, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
+    slices: int = option(1, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
     schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
     chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
     stages: Sequence[str] | None = option(
@@ -247,6 +251,7 @@ class StepKeywords(TypedDict, total=False):
     sequence_parallel: SequenceParallel
     specialize: bool
     microbatches: int | None
+    slices: int
     schedule: ScheduleLike
     stages: Sequence[str] | None
     chunks: int | None

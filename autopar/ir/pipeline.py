@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, axes_of_group, time_mesh
 from autopar.ir.program import Program
 from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
 
@@ -17,13 +17,27 @@ def graph_name(place: int, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
-    """How a value of the step is made of its parts: their sum, max, min or logsumexp; or `gather`, side by side on a
-    dim that reads (outer, micro-batches, rest)."""
+class Join:
+    """How the parts along an axis in time are taken together: their sum, max, min or logsumexp; or `gather`, side by
+    side on a dim that reads (outer, parts, rest)."""
 
     kind: str
+    axis: str
     dim: int = 0
     outer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a value of the step is made of its parts: one join after the other. What has none along an axis is the same
+    in all parts along it."""
+
+    joins: tuple[Join, ...]
+
+    def is_sum(self, time: Mesh) -> bool:
+        """True for the sum of all parts."""
+        (first, *more), axes = self.joins, set(axes_of_group(self.joins[0].axis))
+        return not more and first.kind == "sum" and all(size == 1 or axis in axes for axis, size in time.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,17 @@ class Pipeline:
     @property
     def microbatches(self) -> int:
         return self.flow.microbatches
+
+    @property
+    def time(self) -> Mesh:
+        """The axes in time, whose coordinates the number of a micro-batch (or of its slice) tells."""
+        return time_mesh(self.flow.microbatches, self.flow.slices)
+
+    @property
+    def parts_text(self) -> str:
+        """`8 micro-batches`, or `8 micro-batches of 4 slices`: what a step consists of."""
+        count, slices = self.flow.microbatches // self.flow.slices, self.flow.slices
+        return f"{count} micro-batch{'es' * (count > 1)}" + (f" of {slices} slices" if slices > 1 else "")
 
     def rank_of(self, parameter: str) -> int:
         """The rank of the pipeline that keeps a parameter."""

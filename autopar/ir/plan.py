@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, Mesh
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, SLICE, Mesh
 from autopar.ir.options import StepOptions
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
@@ -86,6 +86,16 @@ class Plan:
         return self.options.microbatches or 1
 
     @property
+    def slices(self) -> int:
+        """The pieces of a sequence that are computed one after another."""
+        return self.options.slices
+
+    @property
+    def parts(self) -> int:
+        """How often a stage runs in a step: once for each slice of each micro-batch."""
+        return self.microbatches * self.slices
+
+    @property
     def sequence_parallel(self) -> bool:
         """True if activations lie split over tp where no weight needs them whole."""
         return bool(self.options.sequence_parallel)
@@ -98,7 +108,7 @@ class Plan:
     @property
     def is_staged(self) -> bool:
         """True if a step is a list of instructions over several graphs, and not one graph."""
-        return self.microbatches > 1 or self.ranks_of_pipeline > 1
+        return self.parts > 1 or self.ranks_of_pipeline > 1
 
     @property
     def mesh_of_stage(self) -> Mesh:
@@ -124,13 +134,18 @@ class Plan:
 
     @property
     def layout_mesh(self) -> Mesh:
-        """The axes that layouts name: those of the mesh but pp, which places stages, and the micro-batches.
+        """The axes that layouts name: those of the mesh but pp, which places stages, and those in time.
 
         Micro-batches are an axis like dp, but in time: what is partial over it is added up, one micro-batch after the
-        other. It stands after the data axes, so that a rank's part of the batch is one piece.
+        other. It stands after the data axes, so that a rank's part of the batch is one piece. So are slices, an axis
+        like cp: it stands before all that splits a sequence, so that a slice is one piece of it.
         """
-        if self.microbatches == 1:
-            return self.mesh_of_stage
-        inner = self.mesh_of_stage.axes
-        place = max((i + 1 for i, (axis, _) in enumerate(inner) if axis in DATA_AXES), default=0)
-        return Mesh((*inner[:place], (MICROBATCH, self.microbatches), *inner[place:]))
+        inner = list(self.mesh_of_stage.axes)
+        if self.microbatches > 1:
+            place = max((i + 1 for i, (axis, _) in enumerate(inner) if axis in DATA_AXES), default=0)
+            inner.insert(place, (MICROBATCH, self.microbatches))
+        if self.slices > 1:
+            data = (*DATA_AXES, MICROBATCH)
+            place = next((i for i, (axis, _) in enumerate(inner) if axis not in data), len(inner))
+            inner.insert(place, (SLICE, self.slices))
+        return Mesh(tuple(inner))

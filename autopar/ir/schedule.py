@@ -8,7 +8,7 @@ forward graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an ac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.program import TensorType
 
@@ -39,6 +39,9 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch if self.microbatch != ONCE else ''}"
 
 
+Orders = tuple[tuple[Action, ...], ...]  # the actions of each rank
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One line of a rank's list.
@@ -66,7 +69,8 @@ class Work:
     """What an action reads and writes, by name.
 
     Values of its micro-batch: `reads` and `writes`. Values of the step, one for all micro-batches: `step_reads`,
-    `step_writes`, and `sums`, to which each micro-batch adds its part once.
+    `step_writes`, and `sums`, to which each micro-batch adds its part once. carries: what a slice of a sequence takes
+    over from the one before it, on the same stage; a backward action from the one after it.
     """
 
     reads: tuple[str, ...] = ()
@@ -74,14 +78,16 @@ class Work:
     sums: tuple[str, ...] = ()
     step_reads: tuple[str, ...] = ()
     step_writes: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
     """How values flow between the actions of a pipeline. A name is a value of the micro-batch or of the step, not both.
 
-    ranks: the rank of each stage. works: by (stage, kind). types: of all values, with one rank's shapes. owners: the
-    values of the step that are there before it (parameters), with the ranks that have them.
+    ranks: the rank of each stage. microbatches: how often each of its graphs runs; with `slices` of a sequence each
+    micro-batch is so many of them in a row. works: by (stage, kind). types: of all values, with one rank's shapes.
+    owners: the values of the step that are there before it (parameters), with the ranks that have them.
     """
 
     ranks: tuple[int, ...]
@@ -89,6 +95,14 @@ class Flow:
     works: Mapping[tuple[int, str], Work]
     types: Mapping[str, TensorType] = field(default_factory=dict)
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    slices: int = 1
+
+    def carrier(self, action: Action) -> Action | None:
+        """The action that must have run before this one, since it leaves what this one takes over."""
+        before = action.microbatch + (-1 if action.kind == "F" else 1)
+        work = self.works.get((action.stage, action.kind))
+        is_alike = before // self.slices == action.microbatch // self.slices
+        return replace(action, microbatch=before) if work is not None and work.carries and is_alike else None
 
     @property
     def stages(self) -> int:
@@ -112,17 +126,21 @@ class Flow:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """times_us: of a graph on one micro-batch, by (stage, kind); B is I + W where it is not given, anything else 0.
-    A transfer takes latency_us and its bytes at bytes_per_us."""
+    A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
+    `slices` of a sequence, that grows with the place of the slice: attention to what lies before it."""
 
     times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     latency_us: float = 0.0
     bytes_per_us: float = float("inf")
+    growing_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    slices: int = 1
 
     def time_us(self, action: Action) -> float:
         known = self.times_us.get((action.stage, action.kind))
         if known is None and action.kind == "B":
             return self.times_us.get((action.stage, "I"), 0.0) + self.times_us.get((action.stage, "W"), 0.0)
-        return known or 0.0
+        more = (2 * (action.microbatch % self.slices) + 1) / self.slices - 1  # of slice i the pairs are i + 1/2 squares
+        return (known or 0.0) + more * self.growing_us.get((action.stage, action.kind), 0.0)
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.latency_us + sum(type_.bytes_ for type_ in types) / self.bytes_per_us

@@ -158,21 +158,21 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     dims = [list(dim) for dim in has.dims]
     partial = list(has.partial)
     axes = axes_of_group(str(args[0])) if args else ()
-    if name in ("all_reduce", "reduce_scatter"):
-        kind = str(args[-1])
+    if name in ("all_reduce", "reduce_scatter", "later"):
+        kind = "sum" if name == "later" else str(args[-1])
         summed = {(axis, kind) for axis in axes}
         if not summed.issubset(partial):
             return None
         partial = [pair for pair in partial if pair not in summed]
     if name == "keep_first":
         partial += [(axis, "sum") for axis in axes]
-    if name in ("all_gather", "all_to_all"):
+    if name in ("all_gather", "all_to_all", "earlier"):
         for axis in reversed(axes):
             _remove(dims, axis, args[1], args[2])
     if name == "all_to_all":
         for axis in axes:
             _insert(dims, axis, args[3], args[4])
-    if name in ("shard", "reduce_scatter"):
+    if name in ("shard", "reduce_scatter", "later"):
         for axis in axes:
             _insert(dims, axis, args[1], args[2])
     if name in ("halo", "halo_sum"):  # each run of rows longer, or shorter: they must be split as it says

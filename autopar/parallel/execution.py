@@ -61,7 +61,7 @@ def make_runner(
     if pipeline is not None:
         raise CompileError(
             f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
-            f"{pipeline.microbatches} micro-batches). Leave compile out, or pp and microbatches."
+            f"{pipeline.parts_text}). Leave compile out, or pp and microbatches."
         )
     from autopar.runtime.inductor import compile_program  # and with it Inductor
 

@@ -62,7 +62,7 @@ def _check(compiled: Lowered) -> None:
     if compiled.pipeline is not None:
         raise CompileError(
             f"cuda_graphs records steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
-            f"{compiled.pipeline.microbatches} micro-batches), whose messages are events of the host. Leave "
+            f"{compiled.pipeline.parts_text}), whose messages are events of the host. Leave "
             f"cuda_graphs out, or pp and microbatches."
         )
     program = compiled.program

@@ -12,7 +12,7 @@ from autopar.compiler.lowered import Collective, Lowered, collectives_of, moving
 from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
-from autopar.ir.mesh import MICROBATCH, axes_of_group
+from autopar.ir.mesh import MICROBATCH, SLICE, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective, op
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.ring_ops import Ring, is_ring
@@ -214,7 +214,7 @@ class _Finder:
             link = next(filter(None, (links.get(record(one).origin) for one in moved)), None)
             if record(mover).made_by == "partition":
                 link = BESIDE if _belongs_to(mover) == node.name else None
-            if row.axis == MICROBATCH:
+            if is_in_time(row.axis):
                 continue  # added up where it is
             if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):
                 continue
@@ -294,7 +294,8 @@ def _text(one: Explanation) -> Iterator[str]:
 
 
 def _decision(one: Decision) -> Iterator[str]:
-    yield f"{one.axis} ({one.size} ranks): {one.state}, decided by {one.by}: {one.because}"
+    parts = {MICROBATCH: "micro-batches", SLICE: "slices"}.get(one.axis, "ranks")
+    yield f"{one.axis} ({one.size} {parts}): {one.state}, decided by {one.by}: {one.because}"
     if len(one.alike) > 1:
         yield f"  one decision and one price for {len(one.alike)} values: {_list(one.alike)}"
     if len(one.alternatives) > 1:

@@ -41,10 +41,10 @@ def rank_texts(compiled: Lowered, rank: int, graph: str | None, full: bool) -> I
     if pipeline is None:
         yield f"{title}graph '{STEP}'", compiled.text(rank)
     else:
-        place, count = coord.get(PIPELINE, 0), pipeline.microbatches
+        place = coord.get(PIPELINE, 0)
         stages = pipeline.stages_of(place)
         mine = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} of {pipeline.flow.stages}"
-        title += f"{mine}, schedule '{pipeline.schedule}', {count} micro-batch{'es' * (count > 1)}"
+        title += f"{mine}, schedule '{pipeline.schedule}', {pipeline.parts_text}"
         yield title, f"graph {graph}\n{compiled.text(rank, graph)}" if graph else compiled.text(rank)
         yield "\ninstructions (ranks as on the axis pp)", instructions_text(pipeline, place, full)
     yield "\ncollectives of a step", collectives_text(compiled, rank, graph)
@@ -148,5 +148,7 @@ def stages_text(pipeline: Pipeline, place: int) -> str:
     for stage in pipeline.stages_of(place):
         most = in_flight(pipeline.lists[place], stage)
         micro = f"{most} micro-batch{'es' * (most != 1)} at once"
+        if pipeline.flow.slices > 1:
+            micro = f"{most} slice{'s' * (most != 1)} ({most / pipeline.flow.slices:.3g} micro-batches) at once"
         lines.append(f"  stage {stage}: {micro}, {human(saved_bytes(pipeline, stage))} each")
     return "\n".join(lines)

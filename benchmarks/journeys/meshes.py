@@ -42,6 +42,7 @@ def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
         kept.pop("zero", None)
     if "pp" not in mesh:
         kept.pop("schedule", None)
+        kept.pop("slices", None)
     else:
         kept.setdefault("microbatches", 2)
     if "tp" not in mesh:

@@ -12,6 +12,8 @@ from benchmarks.journeys.side import OPTIMIZERS
 
 COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+SLICED = ("seq1f1b", "gpipe")
+SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
 
 @st.composite
@@ -32,6 +34,8 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         options["recompute"] = draw(st.sampled_from(["full", "selective"]))
     if "tp" in mesh and "tp=3" not in mesh and head == "gpt" and draw(st.booleans()):
         options["sequence_parallel"] = True
+    if "pp" in mesh and head in SEQUENCES and draw(st.booleans()):
+        options |= {"slices": 2, "schedule": draw(st.sampled_from(SLICED))}
     allowed = [name for name in BLOCKS if "microbatches" not in options or name not in WHOLE_BATCH]
     made: dict[str, Any] = {
         "mesh": mesh,

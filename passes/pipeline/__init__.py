@@ -71,7 +71,12 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     """
     ranks, trains = plan.ranks_of_pipeline, any(out.kind == "gradient" for out in program.outputs)
     wanted, stages = plan.options.schedule, _stages(plan)
-    schedule = parse_schedule(wanted, ranks, plan.microbatches, stages)
+    schedule = parse_schedule(wanted, ranks, plan.parts, stages, slices=plan.slices)
+    if plan.slices > 1 and schedule.kinds & {"I", "W"}:
+        raise ScheduleError(
+            f"slices={plan.slices}: schedule '{schedule.name}' runs the gradients of weights (W) apart from those of "
+            f"inputs (I). Give the slices of a sequence whole backward actions (B)."
+        )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
     graphs = dict(pipeline.graphs)
@@ -80,7 +85,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
     # once more, now that the times are known
-    orders = parse_schedule(wanted, ranks, plan.microbatches, stages, pipeline.costs).orders
+    orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
     orders = orders if trains else forward_only(orders)
     # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
     lists = with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)

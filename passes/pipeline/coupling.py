@@ -7,9 +7,15 @@ from collections.abc import Set as AbstractSet
 
 from torch import fx
 
+from autopar.ir.mesh import SLICE, axes_of_group
 from autopar.ir.ops import is_mesh_op, op
-from autopar.ir.program import is_view, record
+from autopar.ir.program import is_getitem, is_view, record
 from autopar.passes.rules import TABLE
+
+_SLICED = (
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, "
+    "not a mask in its place), and not in what pools, adds up or mixes positions. Use slices=1."
+)
 
 
 def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.Node], notes: Sequence[str]) -> str:
@@ -19,6 +25,12 @@ def coupled(node: fx.Node, after: Sequence[fx.Node], reductions: AbstractSet[fx.
     which tell the ops that have none.
     """
     between, join = _way(after, reductions)
+    if SLICE in axes_of_group(str(join.args[1])):
+        cause = join.all_input_nodes[0] if join.target is not op("all_gather") else _reader(join)
+        return (
+            f"the slices of a sequence cannot be computed one after another: {_op(cause)} ({_place(cause)}) needs the "
+            f"whole sequence (%{join.name}). {_SLICED}"
+        )
     readers = [*between, _reader(join)]
     ruleless = [one for one in readers if any(note.startswith(_lacks_rule(one)) for note in notes)]
     if ruleless:
@@ -65,7 +77,8 @@ def _reader(join: fx.Node) -> fx.Node:
     for node in join.graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
             row = TABLE.get(str(node.target))
-            if not (is_mesh_op(node.target) or is_view(node) or (row is not None and row.pointwise)):
+            passes = is_mesh_op(node.target) or is_view(node) or is_getitem(node)
+            if not (passes or (row is not None and row.pointwise)):
                 return node
             reached.add(node)
     return join

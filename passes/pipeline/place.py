@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.node_costs import local_bytes
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.rematerialized import originals
-from autopar.passes.pipeline.when import Times, When
+from autopar.passes.pipeline.when import CARRIES, EARLIER, Times, When
 
 Everywhere = None  # the stages of a value that any stage can compute
 
@@ -30,7 +31,7 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
     original = originals(program)
     present = _present(program, times, stages)
     present |= {again: present[node] for again, node in original.items() if node in present}
-    owners = _owners(program, stages, present, original)
+    owners = _owners(program, stages, present, original) | _carriers(program, stages)
     found: Stages = {}
     for node in backward_nodes(program, times):
         if node in original:
@@ -51,6 +52,34 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
     for node in reversed(found):
         _lower(node, found, present, owners, program.mesh)
     return found | {again: stages[node] for again, node in original.items() if node in stages}
+
+
+def with_attention(stages: Stages) -> Stages:
+    """The same stages, with what slices of a sequence keep on the stage of the attention that reads it, and what is
+    gathered for that."""
+    found = dict(stages)
+    for node in reversed(stages):
+        (user, *_) = node.users or (node,)
+        if node.target is EARLIER or (user.target is EARLIER and is_collective(node.target)):
+            found[node] = found[user]
+    return found
+
+
+def _carriers(program: Program, stages: Stages) -> Stages:
+    """The stages of what takes over from slices of a sequence in the backward pass, and of what its attention gives:
+    where the forward pass kept it. The keys of all begin with the attention's name."""
+    kept = {_attention_of(node): stage for node, stage in stages.items() if node.target is EARLIER}
+    found: Stages = {}
+    for node in program.calls():
+        if node.target not in CARRIES or not record(node).is_backward or _attention_of(node) not in kept:
+            continue
+        behind = node.users if node.target is EARLIER else (node.args[0], node.args[0].args[0])  # type: ignore[union-attr]
+        found.update(dict.fromkeys((node, *behind), kept[_attention_of(node)]))  # type: ignore[arg-type]
+    return found
+
+
+def _attention_of(node: fx.Node) -> str:
+    return str(node.args[-1]).rpartition(".")[0]
 
 
 def _lower(

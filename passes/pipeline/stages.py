@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.measure import local_type
+from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
-from autopar.ir.schedule import Costs, Flow, Work
-from autopar.passes.node_costs import local_bytes, node_times
+from autopar.ir.schedule import Flow, Work
+from autopar.passes.pipeline.costs import costs_of
 from autopar.passes.pipeline.cut import Limits, Stages, cut
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
-from autopar.passes.pipeline.place import place_backward, weight_nodes
+from autopar.passes.pipeline.place import place_backward, weight_nodes, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.sums import reduction_of, sums_by_stage, with_reductions
-from autopar.passes.pipeline.when import Times, When, times_of
+from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_reductions
+from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class _Staged:
 
 def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
-    program = program if plan.microbatches > 1 else with_reductions(program)
+    program = program if plan.parts > 1 else with_reductions(program)
     if plan.gathers_again:
-        program = gathered_late(program, times_of(program, plan.microbatches, plan.zero_axes, both=True))
+        program = gathered_late(program, times_of(program, plan.parts, plan.zero_axes, both=True))
     times = _times(program, plan)
-    forward = _cut(program, times, plan, places)
+    forward = with_attention(_cut(program, times, plan, places))
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
 
 
@@ -136,7 +136,7 @@ def _accumulate_per_stage(staged: _Staged, microbatches: int) -> _Staged:
 
 
 def _times(program: Program, plan: Plan) -> Times:
-    return times_of(program, plan.microbatches, plan.zero_axes if plan.gathers_again else ())
+    return times_of(program, plan.parts, plan.zero_axes if plan.gathers_again else ())
 
 
 class _Partition:
@@ -145,7 +145,7 @@ class _Partition:
         self.ranks, self.count = places.ranks, len(places.ranks)
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan.microbatches)
+        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan.parts)
         self.program, self.forward = staged.program, staged.forward
         self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
         self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}
@@ -161,8 +161,7 @@ class _Partition:
             self._piece((stage, self._kind(node))).own[node] = None
         for node in self.program.nodes:
             if node in self.times.reductions and self.times.of[node] is When.AFTER:
-                part = node.args[0]
-                assert isinstance(part, fx.Node)
+                part = part_of(node)
                 self._piece((self.stages[part], self._kind(part))).leave("part", node.name, part)
         for stage in range(self.count):
             self._take_in(stage)
@@ -319,11 +318,13 @@ class _Partition:
             types.update((node.name, local_type(node, graph.mesh)) for node in graph.placeholders)
             leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
             types.update((name, local_type(node, graph.mesh)) for name, node in leaving if node is not None)
-        flow = Flow(self.ranks, self.plan.microbatches, works, types, owners)
+        flow = Flow(self.ranks, self.plan.parts, works, types, owners, self.plan.slices)
         found = [node for node in self.program.nodes if node in self.times.reductions]
         reductions = {node.name: reduction_of(node) for node in found}
         types.update((node.name, local_type(node, self.program.mesh)) for node in found)
-        return Pipeline(self.plan.mesh, flow, graphs, reductions, self.owners, self._costs(graphs))
+        return Pipeline(
+            self.plan.mesh, flow, graphs, reductions, self.owners, costs_of(self.program, graphs, self.plan)
+        )
 
     def _foreign(self, graph: Program, rank: int) -> dict[str, tuple[int, ...]]:
         """The parameters of a graph that another rank keeps, with that rank."""
@@ -332,19 +333,6 @@ class _Partition:
             for node, entry in graph.entries
             if entry.kind == "parameter" and self.ranks[self.owners[entry.name]] != rank
         }
-
-    def _costs(self, graphs: Mapping[Key, Program]) -> Costs:
-        machine = self.plan.fixed.machine
-        times = {node.name: time for node, time in node_times(self.program, machine).items()}
-        spent = dict.fromkeys(((place, _action_of(kind)) for place, kind in graphs), 0.0)
-        for (place, kind), graph in graphs.items():
-            spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
-        return Costs(spent, machine.latency_us, machine.link_bytes_per_us)
-
-
-def _action_of(kind: str) -> str:
-    """The action that runs a graph: the prologue begins with its counts."""
-    return "P" if kind == "C" else kind
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:
@@ -364,4 +352,8 @@ def _work(graph: Program, foreign: tuple[str, ...], counted: set[str]) -> Work:
     def leaving(kind: str) -> tuple[str, ...]:
         return tuple(out.name for out in graph.outputs if out.kind == kind)
 
-    return Work(entering("saved"), leaving("saved"), leaving("part"), (*entering("step"), *foreign), leaving("step"))
+    carries = (str(node.args[-1]) for node in graph.calls() if node.target in CARRIES)
+    return Work(
+        entering("saved"), leaving("saved"), leaving("part"), (*entering("step"), *foreign), leaving("step"),
+        tuple(dict.fromkeys(carries)),
+    )  # fmt: skip

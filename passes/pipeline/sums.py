@@ -6,23 +6,32 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective, op
-from autopar.ir.pipeline import Reduction
+from autopar.ir.pipeline import Join, Reduction
 from autopar.ir.program import Builder, Program, Record, record, set_record
 from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.when import Times, When, times_of
+from autopar.passes.pipeline.when import Times, When, is_join, times_of
 
 ADD = torch.ops.aten.add.Tensor
 
 
 def reduction_of(node: fx.Node) -> Reduction:
-    """How a join takes the parts together."""
-    if node.target is op("all_reduce"):
-        return Reduction(str(node.args[2]))
-    _, _, dim, outer = node.args
-    assert isinstance(dim, int) and isinstance(outer, int)
-    return Reduction("gather", dim, outer)
+    """How a join, with those before it, takes the parts together."""
+    joins: list[Join] = []
+    while is_join(node):
+        source, axis, *rest = node.args
+        joins.insert(0, Join(rest[0], axis) if node.target is op("all_reduce") else Join("gather", axis, *rest))  # type: ignore[arg-type]
+        assert isinstance(source, fx.Node)
+        node = source
+    return Reduction(tuple(joins))
+
+
+def part_of(node: fx.Node) -> fx.Node:
+    """What each micro-batch gives to a join, maybe by way of other joins."""
+    while is_join(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def with_reductions(program: Program) -> Program:
@@ -93,7 +102,7 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
     late = {
         one: join
         for join, part in reductions.items()
-        if isinstance(part, fx.Node) and reduction_of(join).kind == "sum"
+        if isinstance(part, fx.Node) and reduction_of(join).joins[-1].kind == "sum"
         for one in _additions(part, stages)
     }
     build = Builder("stages")
@@ -121,7 +130,7 @@ def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
 def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
     """A value summed over the micro-batches."""
     assert isinstance(node, fx.Node)
-    like = _summed(record(node))
+    like = _summed(record(node), str(join.args[1]))
     if node not in late:
         made = build.call(join.target, build.value[node], *join.args[1:], like=like, name=f"{node.name}_total")  # type: ignore[arg-type]
         set_record(made, record(made).with_(operands=(record(node).layout,)))
@@ -133,6 +142,6 @@ def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.N
     return build.value[node]
 
 
-def _summed(found: Record) -> Record:
-    partial = tuple((axis, kind) for axis, kind in found.layout.partial if axis != MICROBATCH)
+def _summed(found: Record, axes: str) -> Record:
+    partial = tuple((axis, kind) for axis, kind in found.layout.partial if axis not in axes_of_group(axes))
     return found.with_(layouts=(Layout(found.layout.dims, partial),), flops=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import LayoutError
-from autopar.ir.mesh import MICROBATCH, axes_of_group
+from autopar.ir.mesh import TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
 from autopar.passes.pipeline.coupling import coupled
@@ -18,6 +18,9 @@ from autopar.passes.pipeline.coupling import coupled
 COORD = op("coord")
 # What adds up, or puts side by side, the parts of all micro-batches.
 JOINS = (op("all_reduce"), op("all_gather"))
+# What a slice of a sequence takes over from the slices before it, and a gradient from those after it.
+EARLIER = op("earlier")
+CARRIES = (EARLIER, op("later"))
 
 
 class When(enum.Enum):
@@ -58,13 +61,14 @@ def times_of(program: Program, microbatches: int, regathered: Collection[str] = 
     weighted: set[fx.Node] = set()  # depends on parameters
     renewed: set[fx.Node] = set()  # parameters alone, gathered anew
     late: set[fx.Node] = set()
+    partway: set[fx.Node] = set()  # joins behind which another one comes
     entries = dict(program.entries)
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder":
             kind = entries[node].kind
-            split = MICROBATCH in record(node).layout.axes or (microbatches == 1 and kind == "batch")
+            split = differs_in_time(node) or (microbatches == 1 and kind == "batch")
             of[node] = When.INPUT if split else When.INVARIANT
             if kind == "parameter":
                 weighted.add(node)
@@ -73,10 +77,17 @@ def times_of(program: Program, microbatches: int, regathered: Collection[str] = 
         if any(operand in weighted for operand in operands):
             weighted.add(node)
         if is_join(node):
-            reductions.add(node)
             source = of[operands[0]]
+            if differs_in_time(node):  # of all parts along one axis, for each along the other: another join follows
+                partway.add(node)
+                of[node] = When.AFTER if source is When.BODY else source
+                continue
+            reductions.add(node)
             of[node] = When.AFTER if source in (When.BODY, When.AFTER) else When.INVARIANT
             continue
+        if not partway.isdisjoint(operands):
+            joins = [operand for operand in operands if operand in partway]
+            raise LayoutError(coupled(node, joins, partway, program.notes))
         gathers = _gathers(node, regathered) and is_given(operands[0])
         differs = gathers or _is_cut(node) or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
@@ -94,7 +105,7 @@ def times_of(program: Program, microbatches: int, regathered: Collection[str] = 
                 differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
             raise LayoutError(coupled(node, after, reductions, program.notes))
-        if differs and is_collective(node.target) and _axis(node) == MICROBATCH:
+        if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
             raise LayoutError(coupled(node, [node], {node}, program.notes))
         if after:
             of[node] = When.AFTER
@@ -133,14 +144,20 @@ def _gathers(node: fx.Node, axes: Collection[str]) -> bool:
 
 def is_join(node: fx.Node) -> bool:
     """True for what takes the parts of all micro-batches together."""
-    return node.op == "call_function" and node.target in JOINS and _axis(node) == MICROBATCH
+    return node.op == "call_function" and node.target in JOINS and is_in_time(_axis(node))
+
+
+def differs_in_time(node: fx.Node) -> bool:
+    """True for a value of which the parts along an axis in time are not the same."""
+    layout = record(node).layout
+    return any(axis in TIME_AXES for axis in (*layout.axes, *(axis for axis, _ in layout.partial)))
 
 
 def _is_cut(node: fx.Node) -> bool:
     """True for the piece of a micro-batch, and for its number."""
     if not is_mesh_op(node.target) or is_collective(node.target):
         return False
-    return _axis(node) == MICROBATCH
+    return is_in_time(_axis(node))
 
 
 def _axis(node: fx.Node) -> str:

@@ -54,7 +54,7 @@ class _Choice:
         """What a pipeline computes once, for all micro-batches: there is nothing to save."""
         if not self.plan.is_staged:
             return frozenset()
-        of = times_of(self.program, self.plan.microbatches).of
+        of = times_of(self.program, self.plan.parts).of
         return frozenset(call.node for call in self.forward.calls if of[call.node] is not When.BODY)
 
     # -- who needs what -----------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ def check_schedule(lists: Sequence[Sequence[Instruction]], flow: Flow) -> None:
 
     - no rank waits for ever, and each message is received as it was sent: values, shapes, dtypes;
     - each action of the flow is run once, by the rank of its stage, when all it reads is there;
-    - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are.
+    - a value comes to a rank once and is freed once, after its last use; a sum is there when all its parts are;
+    - where micro-batches are slices of sequences, a stage runs them in order, and back in reverse.
     """
     check_flow(flow)
     run = _Run(lists, flow)
@@ -117,6 +118,10 @@ class _Run:
             self.fault(rank, f"this is an action of rank {owner}")
         if done[k]:
             self.fault(rank, "this action is run twice")
+        before = self.flow.carrier(action)
+        if before is not None and not done[before.microbatch]:
+            carried = ", ".join(f"%{name}" for name in work.carries)
+            self.fault(rank, f"it takes over {carried} of the slice that {before} computes, which runs later")
         done[k] = 1
         here, step = self.values[rank][k], self.values[rank][ONCE]
         for name in work.reads:

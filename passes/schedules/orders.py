@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from autopar.errors import ScheduleError
-from autopar.ir.schedule import Action, Costs
-
-Orders = tuple[tuple[Action, ...], ...]  # the actions of each rank
+from autopar.ir.schedule import Action, Costs, Orders
+from autopar.passes.schedules.chunks import chunks_of
+from autopar.passes.schedules.sliced import gpipe_of_slices, seq1f1b
 
 
 def gpipe(stages: int, ranks: int, microbatches: int, costs: Costs) -> Orders:
@@ -190,35 +189,22 @@ def in_a_v(stages: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
 
 
-def chunks_of(name: str, stages: int, ranks: int, wanted: int | None = None) -> int:
-    """The stages of each rank; `wanted` where the schedule knows no other number."""
-    if stages % ranks or not stages:
-        raise ScheduleError(
-            f"schedule '{name}': {stages} stages cannot be spread evenly over {ranks} ranks. "
-            f"Take a multiple of {ranks}, e.g. {ranks * (wanted or 2)}."
-        )
-    chunks = stages // ranks
-    if wanted not in (None, chunks):
-        each = "one stage" if wanted == 1 else f"{wanted} stages"
-        raise ScheduleError(
-            f"schedule '{name}' has {each} on each rank; {stages} stages on {ranks} ranks are {chunks}."
-        )
-    return chunks
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """order: of (stages, ranks, microbatches, costs). chunks: stages on a rank if nobody says otherwise.
-    place: the rank of each stage, of (stages, ranks)."""
+    place: the rank of each stage, of (stages, ranks). of_slices: the order where micro-batches are slices of sequences,
+    of (stages, ranks, microbatches, slices, costs); None if it has none."""
 
     order: Callable[[int, int, int, Costs], Orders]
     chunks: int = 1
     place: Callable[[int, int], tuple[int, ...]] = in_rounds
+    of_slices: Callable[[int, int, int, int, Costs], Orders] | None = None
 
 
 SCHEDULES: Mapping[str, Entry] = {
-    "gpipe": Entry(gpipe),
+    "gpipe": Entry(gpipe, of_slices=gpipe_of_slices),
     "1f1b": Entry(one_f_one_b),
+    "seq1f1b": Entry(one_f_one_b, of_slices=seq1f1b),
     "interleaved-1f1b": Entry(interleaved, chunks=2),
     "zb-h1": Entry(zb_h1),
     "zb-h2": Entry(zb_h2),

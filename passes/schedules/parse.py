@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import ScheduleError
+from autopar.errors import ScheduleError, one_of
 from autopar.ir.options import ScheduleLike
-from autopar.ir.schedule import Action, Costs
-from autopar.passes.schedules.orders import SCHEDULES, Orders
+from autopar.ir.schedule import Action, Costs, Orders
+from autopar.passes.schedules.orders import SCHEDULES, Entry
 
 _SHOWN = 5  # faults named in one message
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -42,17 +42,19 @@ def parse_schedule(
     microbatches: int,
     stages: int | None = None,
     costs: Costs | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """Read a schedule and check that it runs each action once, on one rank per stage.
 
     wanted: a name of `SCHEDULES`; a function (see `ir/options.py`); or the path or text of a table in the notation of
     torch.distributed.pipelining, with a row for each rank: `0F0,0F1,,0B0,0B1`. Its transfers are skipped: they follow
-    from the flow of data. stages: of the model; each schedule has its own usual number.
+    from the flow of data. stages: of the model; each schedule has its own usual number. slices: so many micro-batches
+    in a row are slices of one sequence.
     """
     costs = costs or Costs()
     if isinstance(wanted, str) and (entry := SCHEDULES.get(wanted)):
         stages = stages or ranks * entry.chunks
-        orders = entry.order(stages, ranks, microbatches, costs)
+        orders = _named(wanted, entry, stages, ranks, microbatches, slices, costs)
         return Schedule(wanted, orders, entry.place(stages, ranks))
     if callable(wanted):
         stages = stages or ranks
@@ -67,6 +69,19 @@ def parse_schedule(
     if len(orders) != ranks:
         raise ScheduleError(f"{name} has rows for {len(orders)} ranks; the axis 'pp' has {ranks}.")
     return Schedule(name, orders, _placed(name, orders, microbatches, stages))
+
+
+def _named(name: str, entry: Entry, stages: int, ranks: int, microbatches: int, slices: int, costs: Costs) -> Orders:
+    """The order of a schedule of `SCHEDULES`."""
+    if slices == 1:
+        return entry.order(stages, ranks, microbatches, costs)
+    if entry.of_slices is None:
+        known = one_of(name for name, entry in SCHEDULES.items() if entry.of_slices)
+        raise ScheduleError(
+            f"slices={slices}: schedule '{name}' does not run the slices of a sequence in its order, and back in "
+            f"reverse. Use schedule {known}, slices=1, or an order of your own."
+        )
+    return entry.of_slices(stages, ranks, microbatches, slices, costs)
 
 
 def check_schedule_name(wanted: object) -> None:

@@ -10,6 +10,8 @@
          the pass `ring` may let them go round instead), or its heads are split instead (all-to-all, arXiv 2309.14509)
     ulysses  as cp, of which attention splits heads only
     mb   as dp, but one rank computes the parts, one after another
+    sl   as cp, but one rank computes the slices, one after another: causal attention reads those before its own
+         (arXiv 2102.07988)
 
 Within its intent the search is free. What an intent forbids is forbidden strictly; only if no plan exists at all
 is it allowed at its cost.
@@ -21,7 +23,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, ULYSSES, Mesh
+from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, SLICE, ULYSSES, Mesh
 from autopar.ir.program import Input, TensorType
 from autopar.passes.search.states import Split, State
 
@@ -61,11 +63,12 @@ class Intent:
     weights_split: bool
     sequence_split: bool = False
     context: bool = False
-    zigzag: bool = False  # a sequence may lie in mirrored pieces
+    mirrored: int = 0  # a sequence may lie in pieces that are mirrored in every second of so many blocks
     pieces: int = 0  # in which the axes cut a sequence that does
     heads: int = 0  # attention may split its heads, after so many pieces that later axes make of them; 0: it may not
     only_heads: bool = False  # and nothing else
     no_heads: bool = False  # attention splits none, even where other ops would
+    only_positions: bool = False  # of the batch's dims the second alone is a sequence
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -96,13 +99,15 @@ class Intent:
 
     def sequence_seeds(self, role: Role) -> list[Split]:
         """The dims of the batch that sequence and context parallelism may split: all but the first."""
-        dims = range(1, len(role.type.shape)) if role.entry.kind == "batch" else ()
+        dims = range(1, len(role.type.shape)) if role.entry.kind == "batch" else range(0)
+        if self.only_positions:
+            dims = dims[:1] if role.is_batch else range(0)
         return [(dim, outer) for dim in dims for outer in self.sequence_outers]
 
     @property
     def sequence_outers(self) -> tuple[int, ...]:
         """The outers of the splits of a sequence; none if there are none."""
-        return ((1, -2) if self.zigzag else (1,)) if self.sequence_split else ()
+        return ((1, -self.mirrored) if self.mirrored else (1,)) if self.sequence_split else ()
 
     def factor(
         self, source: State, target: State, *, of_parameters: bool, to_gradient: bool, along_sequence: bool,
@@ -142,10 +147,13 @@ class Intent:
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
-_CONTEXT = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True, zigzag=True)
+_SEQUENCE = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True)
+_CONTEXT = replace(_SEQUENCE, mirrored=2)
+_SLICES = replace(_SEQUENCE, only_positions=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
     MICROBATCH: _DATA,
+    SLICE: _SLICES,
     CONTEXT: _CONTEXT,
     ULYSSES: replace(_CONTEXT, only_heads=True),
     "tp": Intent(batch_split=False, weights_split=True),
@@ -156,18 +164,19 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, le
     """The meaning of an axis in a plan. Sequence parallelism splits the pieces that context parallelism leaves; where
     it could split those of a sequence of one of `lengths` in order but not mirrored, they lie in order."""
     found = INTENTS[axis]
-    split = [size for _, size in context_axes(mesh)]
+    split, sizes = [size for _, size in context_axes(mesh)], dict(mesh.axes)
     if split and sequence_parallel:
         split += [size for name, size in mesh.axes if name in INTENTS and INTENTS[name].weights_split]
     pieces = 2 * math.prod(split)
     in_order = any(length % (pieces // 2) == 0 for length in lengths) and all(length % pieces for length in lengths)
-    zigzag = bool(split) and not (sequence_parallel and in_order)
+    blocks = 0 if sequence_parallel and in_order else 2 * sizes.get(SLICE, 1)  # two in each slice
     if found.weights_split:
-        zigzag = zigzag and dict(mesh.axes).get(CONTEXT, 1) > 1
-        return replace(found, sequence_split=sequence_parallel, zigzag=zigzag, pieces=pieces)
-    if not found.context:
+        mirrored = blocks if sizes.get(CONTEXT, 1) > 1 else 0
+        return replace(found, sequence_split=sequence_parallel, mirrored=mirrored, pieces=pieces)
+    if found.mirrored:
+        found = replace(found, mirrored=blocks, pieces=pieces)
+    if not found.context or axis == SLICE:
         return found
-    found = replace(found, zigzag=zigzag, pieces=pieces)
     if attention == "gather" or (axis == CONTEXT and ULYSSES in mesh and attention != "ring"):
         return found
     if axis == CONTEXT and attention == "ring":

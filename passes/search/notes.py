@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.errors import LayoutError, divisors, one_of
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, SLICE
 from autopar.ir.program import PARTNER, record
 from autopar.passes.search.axes import AxisSearch, Solution
 from autopar.passes.search.items import Classes, Item, operations
@@ -76,6 +76,8 @@ def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
         strategy, n = solution.strategy(number), search.size
         if item.rule is None or strategy.choice is None or strategy.choice[0] not in item.rule.growing:
             continue
+        if search.axis == SLICE:
+            break  # each rank computes them all
         if strategy.work * n > 1:
             count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
             pieces = search.intent.pieces
@@ -108,8 +110,9 @@ def _whole_products(search: AxisSearch, solution: Solution) -> list[str]:
         for number, item in enumerate(classes.items)
         if item.rule and item.rule.flops and solution.strategy(number).choice is None
     }
-    axis = f"axis '{search.axis}' (size {search.size})"
-    each = f"is done by each of its {search.size} ranks"
+    is_slice = search.axis == SLICE
+    axis = f"slices={search.size}" if is_slice else f"axis '{search.axis}' (size {search.size})"
+    each = f"is done {'again for' if is_slice else 'by'} each of its {search.size} {'slices' if is_slice else 'ranks'}"
     if not total:
         states = [state.get(search.axis) for item in classes.items for state in item.states]
         return [] if any(isinstance(state, tuple) for state in states) else [f"{axis} divides nothing: all work {each}"]
@@ -132,8 +135,11 @@ def _no_context(search: AxisSearch) -> str:
     """What to do where no product has positions that could be split."""
     items = [item for item in search.classes.items if item.role and item.role.entry.kind == "batch"]
     batch = "; ".join(f"batch tensor {item.role.entry.name} {list(item.types[0].shape)}" for item in items if item.role)
+    what = f"a dim after the first of {batch}, which the products keep"
+    if search.axis == SLICE:
+        return f"slices cut a sequence: {what}. Use slices=1, and more micro-batches."
     return (
-        f"'{search.axis}' splits a sequence: a dim after the first of {batch}, which the products keep. "
+        f"'{search.axis}' splits a sequence: {what}. "
         f"Leave it out of the mesh, and give its ranks to another axis, e.g. dp."
     )
 

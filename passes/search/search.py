@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
@@ -24,6 +25,7 @@ MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, a
 ATTENTION = frozenset(
     op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
+GRADIENTS_OF_ATTENTION = frozenset(op(f"{kind}_backward") for kind in ("attention", "dropped_attention"))
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
 Options = list[list[tuple[Strategy, float]]]
@@ -250,19 +252,24 @@ def problem_of(
 
     sequences = sequences_of(classes, intent)
 
-    def add(source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False) -> None:
+    def add(
+        source: int, result: int, user: int, wanted: tuple[State, ...], to_gradient: bool = False, position: int = -1
+    ) -> None:
         given = tuple(states[result] for states in results[source])
         item = classes.items[source]
         bytes_ = _bytes(item.types[result], item.states[result], sizes) * item.count
+        attends = _is_at_attention(classes, intent, (source, result), (user, position))
+        joins = _moves_in_time(classes, (source, result), (user, position))
         move = {}
         for s in dict.fromkeys(given):
             for t in dict.fromkeys(wanted):
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
-                attends = _is_attention(classes, source) or _is_attention(classes, user)
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
                 if strict and s == "sum" and s != t and not classes.casts.get(user, True):
                     continue  # the terms of a gradient are summed behind their cast
+                if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
+                    continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
                 factor = _factor(classes, intent, source, s, t, to_gradient, along, attends) if strict else 1.0
                 if factor is not None:
                     more = reductions if strict and intent.is_last_resort(s, t) else 0.0
@@ -271,7 +278,7 @@ def problem_of(
 
     for source, result, user, position in classes.edges:
         wanted = tuple(states[position] for states in operands[user])
-        add(source, result, user, wanted, to_gradient=user in classes.casts)
+        add(source, result, user, wanted, user in classes.casts, position)
     for source, result, parameter in classes.gradients:
         add(source, result, parameter, tuple(states[0] for states in results[parameter]), to_gradient=True)
     if classes.results:
@@ -317,8 +324,22 @@ def _factor(
     )  # fmt: skip
 
 
-def _is_attention(classes: Classes, i: int) -> bool:
-    return i < len(classes.items) and classes.items[i].node.target in ATTENTION
+def _moves_in_time(classes: Classes, source: tuple[int, int], user: tuple[int, int]) -> bool | None:
+    """Whether micro-batches are put together between (class, result) and (class, operand), or behind the result. None
+    if the value is the same in all of them."""
+    given = classes.items[source[0]].states[source[1]].get(MICROBATCH)
+    wanted = classes.items[user[0]].wanted[user[1]].get(MICROBATCH) if user[1] >= 0 else None
+    return None if given is None else given != wanted
+
+
+def _is_at_attention(classes: Classes, intent: Intent, source: tuple[int, int], user: tuple[int, int]) -> bool:
+    """True for what attention gives or reads, (class, result) and (class, operand); where slices are computed one after
+    another, for keys, values and their gradients alone: no slice waits for what those behind it give."""
+    gives, reads = (classes.items[i].node.target if i < len(classes.items) else None for i, _ in (source, user))
+    if not intent.only_positions:
+        return gives in ATTENTION or reads in ATTENTION
+    place = user[1] - (reads in GRADIENTS_OF_ATTENTION)
+    return (gives in GRADIENTS_OF_ATTENTION and source[1] in (1, 2)) or (reads in ATTENTION and place in (1, 2))
 
 
 def _bytes(type_: TensorType, states: Mapping[str, State], sizes: Mapping[str, int]) -> float:

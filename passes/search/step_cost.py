@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.measure import human, local_bytes, moved_type
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import is_in_time
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.ir.ring_ops import is_ring
@@ -47,7 +47,7 @@ def step_cost(program: Program) -> StepCost:
             collectives += 1
         elif not is_collective(node.target):
             computed += 0 if is_getitem(node) or is_view(node) else local_bytes(node, program.mesh)
-        elif node.target != op("wait") and node.args[1] != MICROBATCH:  # what adds up on one rank does not move
+        elif node.target != op("wait") and not is_in_time(str(node.args[1])):  # what adds up on one rank does not move
             kind, operand = collective_of(node.target), operand_nodes(node)[0]
             collectives += 1
             again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"

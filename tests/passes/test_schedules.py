@@ -244,7 +244,7 @@ def test_function() -> None:
     check_schedule(with_transfers(schedule.orders, flow, Costs()), flow)
 
 
-NAMES = "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v"
+NAMES = "gpipe, 1f1b, seq1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v"
 REFUSALS = {
     "name": ("zero", None, f"schedule 'zero' is unknown. Known are {NAMES}; or give a function or a CSV file."),
     "file": ("no/such.csv", None, "schedule 'no/such.csv': there is no such file."),

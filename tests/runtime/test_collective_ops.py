@@ -29,6 +29,8 @@ CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
     "shift": [(SPLIT, (1,)), (SPLIT, (-1,)), (SPLIT_IN, (2,))],
     "halo": [(SPLIT, (0, 1, 2, 1)), (SPLIT_IN, (0, 2, 0, 2)), (MIRRORED, (0, -2, 2, 1)), (SPLIT, (0, 1, 6, 9))],
     "halo_sum": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 0)), (MIRRORED, (0, -2, 0, 1)), (SPLIT, (0, 1, 0, 3))],
+    "earlier": [(SPLIT, (0, 1, "k")), (Layout(((), ("x",))), (1, 1, "k"))],
+    "later": [(Layout(((), ()), (("x", "sum"),)), (1, 1, "k"))],
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from autopar.report.artifact.pipeline import parse_pipeline, pipeline_json
 from autopar.report.artifact.readable import parse_ranges, python_text, rank_ranges
 
 FORMAT = "autopar artifact"
-VERSION = 2
+VERSION = 3
 INDEX, PIPELINE_FILE, WHOLE = "index.json", "pipeline.json", "step"
 _FILE = re.compile(r"(program_\d+_\w+\.(py|json)|pipeline\.json|step\.(py|json))\Z", re.ASCII)
 
@@ -55,7 +55,13 @@ class Artifact:
         """The mesh that the layouts of the programs name."""
         if self.pipeline is None:
             return self.mesh
-        return Plan(self.mesh, options=StepOptions(microbatches=self.pipeline.microbatches)).layout_mesh
+        flow = self.pipeline.flow
+        return _plan(self.mesh, flow.microbatches, flow.slices).layout_mesh
+
+
+def _plan(mesh: Mesh, microbatches: int, slices: int) -> Plan:
+    """What is known of the plan of a pipeline, whose micro-batches count each slice."""
+    return Plan(mesh, options=StepOptions(microbatches=microbatches // slices, slices=slices))
 
 
 def save_programs(directory: str | os.PathLike[str], artifact: Artifact) -> None:
@@ -145,8 +151,8 @@ def load_programs(directory: str | os.PathLike[str], custom_ops: frozenset[str] 
         mesh = parse_mesh(index["mesh"]) if index["mesh"] else Mesh(())
         meta = {str(key): str(value) for key, value in index["meta"].items()}
         content = _read_json(folder / PIPELINE_FILE, files[PIPELINE_FILE]) if PIPELINE_FILE in files else None
-        count = 1 if content is None else int(content["microbatches"])
-        plan = Plan(mesh, options=StepOptions(microbatches=count))
+        counts = (1, 1) if content is None else (int(content["microbatches"]), int(content["slices"]))
+        plan = _plan(mesh, *counts)
         inner = mesh if content is None else plan.layout_mesh
         programs = []
         for number, entry in enumerate(index["programs"]):

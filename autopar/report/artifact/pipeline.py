@@ -17,13 +17,13 @@ from typing import Any
 from autopar.errors import ArtifactError, AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.names import DTYPES, dtype_name
-from autopar.ir.pipeline import Pipeline, Reduction, graph_name
+from autopar.ir.pipeline import Join, Pipeline, Reduction, graph_name
 from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import KINDS, ONCE, Action, Costs, Flow, Instruction, Work
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.schedules import check_schedule
 
-_FIELDS = ("reads", "writes", "sums", "step_reads", "step_writes")
+_FIELDS = ("reads", "writes", "sums", "step_reads", "step_writes", "carries")
 _ACTION = re.compile(rf"(\d+)([{''.join(KINDS)}])(\d*)\Z", re.ASCII)
 _MESSAGE = re.compile(r"(SEND|RECV) (\S+) (?:to|from) rank (\d+): ([^;]*)\Z", re.ASCII)
 _TYPE = re.compile(r"(\w+)\[([\d,]*)\]\Z", re.ASCII)
@@ -38,6 +38,7 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
     return {
         "schedule": pipeline.schedule,
         "microbatches": flow.microbatches,
+        "slices": flow.slices,
         "stages": list(flow.ranks),
         "parameters": dict(pipeline.owners),
         "flow": {
@@ -48,9 +49,13 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
             name: f"{dtype_name(type_.dtype)}[{','.join(map(str, type_.shape))}]" for name, type_ in flow.types.items()
         },
         "owners": {name: list(ranks) for name, ranks in flow.owners.items()},
-        "reductions": {name: [join.kind, join.dim, join.outer] for name, join in pipeline.reductions.items()},
+        "reductions": {
+            name: [[one.kind, one.axis, one.dim, one.outer] for one in how.joins]
+            for name, how in pipeline.reductions.items()
+        },
         "costs": {
             "times_us": {f"{place}{kind}": time for (place, kind), time in costs.times_us.items()},
+            "growing_us": {f"{place}{kind}": time for (place, kind), time in costs.growing_us.items()},
             "latency_us": costs.latency_us,
             "bytes_per_us": None if math.isinf(costs.bytes_per_us) else costs.bytes_per_us,
         },
@@ -103,7 +108,7 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
              for text, work in content["flow"].items()}  # fmt: skip
     owners = {str(name): tuple(map(int, ranks)) for name, ranks in content["owners"].items()}
     stages = tuple(map(int, content["stages"]))
-    flow = Flow(stages, int(content["microbatches"]), works, types, owners)
+    flow = Flow(stages, int(content["microbatches"]), works, types, owners, int(content["slices"]))
     found: dict[tuple[int, str], Program] = {}
     for text in content["graphs"]:
         key = _key(text)
@@ -121,6 +126,8 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
         {_key(text): float(time) for text, time in times.items()},
         float(content["costs"]["latency_us"]),
         math.inf if bytes_per_us is None else float(bytes_per_us),
+        {_key(text): float(time) for text, time in content["costs"]["growing_us"].items()},
+        flow.slices,
     )
     lists = tuple(
         tuple(parse_instruction(line, types) for line in content["instructions"][str(rank)])
@@ -129,7 +136,12 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     if len(lists) != len(graphs) or flow.size > len(graphs):
         raise ValueError(f"there are lists for {len(lists)} ranks and graphs for {len(graphs)}")
     read = content["reductions"].items()
-    reductions = {str(name): Reduction(str(kind), int(dim), int(outer)) for name, (kind, dim, outer) in read}
+    reductions = {
+        str(name): Reduction(
+            tuple(Join(str(kind), str(axis), int(dim), int(outer)) for kind, axis, dim, outer in joins)
+        )
+        for name, joins in read
+    }
     parameters = {str(name): int(stage) for name, stage in content["parameters"].items()}
     if wrong := [name for name, stage in parameters.items() if not 0 <= stage < len(stages)]:
         raise ValueError(f"'{wrong[0]}' is kept by stage {parameters[wrong[0]]}, which does not exist")

@@ -49,7 +49,7 @@ $("summary").append(
 );
 function short(n) { for (const unit of ["", " K", " M", " B"]) { if (n < 1000 || unit === " B") return Number(n.toPrecision(3)) + unit; n /= 1000; } }
 if (data.pipeline) {
-  const bar = el("div", "stages", el("span", "", `${data.pipeline.schedule}, ${data.pipeline.microbatches} micro-batches`));
+  const bar = el("div", "stages", el("span", "", `${data.pipeline.schedule}, ${data.pipeline.parts}`));
   [null, ...data.pipeline.rows.keys()].forEach((stage) => {
     const one = data.pipeline.rows[stage];
     const button = el("button", "", stage === null ? "all stages" : stageChip([stage]), one ? el("small", "", `pp=${one.rank} · keeps ${one.held} × ${human(one.saved)}`) : null);

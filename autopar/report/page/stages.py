@@ -21,7 +21,12 @@ def stages_data(pipeline: Pipeline) -> dict[str, Any]:
         {"rank": rank, "saved": saved_bytes(pipeline, stage), "held": in_flight(pipeline.lists[rank], stage)}
         for stage, rank in enumerate(pipeline.flow.ranks)
     ]
-    return {"schedule": pipeline.schedule, "microbatches": pipeline.microbatches, "rows": rows}
+    return {
+        "schedule": pipeline.schedule,
+        "microbatches": pipeline.microbatches,
+        "parts": pipeline.parts_text,
+        "rows": rows,
+    }
 
 
 def stage_of_names(compiled: Lowered) -> dict[str, int]:

@@ -23,7 +23,8 @@ Colour = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An action, or a message, in time. chunk: which of its rank's stages it is of, of `chunks`."""
+    """An action, or a message, in time. chunk: which of its rank's stages it is of, of `chunks`. slices: into how many
+    its micro-batch is cut."""
 
     action: Action
     start_us: float
@@ -31,6 +32,7 @@ class Block:
     text: str = ""
     chunk: int = 0
     chunks: int = 1
+    slices: int = 1
 
     @property
     def label(self) -> str:
@@ -57,7 +59,9 @@ class Block:
         """What a pointer over it says."""
         action = self.action
         of = f" of stage {action.stage}" if action.kind in "FBIW" else ""
-        micro = f", micro-batch {action.microbatch}" if action.microbatch != ONCE else ""
+        number, slice_ = divmod(action.microbatch, self.slices)
+        of_sequence = f", slice {slice_}" if self.slices > 1 else ""
+        micro = f", micro-batch {number}{of_sequence}" if action.microbatch != ONCE else ""
         what = self.text or f"{action}: {KIND_NAMES[action.kind]}{of}{micro}"
         times = f"{time_text(self.start_us)} to {time_text(self.end_us)}"
         return f"{what}\n{times} ({time_text(self.end_us - self.start_us)})"
@@ -96,7 +100,7 @@ class Picture:
 def picture(pipeline: Pipeline, simulated: Timeline, measured: Timeline | None = None) -> Picture:
     """The simulated step; with a measured one, rank by rank, below it."""
     head = (f"schedule '{pipeline.schedule}': {pipeline.flow.size} ranks, {pipeline.flow.stages} stages, "
-            f"{pipeline.microbatches} micro-batches")  # fmt: skip
+            f"{pipeline.parts_text}")  # fmt: skip
     lanes = tuple(_lanes(pipeline, simulated, False))
     length = _end(simulated) - _start(simulated)
     if measured is None:
@@ -128,7 +132,7 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
             if span.instruction.op == "RUN":
                 chunk = stages.index(action.stage) if action.kind in "FBIW" else 0
                 if end > start:
-                    blocks.append(Block(action, start, end, "", chunk, len(stages)))
+                    blocks.append(Block(action, start, end, "", chunk, len(stages), pipeline.flow.slices))
             elif span.instruction.op == "RECV":
                 messages.append(Block(action, start, end, _message(span)))
         yield Lane(rank, tuple(blocks), tuple(messages), timeline.bubble(rank), measured)

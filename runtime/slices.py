@@ -1,0 +1,58 @@
+"""What the slices of a sequence leave on their stage for one another: keys and values, and gradients of these.
+
+The micro-batches of a step are numbered micro-batch * slices + slice. The forward pass of a slice reads the keys and
+values of those up to it; what its attention gives to the gradients of all of them is taken by each when its own
+backward pass has come, after those of the slices behind it (TeraPipe, arXiv 2102.07988, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class Carried:
+    """The values that one stage keeps. pieces: of forward passes, by key and micro-batch, until its backward pass.
+    rests: sums of gradients of the slices that are still to come, by key and sequence."""
+
+    slices: int
+    pieces: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    rests: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    def earlier(self, x: torch.Tensor, dim: int, key: str, microbatch: int) -> torch.Tensor:
+        """The slices of a sequence up to this one, side by side. The first x of a slice is kept as it is; others are
+        the same, computed again."""
+        self.pieces.setdefault((key, microbatch), x)
+        first = microbatch - microbatch % self.slices
+        return torch.cat([self.pieces[key, place] for place in range(first, microbatch + 1)], dim)
+
+    def later(self, x: torch.Tensor, dim: int, key: str, microbatch: int, owned: bool) -> torch.Tensor:
+        """This slice's piece of a sum, of which x is the last part: of all slices up to this one, as `earlier` gave
+        them, maybe with zeros behind. The rest stays for those. Short floats are added in float32. owned: x may be
+        written over."""
+        sequence, slice_ = divmod(microbatch, self.slices)
+        total = self.rests.pop((key, sequence), None)
+        if total is None:
+            total = x.float() if x.dtype in _SHORT else x if owned else x.clone()
+        else:
+            total += x.narrow(dim, 0, total.shape[dim])
+        size = total.shape[dim] // (slice_ + 1)
+        if slice_:
+            self.rests[key, sequence] = total.narrow(dim, 0, slice_ * size)
+        return total.narrow(dim, slice_ * size, size).to(x.dtype, copy=True)
+
+    def end(self, kind: str, microbatch: int, *, goes_back: bool) -> None:
+        """Drop what nothing reads after an action. goes_back: the backward pass reads what the forward pass kept."""
+        if kind == "F" and goes_back:
+            return
+        if kind != "F":
+            gone = {microbatch}
+        elif (microbatch + 1) % self.slices == 0:
+            gone = set(range(microbatch + 1 - self.slices, microbatch + 1))
+        else:
+            return
+        self.pieces = {key: piece for key, piece in self.pieces.items() if key[1] not in gone}
