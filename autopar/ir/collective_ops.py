@@ -1,5 +1,5 @@
-"""The table of collectives: everything about one that is not its layout (ir/verify.py), its place (passes/reshard.py) or
-its algorithm (runtime/collectives.py)."""
+"""The table of collectives: all about one but its layout (ir/verify.py), its place (passes/reshard.py) and its
+algorithm (runtime/collectives.py)."""
 
 from __future__ import annotations
 
