@@ -10,7 +10,9 @@ from autopar.ir.verify import verify
 from autopar.passes.bucket import bucket
 from autopar.passes.check_rules import check_rules
 from autopar.passes.chunk_loss import chunk_loss
+from autopar.passes.compare_masks import compare_masks
 from autopar.passes.decompose import decompose
+from autopar.passes.lengthen import lengthen
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
 from autopar.passes.pipeline import make_pipeline
@@ -21,8 +23,11 @@ from autopar.passes.recompute import recompute
 from autopar.passes.reshard import reshard
 from autopar.passes.ring import ring
 from autopar.passes.rowwise import rowwise
+from autopar.passes.scans import scans
+from autopar.passes.shifts import shifts
 from autopar.passes.unslice import unslice
 from autopar.passes.unsort import unsort
+from autopar.passes.windows import windows
 from autopar.passes.zero import zero
 
 Pass = Callable[[Program, Plan], Program]
@@ -30,7 +35,12 @@ Pass = Callable[[Program, Plan], Program]
 PASSES: tuple[tuple[Pass, Level], ...] = (
     (unsort, Level.CAPTURED),  # rows sorted by expert stay in their own order
     (rowwise, Level.CAPTURED),  # what a row looks up in itself is split with it
+    (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
+    (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
+    (scans, Level.CAPTURED),  # and a running sum, with its gradient
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
+    (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
+    (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it
     (precision, Level.CAPTURED),  # products in a short float, with casts around them
     (propagate, Level.SHARDED),  # every value gets a layout
     (zero, Level.SHARDED),  # parameters lie split over the data axes

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.measure import local_bytes
+from autopar.ir.measure import local_bytes, moved_type
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.plan import Machine
@@ -47,7 +47,7 @@ def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Nod
 def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:
     """What a rank sends in a collective (ring algorithms, as in search/costs.py)."""
     known, size = collective_of(node.target), mesh[str(node.args[1])]
-    bytes_ = local_bytes(node if known.counts_result else operand_nodes(node)[0], mesh)
+    bytes_ = moved_type(node, mesh).bytes_
     if known.to_one:
         return bytes_
     rounds = 2 if (known.has, known.gives) == ("sum", None) else 1

@@ -13,10 +13,12 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Level, Program, Record, is_getitem, record
+from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
+from autopar.passes.halos import Edges, halos_of, runs_of
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
+from autopar.passes.running_sums import with_sums_before
 from autopar.passes.search.states import by_outer, choices_of
 
 MADE_BY = "partition"
@@ -46,7 +48,8 @@ def partition(program: Program, plan: Plan) -> Program:
         %all_gather: f32[24] [-] = autopar.all_gather.default(%reshape, "dp", 0, 1)
         return value "rows" = %all_gather
 
-    Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size.
+    Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size. What a piece needs
+    of the pieces beside it, its rule says (`Halo`), and a collective brings.
     """
     return _Partition(program, table_of(plan)).run()
 
@@ -84,6 +87,7 @@ class _Partition:
         shapes = [local_shape(type_.shape, lay, self.mesh) for type_, lay in zip(call.results, layouts, strict=True)]
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
+        halos = halos_of(rule, cuts, self.mesh)
         offset = self._times(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional
         readings = {name: self._reading(rule.sizes[name], cuts[name], found) for name in cuts if name in read}
@@ -91,8 +95,41 @@ class _Partition:
             self._position(one, found) for name in rule.positional & cuts.keys() for one in starts_of(readings[name])
         ]
         args, kwargs = local_call(call, row, rule, shapes, sizes, offset, readings, starts)
+        value = dict(self.build.value) if halos.operands else self.build.value
+        for i, edges in halos.operands.items():
+            operand = operand_nodes(node)[i]
+            value[operand] = self._with_halos(value[operand], found.operands[i], edges, found)
         made = self.build.copy(node)
-        made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: self.build.value.get(old, old))
+        made.args, made.kwargs = fx.node.map_arg((args, dict(kwargs)), lambda old: value.get(old, old))
+        for edges in halos.results.values():
+            made = self._summed(made, edges)
+        if rule.scan and rule.scan[0] in cuts:
+            name, reverse = rule.scan
+            runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)
+            return with_sums_before(self.build, made, runs, reverse, self.mesh)
+        return made
+
+    def _with_halos(self, x: fx.Node, layout: Layout, edges: list[Edges], user: Record) -> fx.Node:
+        """An operand with the rows beside its pieces that its user reads."""
+        for one in edges:
+            like = record(x).with_(
+                types=(one.longer(record(x).type),), layouts=(layout,), operands=(layout,), origin="", flops=0,
+                module=user.module, source=user.source, phase=user.phase, reason=one.reason,
+            )  # fmt: skip
+            x = self.build.call(op("halo"), x, *one.args, like=like, name="halo")
+        return x
+
+    def _summed(self, made: fx.Node, edges: list[Edges]) -> fx.Node:
+        """A result, of which a piece has rows of those beside it, with these rows added where they belong."""
+        whole = record(made)
+        types = [whole.type]
+        for one in edges:
+            types.append(one.longer(types[-1]))
+        set_record(made, whole.with_(types=(types.pop(),), origin=""))
+        for one, type_ in zip(reversed(edges), reversed(types), strict=True):
+            like = whole.with_(types=(type_,), operands=whole.layouts, flops=0, reason=one.reason)
+            like = like.with_(origin=whole.origin if one is edges[0] else "")
+            made = self.build.call(op("halo_sum"), made, *one.args, like=like, name="halo_sum")
         return made
 
     def _reading(self, size: int, cut: list[tuple[int, int, str]], like: Record) -> Reading:

@@ -157,7 +157,7 @@ class SlicedRows:
         choice = choices.pop()
         if choices or choice is None or sizes[choice[0]] % (choice[1] * self.window.short):
             return None
-        if choice[0] in rule.replicated | rule.indexed | rule.positional:
+        if choice[0] in rule.replicated | rule.ordered:
             return None
         lifted = Lifted(call, rule, pair[1], choice[0])
         if lifted.sums and any(choice[0] in _names(dims) for dims in rule.operands) and lifted.terms() is None:

@@ -235,7 +235,7 @@ class SortedRows:
         sorted_ = {value: fact.dim for value, _ in operands if isinstance(fact := self.facts.get(value), Rows)}
         names = {dims[sorted_[operand]] for operand, dims in operands if operand in sorted_}
         name = names.pop()
-        if names or len(name) != 1 or name[0] in rule.replicated | rule.indexed | rule.positional:
+        if names or len(name) != 1 or name[0] in rule.replicated | rule.ordered:
             return False
         if any(name[0] in dim for operand, dims in operands if operand not in sorted_ for dim in dims):
             return False

@@ -46,7 +46,7 @@ def attention_of_runs(
         lse: torch.Tensor | None = None
         for part in _parts(q, k, mask, rows, start):
             found = forward(q[:, :, rows], k[:, :, part.keys], v[:, :, part.keys], part.mask, part.causal, scale)
-            out, lse = found if out is None or lse is None else _joined(out, lse, *found)
+            out, lse = found if out is None or lse is None else joined(out, lse, *found)
         assert out is not None and lse is not None
         outs.append(out)
         sums.append(lse)
@@ -100,7 +100,7 @@ def _with_causal(mask: Mask, rows: slice, keys: slice, start: int, device: torch
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
-def _joined(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Tensors:
+def joined(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Tensors:
     """Attention to two sets of keys, of which each row sees some of both."""
     both = torch.logaddexp(lse, other_lse)
     weights = ((one - both).exp_().unsqueeze(-1) for one in (lse, other_lse))

@@ -8,49 +8,20 @@ mesh and for micro-batches), torch.distributed (distributed.py), functional coll
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from autopar.ir.layout import reduce_dim
-from autopar.ir.ops import op, whole_of
+from autopar.ir.ops import collective_of, op, whole_of
+from autopar.runtime.halos import halo, halo_sum
 from autopar.runtime.mesh_ops import join, pieces
+from autopar.runtime.moves import Member, Move, Step
+
+__all__ = ["Member", "Move", "Step", "begin", "reduce_parts", "together"]
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One primitive. Parts `[n, ...]` stand in the order of the axis.
-
-    reduce: the `kind` of the ranks' x. gather: [n, ...], the x of each rank. reduce_scatter: of x [n, ...] the `kind`
-    of the ranks' parts at this rank's place. exchange: of x [n, ...] part i goes to the rank at place i; [n, ...].
-    shift: x goes to the rank at place `to`; the x of the one at place `source`.
-
-    then: what follows of the result, in which it does not write: others may be given the same. owned: x may be written
-    over. Nothing here holds more than `then` needs, since a move may be under way for long.
-    """
-
-    primitive: Literal["reduce", "gather", "reduce_scatter", "exchange", "shift"]
-    x: Tensor
-    then: Callable[[Tensor], Tensor | Move]
-    kind: str = "sum"
-    owned: bool = False
-    to: int = 0
-    source: int = 0
-
-
-Step = Tensor | Move
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rank among those of an axis: `place` of `size`."""
-
-    size: int
-    place: int
 
 
 def begin(target: Any, args: Sequence[Any], member: Member, owned: bool = False) -> Step:
@@ -59,7 +30,7 @@ def begin(target: Any, args: Sequence[Any], member: Member, owned: bool = False)
     owned: x may be written over. The result is memory of its own, or that of x if owned.
     """
     x, _axis, *rest = args
-    if member.size == 1:
+    if member.size == 1 and not collective_of(target).edges:
         return x if owned else x.clone()
     return _BEGIN[whole_of(target)](x, member, owned, *rest)
 
@@ -160,5 +131,7 @@ _BEGIN: Mapping[Any, Callable[..., Step]] = MappingProxyType(
         op("reduce_scatter"): _reduce_scatter,
         op("all_to_all"): _all_to_all,
         op("shift"): _shift,
+        op("halo"): halo,
+        op("halo_sum"): halo_sum,
     }
 )

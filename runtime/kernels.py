@@ -15,8 +15,10 @@ import torch
 from autopar.ir.ops import NAMESPACE, op
 from autopar.runtime import (
     attention,
+    attention_compared,
     attention_dropout,
     contraction,
+    convolution,
     ctc,
     dropout,
     embedding,
@@ -30,7 +32,8 @@ from autopar.runtime import (
 from autopar.runtime.kernel import Kernel
 
 _FILES = (
-    attention, attention_dropout, contraction, ctc, dropout, embedding, experts, indices, losses, norms, random, rows,
+    attention, attention_compared, attention_dropout, contraction, convolution, ctc, dropout, embedding, experts,
+    indices, losses, norms, random, rows,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

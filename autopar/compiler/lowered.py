@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.errors import ArtifactError
 from autopar.ir.layout import Layout
-from autopar.ir.measure import local_type
+from autopar.ir.measure import moved_type
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline, graph_name
@@ -216,9 +216,8 @@ def _moves(program: Program) -> Iterator[tuple[fx.Node, Collective]]:
                 row = _row("shift", Ring.of(node).axis, sent.value, sent.type, record(node))
                 yield node, replace(row, times=sent.times)
         elif is_collective(node.target) and node.target is not WAIT and node.args[1] != MICROBATCH:
-            kind, operand = collective_of(node.target), operand_nodes(node)[0]
-            moved = local_type(node if kind.counts_result else operand, program.mesh)
-            yield node, _row(kind.name, str(node.args[1]), operand, moved, record(node))
+            name, operand = collective_of(node.target).name, operand_nodes(node)[0]
+            yield node, _row(name, str(node.args[1]), operand, moved_type(node, program.mesh), record(node))
 
 
 def _row(name: str, axis: str, operand: fx.Node, moved: TensorType, found: Record) -> Collective:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from autopar.errors import BatchError, divisors, one_of
@@ -14,6 +15,8 @@ from autopar.ir.program import Program, operand_nodes, record
 from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.intents import context_axes
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +49,31 @@ def with_positions(plan: Plan, program: Program) -> Plan:
 
 
 def positions_of(program: Program, table: Table) -> list[Positions]:
-    """Dim 1 of the batch's tensors of 2 or 3 dims that are used whole; if none is, of what is cut out of them:
+    """The sequence of the batch's tensors of 2 or 3 dims that are used whole; if none is, of what is cut out of them:
     `x[:, :-1]`."""
     cuts = dict(_cuts(program, table))
     found = [
-        Positions(shape[1], f"dim 1 of batch tensor {entry.name}")
+        Positions(shape[dim], f"dim {dim} of batch tensor {entry.name}")
         for node, entry in program.entries
         if entry.kind == "batch" and len(shape := record(node).type.shape) in (2, 3)
         if any(user not in cuts for user in node.users)
+        for dim in (_sequence_dim(node),)
     ]
     return found or list(cuts.values())
+
+
+def _sequence_dim(node: fx.Node) -> int:
+    """Dim 1; of what is only convolved the one behind the channels."""
+    channels_first = node.users and all(user.target in _CONVOLUTIONS for user in node.users)
+    return 2 if channels_first and len(record(node).type.shape) == 3 else 1
 
 
 def _cuts(program: Program, table: Table) -> Iterator[tuple[fx.Node, Positions]]:
     """The calls on tensors of the batch through which no split of the positions gets."""
     batch = {node for node, entry in program.entries if entry.kind == "batch"}
     for node in program.calls():
-        known = record(node)
-        if not known.is_tensor or not {*operand_nodes(node)} <= batch or len(known.type.shape) not in (2, 3):
+        known, operands = record(node), {*operand_nodes(node)}
+        if not (known.is_tensor and operands and operands <= batch) or len(known.type.shape) not in (2, 3):
             continue
         found = rule_of(call_of(node), table)
         rule = found[0] if found else replicated_rule(call_of(node))

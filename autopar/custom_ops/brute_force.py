@@ -18,7 +18,7 @@ from autopar.ir.layout import Factor, Layout, combine, is_mirrored, local_part, 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import TensorType
 from autopar.passes.rules import Table, local_call, rule_of
-from autopar.passes.rules.rule import Arguments, Call, Dims, Reading, Row, Rule, allows, starts_of
+from autopar.passes.rules.rule import Arguments, Call, Dims, Halo, Reading, Row, Rule, allows, starts_of
 
 Tensors = list[torch.Tensor]
 Split = tuple[str, int, int]  # (name, pieces, outer)
@@ -177,6 +177,15 @@ class Cut:
         results = zip(self.trial.results, self.layouts, strict=True)
         return [local_shape(tuple(r.shape), lay, self.mesh) for r, lay in results]
 
+    def halos(self) -> list[tuple[Halo, int]]:
+        """The halos of the names that are cut, with the number of runs of consecutive rows in the whole."""
+        rule, found = self.trial.rule, []
+        for halo in rule.halos:
+            if halo.name in self.cuts:
+                *outer, _ = name_factors(rule.sizes[halo.name], self.cuts[halo.name])
+                found.append((halo, math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)))
+        return found
+
     def arguments(self, coord: Mapping[str, int]) -> Arguments:
         """The arguments of a piece, but for the tensors."""
         rule = self.trial.rule
@@ -196,8 +205,25 @@ class Cut:
 
     def operands(self, coord: Mapping[str, int]) -> Tensors:
         """One rank's pieces of the operands."""
-        operands = zip(self.trial.operands, self.wanted, strict=True)
-        return [local_part(tensor, lay, self.mesh, coord).clone() for tensor, lay in operands]
+        whole = list(self.trial.operands)
+        for halo, runs in self.halos():
+            for i in halo.operands:
+                whole[i] = with_halo(whole[i], halo.dim(self.trial.rule.operands[i]), runs, halo)
+        pairs = zip(whole, self.wanted, strict=True)
+        return [local_part(tensor, lay, self.mesh, coord).clone() for tensor, lay in pairs]
+
+    def combine(self, i: int, parts: Tensors) -> torch.Tensor:
+        """Result `i` of the whole, of which the ranks hold `parts`."""
+        found = combine(parts, self.layouts[i], self.mesh)
+        for halo, runs in self.halos():
+            if i in halo.results:
+                found = sum_of_halos(found, halo.dim(self.trial.rule.results[i]), runs, halo)
+        scan = self.trial.rule.scan
+        if scan and scan[0] in self.cuts:
+            *outer, _ = name_factors(self.trial.rule.sizes[scan[0]], self.cuts[scan[0]])
+            runs = math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)
+            found = with_sums_before(found, self.trial.rule.results[i].index(scan[:1]), runs, scan[1])
+        return found
 
     def __str__(self) -> str:
         return " and ".join(
@@ -205,6 +231,32 @@ class Cut:
             + (f" of each {abs(outer)}th" * (outer != 1) + " mirrored" * (outer < 0))
             for name, n, outer in self.splits
         )
+
+
+def with_halo(x: torch.Tensor, dim: int, runs: int, halo: Halo) -> torch.Tensor:
+    """A dim as so many runs of consecutive rows, one behind the other, each with the rows before and after it."""
+    long = x.shape[dim] // runs
+    padded = torch.constant_pad_nd(x, [*[0] * 2 * (x.ndim - 1 - dim), halo.before, halo.after])
+    return torch.cat([padded.narrow(dim, i * long, halo.before + long + halo.after) for i in range(runs)], dim)
+
+
+def sum_of_halos(x: torch.Tensor, dim: int, runs: int, halo: Halo) -> torch.Tensor:
+    """The transpose of `with_halo`."""
+    shape = list(x.shape)
+    shape[dim] -= runs * (halo.before + halo.after)
+    leaf = x.new_zeros(shape, requires_grad=True)
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(with_halo(leaf, dim, runs, halo), leaf, x)
+    return found
+
+
+def with_sums_before(x: torch.Tensor, dim: int, runs: int, reverse: bool) -> torch.Tensor:
+    """The running sum of the whole, of which each run of consecutive rows holds its own."""
+    parts = list(x.unflatten(dim, (runs, -1)).unbind(dim))
+    for i in reversed(range(runs - 1)) if reverse else range(1, runs):
+        other, end = (parts[i + 1], 0) if reverse else (parts[i - 1], -1)
+        parts[i] = parts[i] + other.select(dim, end).unsqueeze(dim)
+    return torch.cat(parts, dim)
 
 
 def cut(trial: Trial, splits: Sequence[Split]) -> Cut:
@@ -230,6 +282,11 @@ def check_split(trial: Trial, splits: Sequence[Split]) -> None:
     """The results of the pieces are those of the whole; raises WrongRule."""
     whole = cut(trial, splits)
     shapes = whole.shapes()
+    for halo, runs in whole.halos():
+        for i in halo.results:
+            dim, ranks = halo.dim(trial.rule.results[i]), math.prod(n for _, n, _ in whole.cuts[halo.name])
+            more = runs // ranks * (halo.before + halo.after)
+            shapes[i] = (*shapes[i][:dim], shapes[i][dim] + more, *shapes[i][dim + 1 :])
     parts: list[Tensors] = [[] for _ in trial.results]
     for coord in whole.mesh.coords():
         made = trial.run(whole.arguments(coord), whole.operands(coord))
@@ -242,7 +299,7 @@ def check_split(trial: Trial, splits: Sequence[Split]) -> None:
             error = replica_error(parts[i], lay, whole.mesh)
             if error > 1e-10:
                 raise WrongRule(f"{whole}: result {i} {lay} differs between pieces by {error}")
-            compare(combine(parts[i], lay, whole.mesh), expected, f"{whole}: result {i}")
+            compare(whole.combine(i, parts[i]), expected, f"{whole}: result {i}")
 
 
 def check_gradients(trial: Trial, splits: Sequence[Split], seeds: Tensors, gradients: Sequence[Any]) -> None:

@@ -8,7 +8,8 @@ from torch import fx
 
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import TensorType, record
+from autopar.ir.ops import collective_of
+from autopar.ir.program import TensorType, operand_nodes, record
 
 
 def local_type(node: fx.Node, mesh: Mesh) -> TensorType:
@@ -27,6 +28,17 @@ def local_types(node: fx.Node, mesh: Mesh) -> Iterator[TensorType]:
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     """The bytes of one rank's parts of all tensor results of a node."""
     return sum(type_.bytes_ for type_ in local_types(node, mesh))
+
+
+def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
+    """What a collective moves: the whole of a value, or the rows at the edges of all its pieces."""
+    kind, operand = collective_of(node.target), operand_nodes(node)[0]
+    if not kind.edges:
+        return local_type(node if kind.counts_result else operand, mesh)
+    long, short = sorted((local_type(node, mesh), local_type(operand, mesh)), key=lambda type_: -type_.numel)
+    dim = int(node.args[2])  # type: ignore[arg-type]
+    rows = (long.shape[dim] - short.shape[dim]) * mesh[str(node.args[1])]
+    return TensorType((*long.shape[:dim], rows, *long.shape[dim + 1 :]), long.dtype)
 
 
 def _part(type_: TensorType, layout: Layout, mesh: Mesh) -> TensorType:

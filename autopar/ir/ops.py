@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from autopar.ir import window_ops
+from autopar.ir.compared import compared_attention, compared_attention_backward
 from autopar.ir.semantic import SemanticOp, name_of, semantic
 
 NAMESPACE = "autopar"
@@ -255,6 +257,7 @@ SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
+    *window_ops.SEMANTIC, compared_attention, compared_attention_backward,
 )  # fmt: skip
 
 Spread = tuple[int, int] | str | None
@@ -266,7 +269,8 @@ class CollectiveOp:
     """An op that moves data between the ranks of an axis.
 
     has, gives: what it makes of a value, as its costs go. halves: whether it also stands as two ops, `<name>_start` and
-    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays.
+    `wait`, for overlap. to_one: all of the operand goes to one rank, and the layout stays. edges: what moves are the
+    rows by which its result is longer or shorter than its operand.
     """
 
     schema: str
@@ -274,6 +278,7 @@ class CollectiveOp:
     gives: Spread
     halves: bool = True
     to_one: bool = False
+    edges: bool = False
 
     @property
     def name(self) -> str:
@@ -299,6 +304,11 @@ COLLECTIVES = (
     ),
     # what the rank `by` places before has, around the axis
     CollectiveOp("shift(Tensor x, str axis, int by) -> Tensor", (0, 1), (0, 1), to_one=True),
+    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole; and its transpose
+    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", (0, 1), None,
+                 halves=False, edges=True),
+    CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
+                 halves=False, edges=True),
 )  # fmt: skip
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done
 

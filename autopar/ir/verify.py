@@ -175,6 +175,10 @@ def moved_layout(name: str, args: tuple[object, ...], has: Layout) -> Layout | N
     if name in ("shard", "reduce_scatter"):
         for axis in axes:
             _insert(dims, axis, args[1], args[2])
+    if name in ("halo", "halo_sum"):  # each run of rows longer, or shorter: they must be split as it says
+        for axis in reversed(axes):
+            _remove(dims, axis, args[1], args[2])
+        dims = [list(dim) for dim in (dims if ["wrong"] in dims else has.dims)]
     return Layout(tuple(tuple(dim) for dim in dims), tuple(partial))
 
 

@@ -13,7 +13,7 @@ from autopar.errors import ValueNameError
 from autopar.ir.layout import Layout
 from autopar.ir.measure import human
 from autopar.ir.mesh import MICROBATCH, axes_of_group
-from autopar.ir.ops import is_collective
+from autopar.ir.ops import is_collective, op
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
 from autopar.ir.ring_ops import Ring, is_ring
 from autopar.ir.schedule import KINDS
@@ -22,6 +22,7 @@ from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, e
 from autopar.passes.search.explain import explain as decisions_of
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
+BESIDE = "between its pieces"
 SHOWN = 5  # names in a list
 
 
@@ -211,6 +212,8 @@ class _Finder:
             ring = Ring.of(mover) if is_ring(mover.target) else None
             moved = operand_nodes(mover)[:1] if ring is None else (ring.k, ring.v)
             link = next(filter(None, (links.get(record(one).origin) for one in moved)), None)
+            if record(mover).made_by == "partition":
+                link = BESIDE if _belongs_to(mover) == node.name else None
             if row.axis == MICROBATCH:
                 continue  # added up where it is
             if link is None or (link.startswith(SUM) and link.split()[-1] not in axes_of_group(row.axis)):
@@ -230,6 +233,15 @@ class _Finder:
                     return next(row.bytes for row in rows if row.value == first) if first.startswith("flat") else None
                 node = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
         return None
+
+
+def _belongs_to(node: fx.Node) -> str:
+    """The call of which `partition` moves rows between the pieces: of its operand, or of its result."""
+    if node.target is op("halo"):
+        return next(iter(node.users)).name
+    while record(node).made_by == "partition":
+        node = operand_nodes(node)[0]
+    return node.name
 
 
 def _sums(node: fx.Node, axis: str) -> Iterator[str]:

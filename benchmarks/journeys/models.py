@@ -43,6 +43,20 @@ class Attention(nn.Module):
         return x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class Mixer(nn.Module):
+    """A token shift and a causal convolution: each position reads some before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift, self.mix = nn.ZeroPad2d((0, 0, 1, -1)), nn.Parameter(torch.rand(width))
+        self.convolution = nn.Conv1d(width, width, 3, groups=width, padding=2)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTD = x_BTD + self.mix * self.shift(x_BTD)
+        mixed = self.convolution(h_BTD.transpose(1, 2))[..., : h_BTD.shape[1]].transpose(1, 2)
+        return x_BTD + torch.tanh(mixed)
+
+
 class BatchNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -116,6 +130,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "odd": lambda width: MLP(width, 2 * width - 1),
     "norm": nn.LayerNorm,
     "attention": Attention,
+    "mixer": Mixer,
     "batchnorm": BatchNorm,
     "dropout": lambda width: nn.Dropout(0.25),
     "frozen": Frozen,

@@ -13,6 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
+    compared_attention,
     contractions,
     convolution,
     creation,
@@ -26,6 +27,7 @@ from autopar.passes.rules import (
     reductions,
     spatial,
     views,
+    windows,
 )
 from autopar.passes.rules.build import replicated_rule
 from autopar.passes.rules.local import local_call
@@ -41,10 +43,12 @@ _KINDS = (
     reductions,
     contractions,
     attention,
+    compared_attention,
     normalisation,
     indexing,
     linalg,
     convolution,
+    windows,
     spatial,
     losses,
     creation,

@@ -1,4 +1,5 @@
-"""Convolutions. Batch, channels and groups may be split; space is replicated (a kernel 1 wide, stride 1, is a product).
+"""Convolutions. Batch, channels and groups may be split; of space the dims along which each place is read once: of
+patches, whose kernel is as wide as the stride (one 1 wide, with stride 1, is a product). Others: windows.py.
 
 Names: n batch, g groups, i and o channels of a group on the way in and out, x.. y.. k.. space of the input, of the
 output and of the kernel.
@@ -7,7 +8,7 @@ output and of the kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.passes.rules.local import with_arg
@@ -29,24 +30,34 @@ class _Dims:
 
 def _dims(call: Call, input_: tuple[int, ...], weight: tuple[int, ...], output: tuple[int, ...], at: int) -> _Dims:
     """`at`: the position of the stride, behind which padding, dilation, transposed ... follow."""
-    stride, padding, _, transposed, output_padding, groups = call.args[at : at + 6]
+    transposed, groups = call.args[at + 3], call.args[at + 5]
     space = range(len(input_) - 2)
-    pointwise = (
-        all(size == 1 for size in weight[2:]) and set(stride) <= {1} and not any(padding) and not any(output_padding)
-    )
-    x, k, y = (" ".join(f"{letter}{i}" for i in space) for letter in "xky")
-    if pointwise:
-        y = x
+    stride, padding, dilation, more = (every(call.args[at + i], len(space)) for i in (0, 1, 2, 4))
+    patches = [
+        weight[2 + i] == stride[i] and not padding[i] and dilation[i] == 1 and not more[i]
+        and max(input_[2 + i], output[2 + i]) == stride[i] * min(input_[2 + i], output[2 + i])
+        for i in space
+    ]  # fmt: skip
+    few, many = ([f"y{i}" if patch else f"{letter}{i}" for i, patch in enumerate(patches)] for letter in "yx")
+    many = [f"({name} k{i})" if patches[i] else name for i, name in enumerate(many)]
+    x, y = (few, many) if transposed else (many, few)
     channels = "(g i) o" if transposed else "(g o) i"
+    replicated = {f"{letter}{i}" for i in space for letter in ("k" if patches[i] else "xyk")}
     return _Dims(
-        f"n (g i) {x}",
-        f"{channels} {k}",
-        f"n (g o) {y}",
-        frozenset() if pointwise else frozenset((*x.split(), *k.split(), *y.split())),
+        f"n (g i) {' '.join(x)}",
+        f"{channels} {' '.join(f'k{i}' for i in space)}",
+        f"n (g o) {' '.join(y)}",
+        frozenset(replicated),
         groups,
         # every element of the weight meets every place: of the output, or of the input if transposed
         2 * math.prod(weight) * output[0] * math.prod((input_ if transposed else output)[2:]),
     )
+
+
+def every(value: Sequence[int], count: int) -> tuple[int, ...]:
+    """A number for each dim of space: aten takes one for all of them, too."""
+    found = tuple(value)
+    return found * count if len(found) == 1 else found
 
 
 def _convolution(call: Call) -> Rule:

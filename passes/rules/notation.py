@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
-from autopar.passes.rules.rule import Call, Dim, Dims, Rule
+from autopar.passes.rules.rule import Call, Dim, Dims, Halo, Rule
 
 BATCH: Dim = ("...",)
 _DIM = re.compile(r"\(([^()]*)\)|(\.\.\.|\w+)")
@@ -67,6 +67,7 @@ def instantiate(
     growing: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
     flops: int = 0,
+    halos: Sequence[Halo] = (),
 ) -> Rule:
     """The rule that a spec gives for one call. `replicated` may hold `...`; `sizes` those no dim tells (of `(g i)`).
 
@@ -114,6 +115,7 @@ def instantiate(
         positional=frozenset(positional),
         growing=frozenset(growing),
         flops=flops,
+        halos=tuple(halos),
     )
 
 

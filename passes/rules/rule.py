@@ -32,6 +32,25 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Halo:
+    """The rows of the pieces beside its own that a call reads, or writes, for a piece of a name.
+
+    before, after: how many, of the dim of which `name` is the first; at the ends of the whole they are zeros. operands:
+    those that have them. results: those of which they are parts of what the pieces beside make, to be added there.
+    """
+
+    name: str
+    before: int
+    after: int
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    def dim(self, dims: Dims) -> int:
+        """The dim of a tensor with these names, of which it has rows."""
+        return next(dim for dim, names in enumerate(dims) if names[:1] == (self.name,))
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """How one call may be split.
 
@@ -46,6 +65,9 @@ class Rule:
     positional: names whose positions the op counts (causal attention its queries): if one is split, the call gets the
       first position of each run of its piece as the argument `starts`.
     growing: those of them along which the work grows.
+    halos: what a piece needs of the pieces beside it. What has none needs its own rows only.
+    scan: the name along which the only result is a running sum, and whether that begins at the end: to a piece's own
+      the sums of the pieces before it are added.
     """
 
     operands: tuple[Dims, ...]
@@ -58,6 +80,18 @@ class Rule:
     flops: int = 0
     positional: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
+    halos: tuple[Halo, ...] = ()
+    scan: tuple[str, bool] | None = None
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """The names of which a piece needs something of the pieces beside it."""
+        return frozenset(halo.name for halo in self.halos) | frozenset(self.scan[:1] if self.scan else ())
+
+    @property
+    def ordered(self) -> frozenset[str]:
+        """The names along which the order of rows counts."""
+        return self.indexed | self.positional | self.neighbours
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""

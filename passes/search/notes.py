@@ -80,6 +80,8 @@ def _unbalanced(search: AxisSearch, solution: Solution) -> list[str]:
             count, known = item.rule.sizes[strategy.choice[0]], record(item.node)
             pieces = search.intent.pieces
             way = f"a multiple of {pieces} balances it" if search.intent.context else f"'cp={n}' would balance it"
+            if search.intent.context and count % pieces == 0:
+                way = "balanced, other ops would move more than that costs"
             return [
                 f"axis '{search.axis}' (size {n}): the last rank does {strategy.work * n:.3g} times its share of "
                 f"%{item.node.name} at {known.source}, since {count} positions lie in order; {way}"

@@ -10,9 +10,9 @@ from autopar.ir.program import TensorType
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
-from autopar.passes.search.items import Classes, used_role
+from autopar.passes.search.items import Classes, Item, operand_types, used_role
 from autopar.passes.search.problem import Edge, Problem
-from autopar.passes.search.states import Split, State, Strategy, choice_at, place, strategies
+from autopar.passes.search.states import Choice, Split, State, Strategy, choice_at, place, strategies
 
 WHOLE_WEIGHT = 1000.0  # for each byte of a weight that stays replicated because nothing else is possible
 # By how much the work of a product that every rank does counts more: the axis was asked for to divide it, and what it
@@ -22,7 +22,7 @@ SHARED = 6  # a weight that as many products multiply has its layout guessed fir
 MIRRORED = 1e-3  # bytes: where mirrored pieces balance no work, pieces in order are the simpler ones
 MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, and never were of use
 ATTENTION = frozenset(
-    op(f"{kind}{half}") for kind in ("attention", "dropped_attention") for half in ("", "_backward")
+    op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
@@ -79,7 +79,8 @@ def options_of(
                     flops * one.work * (WHOLE_PRODUCT if one.work == 1 else 1)
                     + BYTES_PER_SUM * sum(sizes_) * one.is_linear
                     + replica * _held(one, sizes_, size)
-                    + MIRRORED * item.count * (one.choice is not None and one.choice[1] < 0),
+                    + MIRRORED * item.count * (one.choice is not None and one.choice[1] < 0)
+                    + item.count * edge_bytes(item, one.choice, size, sizes),
                 )
                 for one in found
             ]
@@ -88,6 +89,26 @@ def options_of(
         if item.rule is None:
             options[i] = _placeholder_options(classes, i, options, axis, intent, pins)
     return options
+
+
+def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str, int]) -> float:
+    """The bytes that a rank gets of the rows beside its pieces, when a call is split: those of the ends of all runs."""
+    found = 0.0
+    for halo in item.rule.halos if item.rule and choice else ():
+        assert choice is not None and item.rule is not None
+        if halo.name != choice[0]:
+            continue
+        rows = (halo.before + halo.after) * abs(choice[1]) * (size - 1)
+        for i in halo.operands:
+            source, dim = operand_types(item.node)[i], halo.dim(item.rule.operands[i])
+            found += rows / source.shape[dim] * _bytes(source, item.wanted[i], sizes)
+        for i in halo.results:
+            dim = halo.dim(item.rule.results[i])
+            found += rows / item.types[i].shape[dim] * _bytes(item.types[i], item.states[i], sizes)
+    if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
+        rows = abs(choice[1]) * (size - 1)
+        found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
+    return found
 
 
 def _held(strategy: Strategy, bytes_: list[float], size: int) -> float:
@@ -161,7 +182,18 @@ def _spread(
             values[i, 0] = set(seeds(i, item.role))
             pending.update(dict.fromkeys(users.get((i, 0), ())))
     cut = list(cut_from_batch(classes)) if of_sequences else []
-    while pending or cut:
+    attending = [i for i, item in enumerate(classes.items) if of_sequences and item.node.target in ATTENTION]
+    while pending or cut or attending:
+        if not pending and not cut:
+            i = attending.pop(0)
+            rule = classes.items[i].rule
+            assert rule is not None
+            if not found[i].get("s"):
+                values.setdefault((i, 0), set()).update(
+                    filter(None, (place(rule.results[0], ("s", outer), dict(rule.sizes)) for outer in of_sequences))
+                )
+                pending[i] = None
+            continue
         if not pending:
             first = cut.pop(0)
             values.setdefault(first, set()).update(cut_dims(classes, first, values.get(first, ()), of_sequences))

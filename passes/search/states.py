@@ -78,6 +78,8 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
             continue
         if name in rule.indexed:
             return False
+        if (outer, other_outer) != (1, 1) and name in rule.neighbours:
+            return False  # the pieces beside one are those of one group of ranks
         if other_outer == outer:
             inside *= other_size
         elif not _is_inside((other_outer, other_size), outer) and not _is_inside((outer, size), other_outer):

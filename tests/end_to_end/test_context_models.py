@@ -166,12 +166,12 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.head(h.cumsum(1))
+        return self.head(h.cummax(1).values)
 
 
 def test_a_note_names_the_op_that_stops_the_split() -> None:
     found = compile(Pooled(), "cp=2", loss_fn=lambda m, x: m(x).square().mean(), batch=(torch.randn(2, TIME, 6),))
     (note,) = found.notes
     assert "axis 'cp' (size 2) leaves 3 of 5 products replicated" in note and " in head" in note
-    line = line_of(Pooled.forward, "h.cumsum")
-    assert f"; no split of the positions gets through %cumsum at test_context_models.py:{line}" in note
+    line = line_of(Pooled.forward, "h.cummax")
+    assert f"; no split of the positions gets through %cummax at test_context_models.py:{line}" in note

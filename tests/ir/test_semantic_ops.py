@@ -24,7 +24,10 @@ each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 # Why an op has no gradient; one of which the name ends in "_backward" is a gradient itself.
 NO_GRADIENT = {
     "checked_index": "integers", "random": "what is drawn depends on no tensor but the seed",
-    **dict.fromkeys(("index_of_rows", "index_put_of_rows"), "a pass puts them in a graph that has its backward part"),
+    **dict.fromkeys(
+        ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "compared_attention"),
+        "a pass puts them in a graph that has its backward part",
+    ),
 }  # fmt: skip
 
 

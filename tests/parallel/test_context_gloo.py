@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import Llama, token_loss
+from models_special import hybrid
 from processes import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -96,6 +97,26 @@ def test_a_ring_of_two(two: Ranks, train: Any) -> None:
     for found in two.run(train, "cp=2", {"attention": "ring"}):
         for name, value in wanted.items():
             assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), name
+
+
+def _hybrid(rank: int, mesh: str, options: dict[str, Any]) -> Result:
+    model, loss, batch = hybrid()
+    parallel = autopar.parallelize(model.double(), mesh, loss_fn=loss, **options)
+    parallel.forward_backward(*batch)
+    return parallel.full_gradients()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "options"), [("cp=4", {}), ("cp=2,pp=2", {"microbatches": 2, "recompute": "full"})])
+def test_convolutions_and_shifts_get_the_rows_beside_their_pieces(
+    four: Ranks, mesh: str, options: dict[str, Any]
+) -> None:
+    model, loss, batch = hybrid()
+    model.double()
+    loss(model, *batch).backward()
+    for found in four.run(_hybrid, mesh, options)[:1]:  # rank 0 has them all
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(found[name], parameter.grad, rtol=1e-9, atol=1e-11), name
 
 
 @pytest.mark.gloo

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpt import GPT, GPTConfig
 from models import nanogpt
+from models_special import hybrid
 from pipeline_case import compiled_as
 from torch import nn
 from train_gpt import loss_fn
@@ -31,7 +32,7 @@ from autopar.passes.search.explain import (
     Alternative,
     Decision,
 )
-from autopar.report.explanation import GRADIENT, SUM
+from autopar.report.explanation import BESIDE, GRADIENT, SUM
 
 UP = "blocks.0.mlp.up.weight"
 
@@ -185,6 +186,19 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         cli.main()
     assert not ended.value.code
     assert "decided by cost" in capsys.readouterr().out
+
+
+def test_what_moves_between_the_pieces_of_a_value():
+    model, loss, batch = hybrid()
+    compiled = autopar.compile(model, "cp=2", loss_fn=loss, batch=batch)
+    names = [node.name for node in compiled.history[-1][1].calls()]
+    wanted = {"convolution": "halo", "pad_rows": "halo", "convolution_input_backward": "halo_sum"}
+    for value, op in {**wanted, "convolution_weight_backward": "halo"}.items():
+        assert value in names
+        (caused,) = compiled.explain(value).collectives
+        assert (caused.row.op, caused.link) == (op, BESIDE)
+    (caused,) = [one for one in compiled.explain("%running_sum").collectives if one.link == BESIDE]
+    assert caused.row.op == "all_gather" and "sums of the pieces before it" in caused.row.reason
 
 
 def test_a_pipeline_says_where_a_value_lies():

@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.custom_ops.brute_force import sum_of_halos, with_halo
 from autopar.ir.layout import Layout, combine, local_part
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import COLLECTIVES, CollectiveOp, collective_of, mesh_op_name, op, whole_of
 from autopar.ir.verify import moved_layout
+from autopar.passes.rules.rule import Halo
 from autopar.passes.search.costs import move_cost
 from autopar.runtime.collectives import _BEGIN, Member, Move, begin, together
 
 MESH = Mesh((("x", 3),))
-SPLIT, SPLIT_IN = Layout((("x",), ())), Layout(((2, "x"), ()))
+SPLIT, SPLIT_IN, MIRRORED = Layout((("x",), ())), Layout(((2, "x"), ())), Layout(((-2, "x"), ()))
+MOVES = [one for one in COLLECTIVES if not one.edges]  # of the value itself
 # A layout that each can be applied to, and its arguments after the axis.
 CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
     "all_reduce": [(Layout(((), ()), (("x", kind),)), (kind,)) for kind in ("sum", "max", "min", "logsumexp")],
@@ -24,6 +27,8 @@ CASES: dict[str, list[tuple[Layout, tuple[object, ...]]]] = {
     ],
     "all_to_all": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 1))],
     "shift": [(SPLIT, (1,)), (SPLIT, (-1,)), (SPLIT_IN, (2,))],
+    "halo": [(SPLIT, (0, 1, 2, 1)), (SPLIT_IN, (0, 2, 0, 2)), (MIRRORED, (0, -2, 2, 1)), (SPLIT, (0, 1, 6, 9))],
+    "halo_sum": [(SPLIT, (0, 1, 1, 2)), (SPLIT_IN, (0, 2, 1, 0)), (MIRRORED, (0, -2, 0, 1)), (SPLIT, (0, 1, 0, 3))],
 }  # fmt: skip
 
 
@@ -40,7 +45,7 @@ def ask(name: str, parts: list[torch.Tensor], rest: tuple[object, ...]) -> list[
     return together([(op(name), (part, "x", *rest)) for part in parts])
 
 
-@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", MOVES, ids=lambda one: one.name)
 def test_a_collective_changes_the_layout_and_not_the_value(one: CollectiveOp) -> None:
     for layout, rest in CASES[one.name]:
         parts = parts_of(layout)
@@ -65,7 +70,7 @@ def test_each_result_is_memory_of_its_own(one: CollectiveOp) -> None:
         assert all(map(torch.equal, before, parts)), "the operands"
 
 
-@pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", MOVES, ids=lambda one: one.name)
 def test_a_collective_among_one_rank_copies(one: CollectiveOp) -> None:
     x = torch.randn(12, 6)
     rest = CASES[one.name][0][1]
@@ -86,6 +91,37 @@ def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
     layout, rest = CASES[one.name][0]
     first = begin(start, (parts_of(layout)[0], "x", *rest), Member(3, 0))
     assert isinstance(first, Move)
+
+
+HALOS = [(layout, outer, *rows) for layout, outer in ((SPLIT, 1), (SPLIT_IN, 2), (MIRRORED, -2))
+         for rows in ((1, 0), (0, 2), (2, 1), (5, 7), (0, 11))]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HALOS, ids=str)
+def test_a_halo_is_the_rows_beside_each_run(case: tuple[Layout, int, int, int]) -> None:
+    """And its transpose adds what they give where they came from. Some halos are longer than a run, and than all."""
+    layout, outer, before, after = case
+    rest, runs, known = (0, outer, before, after), 3 * abs(outer), Halo("x", before, after)
+    whole = torch.randn(12, 6, dtype=torch.float64)
+    long = with_halo(whole, 0, runs, known)
+    parts = [local_part(whole, layout, MESH, coord).clone() for coord in MESH.coords()]
+    for got, coord in zip(ask("halo", parts, rest), MESH.coords(), strict=True):
+        assert torch.equal(got, local_part(long, layout, MESH, coord))
+    given = torch.randn_like(long)
+    parts = [local_part(given, layout, MESH, coord).clone() for coord in MESH.coords()]
+    summed = combine(ask("halo_sum", parts, rest), layout, MESH)
+    torch.testing.assert_close(summed, sum_of_halos(given, 0, runs, known), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((given * long).sum(), (summed * whole).sum(), rtol=1e-12, atol=1e-12)
+    for name in ("halo", "halo_sum"):
+        assert moved_layout(name, ("x", *rest), layout) == layout
+        assert moved_layout(name, ("x", 1, outer, before, after), layout) != layout, "another dim"
+        assert moved_layout(name, ("x", 0, 4 * outer, before, after), layout) != layout, "other runs"
+
+
+def test_the_halo_of_one_rank_is_that_of_its_own_runs() -> None:
+    x = torch.arange(1.0, 7)
+    alone = [(op("halo"), (x, "x", 0, 2, 1, 1))]
+    assert together(alone)[0].tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0]
 
 
 def test_there_is_a_case_of_every_collective() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models_special import hybrid
 from processes import Ranks, ranks_of
 from torch import Tensor, nn
 
@@ -90,7 +91,7 @@ def tied() -> models.Case:
     return models.uneven(Tied()), models.token_loss, (models.tokens(), models.labels())
 
 
-MAKE = {"gpt": gpt, "llama": tied_llama, "tied": tied}
+MAKE = {"gpt": gpt, "llama": tied_llama, "tied": tied, "hybrid": hybrid}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -157,6 +158,7 @@ def test_one_rank(name: str, alone: None) -> None:
         pytest.param("gpt", "dp=2", {}, marks=pytest.mark.slow),
         pytest.param("llama", "tp=2", {"sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param("gpt", "dp=2", {"zero": 3}, marks=pytest.mark.slow),
+        pytest.param("hybrid", "cp=2", {}, marks=pytest.mark.slow),
         pytest.param("llama", "dp=2", {"zero": 2, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("llama", "fsdp=2", {"zero": 3, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("gpt", "tp=2", {"recompute": "full", "sequence_parallel": True}, marks=pytest.mark.slow),

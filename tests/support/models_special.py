@@ -7,6 +7,7 @@ from typing import Any
 
 import models
 import torch
+import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from models import BATCH, TIME, VOCABULARY, Case, labels, padding_mask, square_loss, token_loss, tokens, uneven
 from torch import Tensor, nn
@@ -120,6 +121,46 @@ def odd_batch() -> Case:
     torch.manual_seed(14)
     model, loss_fn, _ = models.mlp()
     return model, loss_fn, (torch.randn(7, 16), torch.randn(7, 8) + 1)
+
+
+class Mixer(nn.Module):
+    """As hybrid language models are: a token shift, a causal convolution, a running sum, and attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.convolution = nn.Conv1d(width, width, 4, groups=width, padding=3)
+        self.qkv, self.norm = nn.Linear(width, 3 * width), nn.LayerNorm(width)
+        self.shift, self.mix = nn.ZeroPad2d((0, 0, 1, -1)), nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate = self.into(self.norm(x)).chunk(2, -1)
+        h = h + self.mix * (self.shift(h) - h)
+        h = self.convolution(h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+        h = h + h.cumsum(1) / h.shape[1]
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(F.silu(h) * gate).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Hybrid(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.layers, self.head = nn.ModuleList(Mixer(width) for _ in range(2)), nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+def hybrid(rows: int = 4, time: int = 24) -> Case:
+    """Labels are ignored unevenly along the sequence, too."""
+    torch.manual_seed(15)
+    y = labels(rows, time)
+    y[0, 3:9] = -100
+    return uneven(Hybrid()), token_loss, (tokens(rows, time), y)
 
 
 PLAIN: tuple[Callable[[], Case], ...] = (

@@ -136,7 +136,7 @@ def check_permuted(name: str, one: Sample, row: Row | None = None) -> int:
     alone = [
         free
         for free in rule.names()
-        if free not in rule.indexed | rule.positional
+        if free not in rule.ordered
         and any((free,) in dims for dims in rule.operands)
         and all(sum(free in dim for dim in dims) == ((free,) in dims) for dims in tensors)
     ]

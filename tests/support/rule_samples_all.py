@@ -28,6 +28,7 @@ from rule_samples_nn import (
     pointwise_samples,
     random_samples,
     spatial_samples,
+    window_samples,
 )
 
 from autopar.passes.rules import TABLE
@@ -42,6 +43,7 @@ _MAKERS = (
     attention_samples,
     norm_samples,
     convolution_samples,
+    window_samples,
     spatial_samples,
     loss_samples,
     random_samples,

@@ -9,6 +9,8 @@ import torch
 from rule_brute_force import Sample, op_of, run, sample
 from rule_samples import C128, F64, Samples, mask, n, r
 
+from autopar.runtime.convolution import convolution
+
 aten = torch.ops.aten
 
 
@@ -34,7 +36,28 @@ def attention_samples() -> Samples:
         "autopar.attention.default": forward,
         "autopar.attention_backward.default": backward,
         **dropped_attention_samples(),
+        **compared_attention_samples(),
     }
+
+
+def compared_attention_samples() -> Samples:
+    """Vectors of samples, of heads, of both and of none; causal and not."""
+    name = "autopar.compared_attention.default"
+    places, ids = torch.arange(6).view(1, 1, 6), torch.randint(3, (2, 1, 6)).sort().values
+    first = (torch.arange(4) == 0).view(1, 1, 4)
+    forward, backward = [], []
+    for heads, kv, keys, rows, columns, compare, causal in (
+        (12, 6, 6, [places - 3], [places], "c0>r0", True),
+        (6, 6, 6, [ids], [ids], "c0==r0", False),
+        (4, 2, 4, [], [mask(2, 4, 4) | first], "c0", False),
+        (2, 2, 4, [torch.arange(6).view(1, 1, 6) % 2 == 0], [first, mask(1, 2, 4)], "r0 | c1 & ~c0 | c0", False),
+    ):
+        q, k, v = r(2, heads, 6, 4), r(2, kv, keys, 4), r(2, kv, keys, 8)
+        args = rows, columns, compare, causal, 0.5
+        forward.append(sample(q, k, v, *args))
+        out, lse = run(name, (q, k, v, *args), {})
+        backward.append(sample(r(2, heads, 6, 8), q, k, v, rows, columns, out, lse, *args[2:]))
+    return {name: forward, name.replace("attention", "attention_backward"): backward}
 
 
 def dropped_attention_samples() -> Samples:
@@ -111,6 +134,10 @@ def convolution_samples() -> Samples:
         (r(4, 6, 4, 4), r(6, 4, 2, 2), [2, 2], [0, 0], True, 1), (r(2, 12, 4), r(12, 2, 3), [2], [1], True, 2),
         (r(2, 6, 4, 6), r(4, 3, 1, 1), [1, 1], [0, 0], False, 2),
         (r(2, 4, 3, 4, 4), r(6, 4, 2, 2, 2), [1] * 3, [0] * 3, False, 1),
+        (r(2, 4, 12, 5), r(6, 4, 2, 3), [2, 1], [0, 1], False, 1),
+        (r(2, 4, 6, 4), r(4, 3, 2, 3), [2, 1], [0, 1], True, 1),
+        (r(2, 4, 24), r(6, 4, 3), [3], [0], False, 1), (r(2, 4, 25), r(6, 4, 2), [2], [0], False, 1),
+        (r(2, 4, 4, 6), r(6, 4, 2, 3), [2, 3], [0], False, 1),
     ]  # fmt: skip
     forward, backward = [], []
     for x, w, stride, padding, transposed, groups in cases:
@@ -123,6 +150,36 @@ def convolution_samples() -> Samples:
             sizes = [channels] if wanted[2] else None
             backward.append(sample(grad, x, w, sizes, *rest, wanted))
     return {"aten.convolution.default": forward, "aten.convolution_backward.default": backward}
+
+
+def window_samples() -> Samples:
+    cases = [  # input, weight, stride, before, after, dilation, groups
+        (r(2, 4, 12), r(6, 4, 3), [1], [1], [1], [1], 1), (r(2, 6, 24), r(6, 1, 4), [1], [3], [0], [1], 6),
+        (r(2, 4, 12), r(6, 2, 3), [2], [1], [1], [1], 2), (r(2, 4, 24), r(2, 4, 3), [2], [0], [1], [2], 1),
+        (r(2, 4, 12), r(2, 4, 3), [1], [-1], [3], [1], 1), (r(2, 4, 12), r(2, 4, 3), [1], [4], [-2], [1], 1),
+        (r(2, 2, 12), r(2, 2, 9), [1], [4], [4], [1], 1), (r(2, 4, 12), r(6, 4, 1), [2], [0], [-1], [1], 1),
+        (r(2, 4, 12, 6), r(6, 4, 3, 3), [1, 2], [1, 1], [1, 0], [1, 1], 1),
+        (r(2, 4, 11), r(6, 4, 3), [2], [1], [1], [1], 1),
+        (r(2, 4, 24, 12), r(6, 4, 4, 3), [4, 1], [0, 2], [0, 0], [1, 1], 1),
+    ]  # fmt: skip
+    rows = [
+        (r(4, 12), 1, 2, -2),
+        (r(12, 4), 0, -1, 1),
+        (r(4, 12, 2), 1, -5, 5),
+        (r(4, 12), 0, 1, 0),
+        (r(4, 12), 1, 7, -7),
+    ]
+    sums = [sample(r(*shape), dim, reverse) for shape, dim in (((4, 12), 1), ((12, 4), 0)) for reverse in (False, True)]
+    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": [sample(*one) for one in rows]}
+    for x, w, *shape in cases:
+        y = convolution(x, w, *shape)
+        grad = torch.rand_like(y)
+        found.setdefault("autopar.convolution.default", []).append(sample(x, w, *shape))
+        given = sample(grad, w, list(x.shape[2:]), *shape)
+        found.setdefault("autopar.convolution_input_backward.default", []).append(given)
+        given = sample(grad, x, list(w.shape[2:]), *shape)
+        found.setdefault("autopar.convolution_weight_backward.default", []).append(given)
+    return found
 
 
 def spatial_samples() -> Samples:

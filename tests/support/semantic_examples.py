@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.runtime.attention import attention
+from autopar.runtime.attention_compared import compared_attention
 from autopar.runtime.attention_dropout import dropped_attention
 
 
@@ -14,12 +15,18 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
     out, lse = attention(q, q, q, None, True, 0.4)
     seed, drawn = torch.tensor([1, 2]), (3, 0.5, [2, 4, 6, 6], [2, 4, 6, 6], [0, 0, 0, 0])
     dropped, dropped_lse = dropped_attention(q, q, q, None, seed, True, 0.4, *drawn)
+    pads, places = (torch.rand(2, 1, 6) < 0.7).index_fill_(2, torch.tensor([0]), True), torch.arange(6).view(1, 1, 6)
+    compared = [places - 3], [places, pads]
+    seen, seen_lse = compared_attention(q, q, q, *compared, "c0>r0 & c1", True, 0.4)
     speech = torch.randn(6, 3, 5).log_softmax(-1)
     ctc = (torch.randint(1, 5, (3, 2)), torch.tensor([6, 5, 4]), torch.tensor([2, 1, 2]), 0)
+    x, w, window = torch.randn(2, 4, 12), torch.randn(6, 2, 3), ([2], [1], [2], [1], 2)
     return {
         "einsum": (torch.randn(2, 3), torch.randn(4, 3), "ab,cb->ac"),
         "attention": (q, q, q, None, True, 0.4),
         "attention_backward": (out, q, q, q, None, out, lse, True, 0.4),
+        "compared_attention": (q, q, q, *compared, "c0>r0 & c1", True, 0.4),
+        "compared_attention_backward": (out, q, q, q, *compared, seen, seen_lse, "c0>r0 & c1", True, 0.4),
         "dropped_attention": (q, q, q, None, seed, True, 0.4, *drawn),
         "dropped_attention_backward": (out, q, q, q, None, dropped, dropped_lse, seed, True, 0.4, *drawn),
         "rms_norm": (q, torch.randn(6, 8), 1e-5),
@@ -38,5 +45,10 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "index_of_rows": (q, [None, None, index[:, :, 0] % 6], [-2, -1, 0]),
         "index_put_of_rows": (q, [None, index[:, 0] % 4], [-2, 0], torch.randn(2, 6, 6, 8), True),
         "dropout": (q, torch.tensor([1, 2]), 3, 0.5, [2, 4, 6, 8], [2, 4, 6, 8], [0, 0, 0, 0]),
+        "convolution": (x, w, *window),
+        "convolution_input_backward": (torch.randn(2, 6, 7), w, [12], *window),
+        "convolution_weight_backward": (torch.randn(2, 6, 7), x, [3], *window),
+        "pad_rows": (x, 2, 1, -1),
+        "running_sum": (x, 2, True),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

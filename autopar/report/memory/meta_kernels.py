@@ -17,7 +17,9 @@ from torch import fx
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes, record
 from autopar.runtime import dropout as dropout_kernel
+from autopar.runtime.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
+from autopar.runtime.compared_blocks import undecided
 from autopar.runtime.counter import PIECE
 from autopar.runtime.random import random
 
@@ -61,6 +63,9 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         dropout_kernel.dropout: _dropout,
         dropout_kernel.dropout_inplace: _dropout_inplace,
         random: _random,
+        # Which blocks are seen hangs on values: as if each were seen in part, which takes the most memory.
+        compared_attention: functools.partial(compared_attention, decide=undecided),
+        compared_attention_backward: functools.partial(compared_attention_backward, decide=undecided),
         dropped_attention: functools.partial(dropped_attention, draw=_dropout_inplace),
         dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_dropout_inplace),
     }
