@@ -32,7 +32,7 @@ CPU_CASES = (
     *(
         Case(model, f"cp={n}", n, ("zigzag ring", "Ulysses", "our tp and sp"), attention=attention)
         for model, n in (("llama 2k", 2), ("llama 8k", 2), ("llama 2k", 4))
-        for attention in ("gather", "ulysses")
+        for attention in ("gather", "ring", "ulysses")
     ),
     Case("gpt", "dp=1", 1, ("torch.compile",), inductor=True),
     Case("llama", "dp=1", 1, ("torch.compile",), inductor=True),
