@@ -205,6 +205,6 @@ def test_a_pipeline_says_where_a_value_lies():
     found = compiled_as("pp=2,dp=2,tp=2", 2)
     weight = str(found.explain("blocks.1.mlp.up.weight"))
     assert "kept by stage 1 of 2 (pp=1), its first user" in weight
-    assert "mb (2 ranks): replicated, decided by intent" in weight and "all_reduce  mb" not in weight
+    assert "mb (2 micro-batches): replicated, decided by intent" in weight and "all_reduce  mb" not in weight
     assert "computed in forward_0" in str(found.explain("%einsum"))
     assert "blocks.1.attn" in str(found.explain("blocks.1.attn"))
