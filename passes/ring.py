@@ -20,9 +20,11 @@ from autopar.passes.search.costs import BYTES_PER_FLOP
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round
 _BACKWARD, _SCATTER = op("attention_backward"), op("reduce_scatter")
-_DROPPED = (op("dropped_attention"), op("dropped_attention_backward"))
 # The place of the queries among the arguments; keys, values and mask come after them.
-_QUERIES: Mapping[Any, int] = {op("attention"): 0, _BACKWARD: 1, _DROPPED[0]: 0, _DROPPED[1]: 1}
+_QUERIES: Mapping[Any, int] = {
+    op(f"{kind}attention{way}"): int(way != "") for kind in ("", "dropped_", "compared_") for way in ("", "_backward")
+}
+_KINDS_LEFT = {"dropped": "its dropout counts the keys of the whole", "compared": "its mask compares keys of the whole"}
 
 
 def ring(program: Program, plan: Plan) -> Program:
@@ -186,8 +188,9 @@ def _found(node: fx.Node) -> _Found | str:
     gathers = [one for one in args[first + 1 : first + 3] if _is_gather(one)]
     if not gathers:
         return ""
-    if node.target in _DROPPED:
-        return "its dropout counts the keys of the whole"
+    kind = _KINDS_LEFT.get(op_name(node.target).partition("_")[0])
+    if kind is not None:
+        return kind
     if args[first + 3] is not None:
         return "its mask is a tensor, with a column for each key of the whole"
     if len(gathers) < 2 or _pieces(gathers[0]) != _pieces(gathers[1]) or gathers[0].args[2] != KEYS:

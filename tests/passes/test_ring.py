@@ -100,8 +100,8 @@ def test_widths_and_lengths_that_differ(causal: bool, time: int) -> None:
 
 
 GATHERED = {
-    "padding": "its mask is a tensor", "padding and window": "its mask is a tensor",
-    "rows that see nothing": "its mask is a tensor", "dropout": "its dropout counts", "dropout of all": "its dropout",
+    "padding": "its mask is a tensor", "padding and window": "its mask compares keys",
+    "rows that see nothing": "its mask compares keys", "dropout": "its dropout counts", "dropout of all": "its dropout",
 }  # fmt: skip
 
 
