@@ -24,7 +24,7 @@ ROOMS = (
 )  # fmt: skip
 MOST_LINES = 400
 MOST_IMPORTS = 15  # of files of ours
-TABLES = {"autopar.passes", "autopar.passes.rules"}  # what only gathers
+TABLES = {"autopar.passes", "autopar.passes.rules", "autopar.runtime.kernels"}  # what only gathers
 TO_SPLIT = {"autopar.capture.capture", "autopar.capture.raising"}
 
 
