@@ -206,7 +206,8 @@ def _generate(
     writer = _Writer(graph, device, study.instead if study is not None else {})
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
-    terms = {} if observed else _terms(graph, lives)
+    terms = {} if observed else _terms(graph, lives, totals)
+    summed = {term.next for term in terms}
     writer.line("def program(items, observe):")
     if inputs or totals:
         writer.line(f"    [{', '.join((*inputs, *totals.values()))}] = items")
@@ -223,7 +224,7 @@ def _generate(
             writer.line(f"    {value} = {_addition(writer, node, totals[node])}  # {node.name}", node)
         elif node in terms:
             writer.line(f"    {value} = {_term(writer, node, terms[node])}  # {node.name}, added", node)
-        elif node.args[1:] and node.args[1] in terms:
+        elif node in summed:
             writer.line(f"    {value} = {writer.argument(node.args[1])}  # {node.name}", node)
         elif node.op != "placeholder":
             writer.line(f"    {value} = {_expression(writer, node, lives, observed)}  # {node.name}", node)
@@ -271,7 +272,7 @@ def _addition(writer: _Writer, node: fx.Node, total: str) -> str:
     return f"{make}({arguments}) if {total} is None else {add}({total}, {arguments})"
 
 
-def _terms(graph: fx.Graph, lives: Lifetimes) -> dict[fx.Node, fx.Node]:
+def _terms(graph: fx.Graph, lives: Lifetimes, totals: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Calls whose result the next node adds to what calls of the same op made, with that sum: the call can do so itself
     (`Kernel.adding`), and a sum of many large terms needs no memory but its own."""
     found: dict[fx.Node, fx.Node] = {}
@@ -282,10 +283,13 @@ def _terms(graph: fx.Graph, lives: Lifetimes) -> dict[fx.Node, fx.Node]:
             continue
         if not isinstance(total, fx.Node) or term.next is not node or len(term.users) > 1 or term.op != "call_function":
             continue
+        if node in totals or term in totals:
+            continue
         first = sums.get(total, total)
         is_same = first.target is term.target and first.args[2:] == term.args[2:] and first.kwargs == term.kwargs
         alike = has_record(node) and record(first).types == record(term).types and record(first).is_tensor
-        if is_same and alike and adding_variant(term.target) and lives.may_overwrite(total, node):
+        reads = any(lives.share[operand] is lives.share[total] for operand in term.all_input_nodes)
+        if is_same and alike and not reads and adding_variant(term.target) and lives.may_overwrite(total, node):
             found[term], sums[node] = total, first
     return found
 

@@ -280,3 +280,28 @@ def test_an_error_keeps_its_type_and_names_node_module_and_line() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
         finish(executable, [torch.randn(4, 6, dtype=torch.float64)])
     assert caught.value.__notes__ == ["in %mm_default = aten.mm  (made by reshard)  # blocks.0.mlp  gpt.py:41"]
+
+
+def products_summed(reads_total: bool) -> tuple[Executable, list[torch.Tensor]]:
+    """x a + x b, or x a + (x a) b: the second product may be added to the first where it does not read it."""
+    build = Build((4, 4))
+    x, a, b = build.input("x"), build.input("a"), build.input("b")
+    first = build.call(op("einsum"), x, a, "ca,ab->cb")
+    second = build.call(op("einsum"), first if reads_total else x, b, "ca,ab->cb")
+    total = build.call(aten.add.Tensor, first, second)
+    third = build.call(op("einsum"), x, b, "ca,ab->cb")
+    return build.done(build.call(aten.add.Tensor, total, third)), list(torch.randn(3, 4, 4, dtype=torch.float64))
+
+
+def test_a_product_adds_itself_to_a_sum_of_products() -> None:
+    executable, (x, a, b) = products_summed(reads_total=False)
+    assert executable.source.count(", added") == 2
+    (found,) = finish(executable, [x, a, b])
+    torch.testing.assert_close(found, x @ a + 2 * x @ b)
+
+
+def test_but_not_where_it_reads_that_sum() -> None:
+    executable, (x, a, b) = products_summed(reads_total=True)
+    assert executable.source.count(", added") == 0
+    (found,) = finish(executable, [x, a, b])
+    torch.testing.assert_close(found, x @ a + x @ a @ b + x @ b)
