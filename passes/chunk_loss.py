@@ -11,7 +11,16 @@ from torch import fx
 from autopar.ir.layout import Factor, Layout
 from autopar.ir.measure import local_bytes
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, Record, TensorType, operand_nodes, record, set_record
+from autopar.ir.program import (
+    Builder,
+    Program,
+    Record,
+    TensorType,
+    is_gathered_input,
+    operand_nodes,
+    record,
+    set_record,
+)
 from autopar.passes.head_region import READS, Region, Taken, regions
 from autopar.passes.search.states import Split, State
 
@@ -124,10 +133,14 @@ class _Chunks:
 
     def _emit(self) -> None:
         members = list(self.region.members)
-        for node in members:
-            for operand in node.all_input_nodes:
-                if operand not in self.region.members:
-                    self._ensure(operand)
+        given = dict.fromkeys(o for node in members for o in node.all_input_nodes if o not in self.region.members)
+        gathered: dict[object, fx.Node] = {}
+        for operand in given:
+            twin = gathered.setdefault(_gather(operand) or operand, operand)
+            if twin is not operand and all(user in self.region.members for user in operand.users):
+                self.build.value[operand] = self.build.value[twin]  # what the backward pass would gather again
+            else:
+                self._ensure(operand)
         totals: dict[fx.Node, fx.Node] = {}
         parts: dict[fx.Node, list[fx.Node]] = {exit_: [] for exit_ in self.region.exits}
         for i in range(self.count):
@@ -294,6 +307,11 @@ class _Chunks:
     def _reshape(self, value: fx.Node, type_: TensorType, layout: Layout, node: fx.Node) -> fx.Node:
         like = _like(node, type_, layout, record(value).layout)
         return self.build.call(aten.reshape.default, value, list(type_.shape), like=like, name="chunk")
+
+
+def _gather(node: fx.Node) -> object:
+    """What is gathered how, if that is an input; None else."""
+    return (node.all_input_nodes[0], *node.args[1:]) if is_gathered_input(node) else None
 
 
 def _like(node: fx.Node, type_: TensorType, layout: Layout, operand: Layout) -> Record:

@@ -135,6 +135,14 @@ def test_with_the_other_options(mesh: str, options: dict[str, Any]) -> None:
     check("plain", mesh, **options)
 
 
+def test_a_weight_that_zero_splits_is_gathered_once_for_both_products() -> None:
+    def gathers(chunked: bool) -> int:
+        rows = compiled("plain", "dp=2", zero=3, chunked_loss=chunked).collectives
+        return sum(row.op == "all_gather" and "head" in row.value for row in rows)
+
+    assert (gathers(False), gathers(True)) == (2, 1)
+
+
 def test_chunks_are_cut_where_they_can_be() -> None:
     """A shifted sequence is 11 of 12 positions, a rank of dp=2 has 2 rows; without a shift it has 12 positions."""
     assert heads(compiled("shift", "dp=2")) == 2 and heads(compiled("plain", "dp=2")) == 12
