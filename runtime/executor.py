@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -274,24 +275,25 @@ def _addition(writer: _Writer, node: fx.Node, total: str) -> str:
 
 def _terms(graph: fx.Graph, lives: Lifetimes, totals: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Calls whose result the next node adds to what calls of the same op made, with that sum: the call can do so itself
-    (`Kernel.adding`), and a sum of many large terms needs no memory but its own."""
+    (`Kernel.adding`), and a sum of many large terms needs no memory but its own. Two terms stay as they are: where they
+    cancel, they do so to the last bit."""
     found: dict[fx.Node, fx.Node] = {}
-    sums: dict[fx.Node, fx.Node] = {}  # a sum, or its first term, with a call that made it
+    firsts: dict[fx.Node, fx.Node] = {}  # of a sum, the call that made its first term
     for node in graph.nodes:
         total, term = (*node.args, None, None)[:2]
-        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not isinstance(term, fx.Node):
+        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs and node not in totals
+        if not is_sum or not isinstance(total, fx.Node) or not isinstance(term, fx.Node):
             continue
-        if not isinstance(total, fx.Node) or term.next is not node or len(term.users) > 1 or term.op != "call_function":
+        if term.next is not node or len(term.users) > 1 or term.op != "call_function" or term in totals:
             continue
-        if node in totals or term in totals:
-            continue
-        first = sums.get(total, total)
+        first = firsts.get(total, total)
         is_same = first.target is term.target and first.args[2:] == term.args[2:] and first.kwargs == term.kwargs
         alike = has_record(node) and record(first).types == record(term).types and record(first).is_tensor
         reads = any(lives.share[operand] is lives.share[total] for operand in term.all_input_nodes)
         if is_same and alike and not reads and adding_variant(term.target) and lives.may_overwrite(total, node):
-            found[term], sums[node] = total, first
-    return found
+            found[term], firsts[node] = total, first
+    many = Counter(firsts.values())
+    return {term: total for term, total in found.items() if many[firsts[term.next]] > 1}
 
 
 def _term(writer: _Writer, node: fx.Node, total: fx.Node) -> str:
