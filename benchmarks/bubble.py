@@ -1,9 +1,11 @@
 """The measured bubble of a pipeline beside the simulated one, over Gloo.
 
     timeout 300 .venv/bin/python -m benchmarks.bubble [--mesh pp=2] [--model gpt] [--schedule 1f1b] [--steps 5]
+    timeout 300 .venv/bin/python -m benchmarks.bubble --model "llama 2k" --microbatches 1 --slices 4 --schedule seq1f1b
 
 The models of benchmarks.compare. Each rank says of each instruction when it began and ended; what it waits for is not
-part of it. The mean time of each graph goes into the simulation of the same lists, whose transfers take no time. A
+part of it. The mean time of each graph goes into the simulation of the same lists, whose transfers take no time; of
+slices of a sequence also how it grows with their place (attention to what lies before). A
 bubble is the share of the longest time from a rank's first graph to its last in which a rank computes nothing.
 """
 
@@ -15,6 +17,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.schedule import KINDS, Costs, Instruction, Span, Timeline
 from autopar.passes.schedules import simulate
 from autopar.runtime.recorder import RUN, Event, Recorder
-from benchmarks.compare.models import MICROBATCHES, batch_of, loss_fn, model_of
+from benchmarks.compare.models import MICROBATCHES, SIZES, batch_of, loss_fn, model_of
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,20 @@ class Options:
     model: str
     schedule: str
     steps: int
+    microbatches: int
+    slices: int | None
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """How the step is computed."""
+        return {"microbatches": self.microbatches, "schedule": self.schedule, "slices": self.slices}
 
 
 def worker(rank: int, options: Options, ranks: int, folder: str) -> None:
     """The spans of each step on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    model = autopar.parallelize(
-        model_of(options.model), options.mesh, loss_fn=loss_fn, microbatches=MICROBATCHES, schedule=options.schedule
-    )
+    model = autopar.parallelize(model_of(options.model), options.mesh, loss_fn=loss_fn, **options.step)
     batch = batch_of(options.model, "cpu")
     recorder, steps = Recorder(), list[list[Span]]()
     model.prepare(*batch)
@@ -68,21 +76,31 @@ def span_of(event: Event) -> Span:
     return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
 
 
-def mean_times(ranks: list[list[list[Span]]]) -> dict[tuple[int, str], float]:
-    """Of each graph, over micro-batches and steps."""
-    found: dict[tuple[int, str], list[float]] = {}
+def measured_costs(ranks: list[list[list[Span]]], slices: int) -> Costs:
+    """The mean time of each graph over micro-batches and steps, and by least squares the part of it that grows with
+    the place of a slice, as `Costs.time_us` has it."""
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for span in (span for steps in ranks for spans in steps for span in spans):
         action = span.instruction.action
-        found.setdefault((action.stage, action.kind), []).append(span.end_us - span.start_us)
-    return {key: statistics.mean(times) for key, times in found.items()}
+        place = (2 * (action.microbatch % slices) + 1) / slices - 1
+        found.setdefault((action.stage, action.kind), []).append((place, span.end_us - span.start_us))
+    means = {key: statistics.mean(time for _, time in pairs) for key, pairs in found.items()}
+    growing = {
+        key: sum(place * (time - means[key]) for place, time in pairs) / max(sum(place**2 for place, _ in pairs), 1e-9)
+        for key, pairs in found.items()
+        if slices > 1 and key[1] in "FBIW"
+    }
+    return Costs(means, growing_us=growing, slices=slices)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="pp=2")
-    parser.add_argument("--model", default="gpt", choices=("gpt", "llama"))
+    parser.add_argument("--model", default="gpt", choices=tuple(SIZES))
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
+    parser.add_argument("--slices", type=int)
     options = Options(**vars(parser.parse_args()))
     mesh = parse_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,13 +109,13 @@ def main() -> None:
         lists, flow = pickle.loads(Path(folder, "pipeline.pickle").read_bytes())
     # one rank of each place on the pipeline
     ranks = [everyone[mesh.rank({**dict.fromkeys(dict(mesh.axes), 0), PIPELINE: place})] for place in range(len(lists))]
-    times = mean_times(ranks)
-    for (place, kind), time_us in sorted(times.items()):
+    costs = measured_costs(ranks, options.slices or 1)
+    for (place, kind), time_us in sorted(costs.times_us.items()):
         print(f"{KINDS[kind]} {place}: {time_us / 1e3:.2f} ms")
     timelines = [Timeline(tuple(tuple(steps[i]) for steps in ranks)) for i in range(options.steps)]
     timelines.sort(key=lambda timeline: timeline.span_us)
     measured = timelines[len(timelines) // 2]
-    simulated = simulate(lists, flow, Costs(times))
+    simulated = simulate(lists, flow, costs)
     print(f"step: measured {measured.span_us / 1e3:.1f} ms (the median), simulated {simulated.span_us / 1e3:.1f} ms")
     for rank in range(len(lists)):
         print(f"bubble of rank {rank}: measured {measured.bubble(rank):.3f}, simulated {simulated.bubble(rank):.3f}")
