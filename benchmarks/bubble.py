@@ -38,7 +38,7 @@ class Options:
     schedule: str
     steps: int
     microbatches: int
-    slices: int | None
+    slices: int
 
     @property
     def step(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
-    parser.add_argument("--slices", type=int)
+    parser.add_argument("--slices", type=int, default=1)
     options = Options(**vars(parser.parse_args()))
     mesh = parse_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def main() -> None:
         lists, flow = pickle.loads(Path(folder, "pipeline.pickle").read_bytes())
     # one rank of each place on the pipeline
     ranks = [everyone[mesh.rank({**dict.fromkeys(dict(mesh.axes), 0), PIPELINE: place})] for place in range(len(lists))]
-    costs = measured_costs(ranks, options.slices or 1)
+    costs = measured_costs(ranks, options.slices)
     for (place, kind), time_us in sorted(costs.times_us.items()):
         print(f"{KINDS[kind]} {place}: {time_us / 1e3:.2f} ms")
     timelines = [Timeline(tuple(tuple(steps[i]) for steps in ranks)) for i in range(options.steps)]

@@ -24,6 +24,7 @@ SIZES = {
     "llama": (16, 128),
     "llama 2k": (1, 2048),
     "llama 8k": (1, 8192),
+    "llama 4x1k": (4, 1024),
 }  # sequences, tokens of each
 MICROBATCHES = 8  # of pipelines
 
