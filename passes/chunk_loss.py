@@ -77,17 +77,12 @@ def chunk_loss(program: Program, plan: Plan) -> Program:
     wanted = plan.options.chunked_loss
     if wanted is False:
         return program
-    done: set[str] = set()
-    while True:
-        found = [region for _, region in regions(program, plan) if isinstance(region, Region)]
-        region = next((region for region in found if region.head.name not in done), None)
-        if region is None:
-            break
-        done.add(region.head.name)
-        count = _count(region, program, wanted)
-        if count > 1:
+    heads = [node.name for node, found in regions(program, plan) if isinstance(found, Region)]
+    for name in heads:  # one after the other: what is cut for one may lie in the way of the next
+        region = next((found for node, found in regions(program, plan) if node.name == name), None)
+        if isinstance(region, Region) and (count := _count(region, program, wanted)) > 1:
             program = _Chunks(program, region, count).run()
-    return program if done or wanted == "auto" else program.with_(notes=(*program.notes, _why(program, plan)))
+    return program if heads or wanted == "auto" else program.with_(notes=(*program.notes, _why(program, plan)))
 
 
 def _why(program: Program, plan: Plan) -> str:
@@ -262,9 +257,10 @@ class _Chunks:
     # -- after -------------------------------------------------------------------------------------------------------
 
     def _sum(self, node: fx.Node, total: fx.Node | None, part: fx.Node, i: int) -> fx.Node:
-        """The sum up to this chunk, in at least float32; the last one in the node's own dtype and name."""
+        """The sum up to this chunk, of floats in at least float32; the last one in the node's own dtype and name."""
         known, last = record(part), i == self.count - 1
-        wide = torch.promote_types(known.type.dtype, torch.float32)
+        dtype = known.type.dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
         like = known.with_(flops=0, operands=known.layouts)
         if wide != known.type.dtype:
             part = self._cast(part, wide, like)

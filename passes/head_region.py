@@ -137,6 +137,8 @@ class _Search:
         rule = taken[self.head].rule
         assert rule is not None
         rest = rule.sizes[choice[0]] // choice[1]
+        if rest == 1:
+            return "a rank has one of its tokens alone"
         return Region(self.head, {node: taken[node] for node in members}, tuple(large), exits, sums, rest, choice[1])
 
     def _spread(self, choice: Choice) -> dict[fx.Node, Taken]:
@@ -204,7 +206,7 @@ class _Search:
             state = states.get(operand)
             if choice is None and isinstance(state, tuple):
                 choice = choice_at(dims, state, sizes)
-        if choice is None or choice[0] in rule.positional or not self._may(node, rule, choice):
+        if choice is None or choice[0] in rule.ordered or not self._may(node, rule, choice):
             return None
         wanted = tuple(place(dims, choice, sizes) for dims in rule.operands)
         if any(operand in states and states[operand] != state for operand, state in zip(operands, wanted, strict=True)):
@@ -219,4 +221,4 @@ class _Search:
         mesh = self.program.mesh
         cuts = cuts_of(rule, record(node).operands, layouts, mesh)
         taken = tuple(((name, outer), mesh[axis]) for name, cut in cuts.items() for outer, _, axis in cut)
-        return choice[0] not in rule.indexed and may_split(rule, choice, 1, taken)
+        return may_split(rule, choice, 1, taken)

@@ -58,6 +58,12 @@ def loss_of(kind: str) -> Callable[..., Any]:
             found = found + z.max(-1).values.mean()
         if kind == "across":
             found = found * (1 + z.square().mean()).log()
+        if kind == "counted":
+            return found, (z > 0).sum()
+        if kind == "measured":  # a second head without a gradient
+            with torch.no_grad():
+                other = F.cross_entropy(model.head(model.table(x)).flatten(0, 1), t)
+            return found + other
         if kind == "right":
             return found, (z.argmax(-1) == t).sum()
         return (found, logits) if kind == "logits" else found
@@ -133,6 +139,31 @@ def test_whatever_the_loss_is_made_of(kind: str) -> None:
 def test_with_the_other_options(mesh: str, options: dict[str, Any]) -> None:
     assert heads(compiled("plain", mesh, **options)) > 1 or "pp" in mesh
     check("plain", mesh, **options)
+
+
+def test_integers_are_counted_as_integers() -> None:
+    found = compiled("counted", "dp=2")
+    totals = [record(node).type.dtype for node in found.program.calls() if node.name.startswith("total")]
+    assert torch.int64 in totals and not any("cast" in node.name for node in found.program.calls())
+    check("counted", "dp=2")
+
+
+def test_a_head_without_a_gradient_is_cut_once() -> None:
+    found = compiled("measured", "dp=2")
+    names = [node.name for node in found.program.calls() if node.target is op("einsum")]
+    assert sum("_chunk" in name for name in names) == 4 * 12 and not any(name.count("_chunk") > 1 for name in names)
+    check("measured", "dp=2")
+
+
+def test_a_running_sum_along_the_tokens_is_not_cut_there() -> None:
+    """Its pieces need those before: chunks are cut from the rows of the batch."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return model(x).cumsum(1).square().mean()
+
+    for mesh in ("dp=1", "cp=2"):
+        report = autopar.verify(Model("plain"), mesh, loss_fn=loss, batch=batch(), chunked_loss=True)
+        assert report.ok and report.max_error < 1e-10, str(report)
 
 
 def test_a_weight_that_zero_splits_is_gathered_once_for_both_products() -> None:
