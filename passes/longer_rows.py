@@ -52,7 +52,7 @@ def by_rule(node: fx.Node, rows: Mapping[fx.Node, Rows], short: int, long: int, 
     if len(names) != 1 or len(first := names.pop()) != 1:
         return None
     name = first[0]
-    if rule.sizes[name] != short or name in rule.replicated | rule.indexed | rule.positional:
+    if rule.sizes[name] != short or name in rule.replicated | rule.ordered:
         return None
     if any(name in dim and dim != (name,) for dims in (*rule.operands, *rule.results) for dim in dims):
         return None
