@@ -36,6 +36,10 @@ class ScheduleError(AutoparError):
     """A schedule that does not exist, cannot be read, or cannot be run."""
 
 
+class MachineError(AutoparError):
+    """A machine that is not known, or a file of one with a missing or impossible value."""
+
+
 class CompileError(AutoparError):
     """A compiler that is unknown or not to be had here, or a graph that it does not take."""
 

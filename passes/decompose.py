@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import is_in_time
 from autopar.ir.ops import mesh_op_name, op
-from autopar.ir.plan import CPU, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, is_gathered_input, operand_nodes, record
 from autopar.passes.bucket import sums_of_gradients
 from autopar.passes.node_costs import node_times
@@ -59,7 +59,7 @@ def decompose(program: Program, plan: Plan) -> Program:
     read a weight again, each has a collective's latency, and the results are copied into one value. Never on a CPU,
     where Gloo moves data by the cores that compute.
     """
-    return program if plan.fixed.machine == CPU else _Decompose(program, plan).run()
+    return program if plan.fixed.machine.is_host else _Decompose(program, plan).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class _Decompose:
         sizes = [local_bytes(value, self.mesh) for value in (*operand_nodes(node), node)]
         again = [size for size, dims in zip(sizes, letters, strict=False) if result[row] not in dims]
         moved = (sum(sizes) - sum(again)) / cut.count + sum(again)
-        return max(self.machine.call_us, self.times[node] / cut.count, moved / self.machine.memory_bytes_per_us)
+        return max(self.machine.device.least_us, self.times[node] / cut.count, self.machine.memory_us(moved))
 
     def _chunk_of_move(self, node: fx.Node, cut: _Cut) -> float:
         latency = self.machine.latency_us
@@ -177,7 +177,7 @@ class _Decompose:
 
     def _copy_time(self, node: fx.Node) -> float:
         """Of chunks into one value."""
-        return max(self.machine.call_us, 2 * local_bytes(node, self.mesh) / self.machine.memory_bytes_per_us)
+        return self.machine.call_us(0, "", 2 * local_bytes(node, self.mesh))
 
     # -- the program ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Estimate the time of a node on one rank, in microseconds of a machine; only ratios count."""
+"""Estimate the time of a node on one rank, in microseconds of a machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.measure import local_bytes, moved_type
-from autopar.ir.mesh import Mesh, is_in_time
+from autopar.ir.measure import group_of, local_bytes, moved_type
+from autopar.ir.mesh import Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
-from autopar.ir.plan import Machine
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
-from autopar.ir.ring_ops import is_ring, messages_of
+from autopar.ir.ring_ops import Ring, is_ring, messages_of
+from autopar.machines import Machine
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -27,12 +27,11 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, i
     if is_mesh_op(node.target):
         if not is_collective(node.target):
             return 0.0
-        if is_in_time(str(node.args[1])):  # what one rank adds up, or has, moves nothing
-            return 0.0
-        return machine.latency_us + _bytes_on_links(node, mesh) / machine.link_bytes_per_us
+        return _moved(node, mesh, machine)
     if is_ring(node.target):  # the slower of its products and its messages, of which one hides the other
         sent = [(message.times, message.type.bytes_) for message in messages_of(node, mesh)]
-        on_link = sum(times * (machine.latency_us + size / machine.link_bytes_per_us) for times, size in sent)
+        group = group_of(mesh, Ring.of(node).axis, machine.ranks)
+        on_link = sum(times * machine.message_us(size, group) for times, size in sent)
         return max(on_link, _computed(node, mesh, machine, sizes))
     return _computed(node, mesh, machine, sizes)
 
@@ -41,17 +40,17 @@ def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Nod
     moved = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
     flops = record(node).flops
     parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
-    return max(machine.call_us, moved / machine.memory_bytes_per_us, flops / parts / machine.flops_per_us)
+    dtype = str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.") if flops else ""
+    return machine.call_us(flops / parts, dtype, moved, attention=flops > 0 and "attention" in str(node.target))
 
 
-def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:
-    """What a rank sends in a collective (ring algorithms, as in search/costs.py)."""
-    known, size = collective_of(node.target), mesh[str(node.args[1])]
+def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
+    """The time of a collective; what one rank adds up, or has, moves nothing."""
+    known, group = collective_of(node.target), group_of(mesh, str(node.args[1]), machine.ranks)
     bytes_ = moved_type(node, mesh).bytes_
-    if known.to_one:
-        return bytes_
-    rounds = 2 if (known.has, known.gives) == ("sum", None) else 1
-    return rounds * bytes_ * (size - 1) / size
+    if group.size == 1:
+        return 0.0
+    return machine.message_us(bytes_, group) if known.to_one else machine.collective_us(known.name, bytes_, group)
 
 
 def _axes(node: fx.Node) -> set[str]:

@@ -57,7 +57,7 @@ class _Prefetch:
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
         machine = plan.fixed.machine
-        self.small = plan.options.bucket_bytes or machine.latency_us * machine.memory_bytes_per_us / 2
+        self.small = plan.options.bucket_bytes or machine.latency_us * machine.device.bandwidth / 2e6
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
         self.layers = self._layers()
         self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, axes_of_group, is_in_time
 from autopar.ir.ops import collective_of
 from autopar.ir.program import TensorType, operand_nodes, record
+from autopar.machines.model import Group
 
 
 def local_type(node: fx.Node, mesh: Mesh) -> TensorType:
@@ -43,6 +44,20 @@ def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
 
 def _part(type_: TensorType, layout: Layout, mesh: Mesh) -> TensorType:
     return TensorType(local_shape(type_.shape, layout, mesh), type_.dtype)
+
+
+def group_of(mesh: Mesh, name: str, ranks: int) -> Group:
+    """The group of an axis, or of several joined ones. ranks: of a node, which the last axes of the mesh fill."""
+    if is_in_time(name):
+        return Group(1)
+    size = inside = 1
+    names, stride = axes_of_group(name), 1
+    for axis, count in reversed([(axis, n) for axis, n in mesh.axes if not is_in_time(axis)]):
+        if axis in names:
+            size *= count
+            inside *= max(1, min(count, ranks // stride))
+        stride *= count
+    return Group(size, inside)
 
 
 def human(bytes_: float) -> str:

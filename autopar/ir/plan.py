@@ -9,25 +9,13 @@ from typing import Any
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, MICROBATCH, PIPELINE, SHARDED, SLICE, Mesh
 from autopar.ir.options import StepOptions
+from autopar.machines import Machine, named
 
 # PyTorch DDP's default: large enough for a link's full speed, small enough to overlap (arXiv 2006.15704, section 3.2).
 BUCKET_BYTES = 25 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a device does in a microsecond, about: only ratios count, and they place the cuts of a pipeline.
-    latency_us: of a collective or a message. call_us: the least time of a call."""
-
-    flops_per_us: float
-    memory_bytes_per_us: float
-    link_bytes_per_us: float
-    latency_us: float
-    call_us: float
-
-
-GPU = Machine(4e8, 2e6, 1e5, 10.0, 2.0)  # of a server, as in passes/search/costs.py
-CPU = Machine(6e4, 5e3, 1e3, 100.0, 5.0)  # a core, and Gloo on one machine
+DEVICES = "h100-80g"  # the machine that plans are made for where nobody names one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +31,13 @@ class Decided:
 class Fixed:
     """What is decided before a plan is made, by the device and by the programs before this one.
 
-    machine: what the cut of a pipeline is for. owners: the stages that keep parameters already, by name. stored: how
+    machine: what the program is made for. owners: the stages that keep parameters already, by name. stored: how
     parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide, or positions that
     cp cannot, are computed whole by every rank, and not refused. decided: the layouts of earlier programs, by their
     structure. sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
     """
 
-    machine: Machine = GPU
+    machine: Machine = field(default_factory=lambda: named(DEVICES))
     owners: Mapping[str, int] | None = None
     stored: Mapping[str, Layout] = field(default_factory=dict)
     uneven: bool = False

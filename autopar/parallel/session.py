@@ -9,7 +9,8 @@ import torch
 from autopar.capture.capture import LossFn
 from autopar.compiler.options import Graphs
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import CPU, GPU, Fixed
+from autopar.ir.plan import DEVICES, Fixed
+from autopar.machines import named
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor
@@ -53,7 +54,7 @@ def open_session(asked: Asked) -> Session:
     this."""
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
-    fixed = Fixed(machine=CPU if place.type == "cpu" else GPU)
+    fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
     settings = StepSettings(
         asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.cuda_graphs, asked.lift
     )

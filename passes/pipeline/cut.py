@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import fx
 
 from autopar.errors import LayoutError
-from autopar.ir.plan import GPU, Machine
+from autopar.ir.measure import group_of, local_bytes
+from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.ir.plan import DEVICES
 from autopar.ir.program import Program, is_getitem, record
-from autopar.passes.node_costs import by_origin, local_bytes, node_times
+from autopar.machines import Machine, named
+from autopar.passes.node_costs import by_origin, node_times
 from autopar.passes.pipeline.when import Times, When
 
 Stages = dict[fx.Node, int]
@@ -23,13 +26,14 @@ STATE = 4  # a parameter, its gradient and Adam's two moments
 @dataclass(frozen=True, slots=True)
 class Limits:
     """memory: bytes that a stage may hold, None if it does not matter. in_flight: of each stage, the micro-batches
-    whose activations it holds at once. owners: the stages of parameters that have one already, by name. machine: whose
-    times count."""
+    whose activations it holds at once. owners: the stages of parameters that have one already, by name. machine, mesh:
+    whose times count, and where its ranks lie."""
 
     in_flight: Sequence[int]
     memory: int | None = None
     owners: Mapping[str, int] | None = None
-    machine: Machine = GPU
+    machine: Machine = field(default_factory=lambda: named(DEVICES))
+    mesh: Mesh = Mesh(())
 
 
 def forward_nodes(program: Program, times: Times) -> list[fx.Node]:
@@ -68,6 +72,7 @@ class _Line:
         self.nodes = forward_nodes(program, times)
         self.limits = limits
         machine = limits.machine
+        self.ranks = group_of(limits.mesh, PIPELINE, machine.ranks)
         cost = node_times(program, machine)
         position = {node: i for i, node in enumerate(self.nodes)}
         own = np.array([cost[node] for node in self.nodes])
@@ -111,7 +116,7 @@ class _Line:
             source = node.args[0] if is_getitem(node) else None
             first = position.get(source, i) if isinstance(source, fx.Node) else i  # results stay with their call
             if last > first:
-                time = machine.latency_us + bytes_ / machine.link_bytes_per_us
+                time = machine.message_us(bytes_, self.ranks)
                 steps[first + 1] += time
                 steps[last + 1 if last + 1 <= count else count] -= time
             if any(user.op != "output" and record(user).is_backward for user in node.users):

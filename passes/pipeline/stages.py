@@ -120,7 +120,7 @@ def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
     options, fixed = plan.options, plan.fixed
     if options.stages is not None:
         return manual(program, times, options.stages)
-    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine)
+    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine, plan.mesh)
     return cut(program, times, len(places.ranks), limits)
 
 

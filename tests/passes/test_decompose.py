@@ -12,15 +12,16 @@ from test_golden import compare
 
 import autopar
 from autopar.ir.ops import op
-from autopar.ir.plan import CPU, GPU, Fixed, Machine, Plan
+from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import Program, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
+from autopar.machines import Machine, named
 from autopar.passes.decompose import decompose
 from autopar.passes.node_costs import node_times
 
 # Products and links take about as long, copies and calls nothing: what can be cut pays.
-WORTH = Fixed(machine=Machine(1e2, 1e5, 1e1, 1e-3, 1e-3))
+WORTH = Fixed(machine=Machine.flat(1e2, 1e5, 1e1, 1e-3, 1e-3))
 EINSUM = op("einsum")
 
 
@@ -56,15 +57,18 @@ def test_gathers_and_scatters_of_sequence_parallel_layers() -> None:
 
 def test_nothing_is_cut_where_it_does_not_pay() -> None:
     before, compiled = before_and_plan(llama, "dp=2,tp=2")
-    for machine in (CPU, GPU, Machine(1e1, 1e5, 1e1, 1e9, 1e-3)):  # the last: a collective's latency is all
+    late = Machine.flat(1e1, 1e5, 1e1, 1e9, 1e-3)  # a collective's latency is all
+    for machine in (named("cpu"), named("h100-80g"), late):
         assert decompose(before, replace(compiled.plan, fixed=Fixed(machine=machine))) is before
 
 
 def test_chunks_hide_what_the_forward_pass_of_a_large_model_sums() -> None:
     """Of the sums over tp half or more goes under products."""
     compiled = large_llama()
-    before, after = dict(compiled.history)["overlap"], compiled.program
-    times = node_times(before, compiled.plan.fixed.machine)
+    server = Machine.flat(4e8, 2e6, 1e5, 10, 2)  # whose links are a quarter of an H100's
+    before = dict(compiled.history)["overlap"]
+    after = decompose(before, replace(compiled.plan, fixed=Fixed(machine=server)))
+    times = node_times(before, server)
     late = [
         node
         for node in before.calls()
@@ -98,7 +102,7 @@ return value "y" = %all_gather_1
 def test_the_dim_that_a_collective_moves_is_left_whole() -> None:
     """Chunks of it would bring the rows of all ranks into another order."""
     before = parse_program(OWN_DIM)
-    after = decompose(before, Plan(before.mesh, fixed=Fixed(machine=Machine(1, 10, 5, 0.5, 0.1))))
+    after = decompose(before, Plan(before.mesh, fixed=Fixed(machine=Machine.flat(1, 10, 5, 0.5, 0.1))))
     verify(after, after.level)
     assert after is before
     compare(OWN_DIM, print_program(after), Plan(before.mesh), seed=0)

@@ -16,11 +16,11 @@ from autopar.compiled import Compiled
 from autopar.errors import VerificationError
 from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.ops import op
-from autopar.ir.plan import Machine
 from autopar.ir.program import record
 from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, is_ring, messages_of
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
+from autopar.machines import Machine
 from autopar.passes.node_costs import node_times
 from autopar.passes.ring import hidden
 from autopar.passes.search.costs import BYTES_PER_FLOP
@@ -247,7 +247,7 @@ def test_the_time_of_a_ring_is_that_of_the_slower_side() -> None:
     found = compiled("cp=4", attention="ring").program
     node = next(node for node in found.calls() if node.target is RING_ATTENTION)
     (sent,) = messages_of(node, found.mesh)
-    slow, fast = (node_times(found, Machine(1.0, 1e9, link, 0.5, 0.0))[node] for link in (1e-6, 1e9))
+    slow, fast = (node_times(found, Machine.flat(1.0, 1e9, link, 0.5, 0.0))[node] for link in (1e-6, 1e9))
     assert slow == pytest.approx(sent.times * (sent.type.bytes_ / 1e-6 + 0.5))
     assert fast == record(node).flops / 4, "a rank's part of the products"
 

@@ -10,7 +10,8 @@ from typing import Any
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.options import DTYPES, StepOptions
-from autopar.ir.plan import Fixed, Machine, Plan
+from autopar.ir.plan import Fixed, Plan
+from autopar.machines import Machine
 
 
 def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
@@ -33,7 +34,7 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
         elif key in ("schedule", "precision", "attention"):
             options[key] = value
         elif key == "machine":  # its figures, in the order of its fields
-            plan = replace(plan, fixed=Fixed(machine=Machine(*map(float, value.split()))))
+            plan = replace(plan, fixed=Fixed(machine=Machine.flat(*map(float, value.split()))))
         else:
             assert key in ("bucket_bytes", "chunked_loss", "microbatches", "recompute", "slices", "zero"), line
             options[key] = ast.literal_eval(value)

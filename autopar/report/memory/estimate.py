@@ -11,7 +11,6 @@ from autopar.compiler.lowered import Lowered
 from autopar.errors import PlanError, RankError, one_of
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.ops import is_collective
-from autopar.ir.plan import CPU
 from autopar.ir.program import Program, is_getitem, is_view, record
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place
 from autopar.report.memory.report import (
@@ -44,7 +43,7 @@ def memory_report(
     if not 0 <= rank < compiled.mesh.size:
         raise RankError(f"there is no rank {rank}: mesh '{compiled.mesh}' has ranks 0 to {compiled.mesh.size - 1}.")
     if device is None:
-        device = CPU_DEVICE if compiled.plan.fixed.machine == CPU else GPU_DEVICE
+        device = CPU_DEVICE if compiled.plan.fixed.machine.is_host else GPU_DEVICE
     if device not in (CPU_DEVICE, GPU_DEVICE):
         raise PlanError(f"memory on device {device!r}: write {one_of((CPU_DEVICE, GPU_DEVICE))}.")
     make = optimizer or torch.optim.AdamW

@@ -1,0 +1,201 @@
+"""Machines as TOML files: read with every value checked, and written."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import MachineError, one_of
+from autopar.machines.model import ALL, ANY, MESSAGE, PRODUCTS, Curve, Device, Link, Machine
+
+_FOLDER = Path(__file__).parent
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What a number may be; outside of it is a slip of units."""
+
+    least: float
+    most: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.least:g} to {self.most:g} {self.unit}"
+
+
+_FLOPS = _Range(1e8, 1e17, "FLOP/s")
+_SPEED = _Range(1e5, 1e15, "bytes/s")
+_BYTES = _Range(1e7, 1e14, "bytes")
+_US = _Range(0, 1e6, "us")
+_SHARE = _Range(1e-6, 2, "of the peak")
+_RANKS = _Range(1, 1e6, "devices")
+
+
+def built_in() -> tuple[str, ...]:
+    """The names of the machines that come with autopar."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+@functools.cache
+def named(name: str) -> Machine:
+    """A machine by its name ("h100-80g") or by the path of its file. Raises MachineError if there is none."""
+    if name in built_in():
+        return read_machine(_FOLDER / f"{name}.toml")
+    if not name.endswith(".toml"):
+        raise MachineError(f"machine '{name}': there is {one_of(built_in())}, or the path of a .toml file.")
+    return read_machine(Path(name))
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a TOML file; its keys are those of the built-in files. Raises MachineError."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise MachineError(f"machine file '{path}' is no TOML: {error}.") from error
+    root = _Table(table, str(path), "")
+    device, ranks = root.table("device"), int(root.number("ranks", _RANKS))
+    machine = Machine(
+        path.stem, _device(device), _link(root.table("inside")), _link(root.table("between")), ranks,
+        root.number("launch_us", _US), root.flag("is_host"),
+    )  # fmt: skip
+    root.end()
+    return machine
+
+
+def _device(table: _Table) -> Device:
+    flops = table.table("flops")
+    peaks = {dtype: flops.number(dtype, _FLOPS) for dtype in PRODUCTS if dtype in flops.values}
+    if "float32" not in peaks:
+        flops.number("float32", _FLOPS)
+    flops.end()
+    device = Device(
+        peaks, table.number("bandwidth", _SPEED), table.number("memory", _BYTES), table.number("least_us", _US),
+        table.curve("products"), table.curve("streams"), table.number("attention", _SHARE, 1.0),
+    )  # fmt: skip
+    table.end()
+    return device
+
+
+def _link(table: _Table) -> Link:
+    reached = table.table("reached") if "reached" in table.values else None
+    curves = {ANY: ALL}
+    if reached is not None:
+        curves |= {key: reached.curve(key) for key in (ANY, MESSAGE, *COLLECTIVES) if key in reached.values}
+        reached.end()
+    bandwidth, start, hop = (table.number(key, what) for key, what in zip(_LINK, (_SPEED, _US, _US), strict=True))
+    table.end()
+    return Link(bandwidth, start, hop, curves)
+
+
+_LINK = ("bandwidth", "start_us", "hop_us")
+
+
+@dataclass(slots=True)
+class _Table:
+    """A table of a file; what is read is taken out, so that `end` finds what nobody knows."""
+
+    values: dict[str, Any]
+    file: str
+    name: str
+
+    def table(self, key: str) -> _Table:
+        found = self._take(key)
+        if not isinstance(found, dict):
+            raise self._wrong(key, found, "a table")
+        return _Table(dict(found), self.file, f"{self.name}{key}.")
+
+    def number(self, key: str, what: _Range, default: float | None = None) -> float:
+        if default is not None and key not in self.values:
+            return default
+        found = self._take(key)
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise self._wrong(key, found, f"a number, {what}")
+        if not what.least <= found <= what.most:
+            raise self._wrong(key, found, str(what))
+        return float(found)
+
+    def flag(self, key: str) -> bool:
+        found = self.values.pop(key, False)
+        if not isinstance(found, bool):
+            raise self._wrong(key, found, "true or false")
+        return found
+
+    def curve(self, key: str) -> Curve:
+        """Points [size, share], sizes ascending; a share of 1 at all sizes if the key is missing."""
+        if key not in self.values:
+            return ALL
+        found = self._take(key)
+        try:
+            points = tuple((float(size), float(share)) for size, share in found)
+        except (TypeError, ValueError):
+            raise self._wrong(key, found, "a list of [size, share]") from None
+        sizes = [size for size, _ in points]
+        if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+            raise self._wrong(key, found, "a list of [size, share] with ascending sizes above 0")
+        for _, share in points:
+            if not _SHARE.least <= share <= _SHARE.most:
+                raise self._wrong(key, share, f"shares of {_SHARE}")
+        return Curve(points)
+
+    def end(self) -> None:
+        if self.values:
+            raise MachineError(f"machine file '{self.file}': nobody knows '{self.name}{min(self.values)}'. A file has "
+                               f"the keys of the built-in ones: autopar machine show {built_in()[0]}.")  # fmt: skip
+
+    def _take(self, key: str) -> Any:
+        if key not in self.values:
+            raise MachineError(f"machine file '{self.file}' lacks '{self.name}{key}'. A file has the keys of the "
+                               f"built-in ones: autopar machine show {built_in()[0]}.")  # fmt: skip
+        return self.values.pop(key)
+
+    def _wrong(self, key: str, found: object, wanted: str) -> MachineError:
+        return MachineError(f"machine file '{self.file}': '{self.name}{key}' is {found!r}; it is {wanted}.")
+
+
+def machine_text(machine: Machine) -> str:
+    """A machine as the text of its file."""
+    device = machine.device
+    lines = [f"ranks = {machine.ranks}  # devices of a node", f"launch_us = {_word(machine.launch_us)}  # of the host"]
+    lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
+    lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # of its memory, bytes a second"]
+    lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # of a call"]
+    lines += [f"attention = {_word(device.attention)}  # of what a product reaches"]
+    lines += [f"products = {_points(device.products)}  # FLOPs, share of the peak"]
+    lines += [f"streams = {_points(device.streams)}  # bytes, share of the bandwidth"]
+    lines += ["", "[device.flops]  # peaks, a second", *_pairs(device.flops)]
+    for name, link in (("inside", machine.inside), ("between", machine.between)):
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {_word(getattr(link, key))}" for key in _LINK]
+        lines += [f"reached.{kind} = {_points(curve)}" for kind, curve in link.reached.items()]
+    return "\n".join(lines) + "\n"
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a machine to a file that `read_machine` reads. Raises MachineError where it cannot be written."""
+    try:
+        path.write_text(machine_text(machine))
+    except OSError as error:
+        raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
+
+
+def _pairs(values: Mapping[str, float]) -> list[str]:
+    return [f"{key} = {_word(value)}" for key, value in values.items()]
+
+
+def _points(curve: Curve) -> str:
+    return f"[{', '.join(f'[{_word(size)}, {_word(share)}]' for size, share in curve.points)}]"
+
+
+def _word(value: float) -> str:
+    """A number in TOML, to four digits."""
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3) and math.isfinite(value):
+        return f"{value:.4g}".replace("e+", "e")
+    return f"{value:.5g}"

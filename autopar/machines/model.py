@@ -1,0 +1,174 @@
+"""What a machine needs for a call, a collective and a message: the one cost model of the compiler.
+
+A `Machine` is a device, a network of two levels (within a node, and between nodes) and a host. Its constants come from
+a TOML file (`autopar/machines`) or from `autopar machine measure`. All times are microseconds, all speeds bytes or
+floating-point operations a second.
+
+    call         max(least, FLOPs / (peak of the dtype * share of it that a product of so many FLOPs reaches),
+                     bytes / (bandwidth of memory * share that so many bytes reach))           a roofline
+    collective   latency + bytes that each rank sends / speed of its ring                      ring algorithms
+    message      latency + bytes / speed of the link
+
+A rank sends 2 (n-1)/n B in an all-reduce, (n-1)/n B in an all-gather or a reduce-scatter and (n-1)/n B/n in an
+all-to-all, for a value of B bytes on n ranks (arXiv 2104.04473, section 3.2). Ranks that fill several nodes make as
+many rings as they are in a node, each over a card of its own, so they are as fast as the slower of the two levels:
+min(inside, ranks in a node * between).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PRODUCTS = ("float64", "float32", "tfloat32", "bfloat16", "float16")  # the dtypes whose peaks a device has
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The share of a peak that is reached, by size: straight between its points over the logarithm of the size, and
+    that of the first or the last point outside of them."""
+
+    points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+
+    def __call__(self, size: float) -> float:
+        sizes = [point[0] for point in self.points]
+        i = bisect(sizes, size)
+        if i == 0 or i == len(sizes):
+            return self.points[min(i, len(sizes) - 1)][1]
+        (low, first), (high, last) = self.points[i - 1 : i + 1]
+        return first + (last - first) * math.log(size / low) / math.log(high / low)
+
+
+ALL = Curve()
+ANY = "any"
+MESSAGE = "message"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
+    FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
+    bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
+    call."""
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    least_us: float
+    products: Curve = ALL
+    streams: Curve = ALL
+    attention: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One level of a network. bandwidth: of a rank in one direction, bytes a second. start_us: of a collective or a
+    message. hop_us: from one rank of a ring to the next. reached: the share of the bandwidth, by the bytes of the
+    value, for each collective that has a curve of its own (switches add up), and "any"."""
+
+    bandwidth: float
+    start_us: float
+    hop_us: float
+    reached: Mapping[str, Curve] = field(default_factory=lambda: {ANY: ALL})
+
+    def speed(self, kind: str, bytes_: float) -> float:
+        """Bytes a second of a collective, or of a message, on a value of so many bytes."""
+        return self.bandwidth * (self.reached.get(kind) or self.reached[ANY])(bytes_)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective. inside: how many of them lie in one node."""
+
+    size: int
+    inside: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.inside <= self.size:
+            object.__setattr__(self, "inside", self.size)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster of equal nodes. ranks: devices of a node. launch_us: what the host needs for a call. is_host: the
+    devices are cores, which move data as well as compute."""
+
+    name: str
+    device: Device
+    inside: Link
+    between: Link
+    ranks: int = 8
+    launch_us: float = 0.0
+    is_host: bool = False
+
+    @classmethod
+    def flat(cls, flops: float, memory: float, link: float, latency_us: float, least_us: float) -> Machine:
+        """One whose speeds (FLOPs and bytes a microsecond) no size and no dtype changes: for tests and examples."""
+        device = Device(dict.fromkeys(PRODUCTS, flops * 1e6), memory * 1e6, math.inf, least_us)
+        level = Link(link * 1e6, latency_us, 0.0)
+        return cls("flat", device, level, level, ranks=2**62)
+
+    # -- a call -----------------------------------------------------------------------------------------------------
+
+    def product_us(self, flops: float, dtype: str, attention: bool = False) -> float:
+        """The time of a product by its FLOPs on one rank. dtype: of its operands ("bfloat16")."""
+        if not flops:
+            return 0.0
+        peak = self.device.flops.get(dtype) or self.device.flops["float32"]
+        share = self.device.products(flops) * (self.device.attention if attention else 1.0)
+        return flops / (peak * share) * 1e6
+
+    def memory_us(self, bytes_: float) -> float:
+        """The time to read and write so many bytes."""
+        return bytes_ / (self.device.bandwidth * self.device.streams(bytes_)) * 1e6
+
+    def call_us(self, flops: float, dtype: str, bytes_: float, attention: bool = False) -> float:
+        """The time of a call: of its products, or of the bytes that it reads and writes."""
+        return max(self.device.least_us, self.product_us(flops, dtype, attention), self.memory_us(bytes_))
+
+    # -- between ranks ----------------------------------------------------------------------------------------------
+
+    def collective_us(self, kind: str, bytes_: float, group: Group) -> float:
+        """The time of a collective ("all_reduce") on a value of `bytes_`, as it is whole, on all ranks of a group."""
+        if group.size == 1:
+            return 0.0
+        rounds = 2 if kind == "all_reduce" else 1
+        sent = rounds * bytes_ * (group.size - 1) / group.size
+        if kind == "all_to_all":
+            sent /= group.size
+        return self._latency_us(group, rounds) + sent / self._speed(kind, bytes_, group) * 1e6
+
+    def message_us(self, bytes_: float, group: Group) -> float:
+        """The time of a message from one rank of a group to the next."""
+        link = self.inside if group.nodes == 1 else self.between
+        return link.start_us + bytes_ / link.speed(MESSAGE, bytes_) * 1e6
+
+    def _speed(self, kind: str, bytes_: float, group: Group) -> float:
+        inside = self.inside.speed(kind, bytes_)
+        if group.nodes == 1:
+            return inside
+        between = group.inside * self.between.speed(kind, bytes_)
+        return min(inside, between) if group.inside > 1 else between
+
+    def _latency_us(self, group: Group, rounds: int) -> float:
+        """A ring has a step for each rank but one. An all-reduce may go up and down a tree instead."""
+        inside, between = self.inside, self.between
+        within = rounds * group.nodes * (group.inside - 1) * inside.hop_us
+        if group.nodes == 1:
+            return inside.start_us if rounds == 2 else max(inside.start_us, within)
+        ring = within + rounds * (group.nodes - 1) * between.hop_us
+        if rounds == 1:
+            return between.start_us + ring
+        tree = (inside.start_us if group.inside > 1 else 0.0) + 2 * between.hop_us * math.log2(group.nodes)
+        return between.start_us + min(ring, tree)
+
+    @property
+    def latency_us(self) -> float:
+        """Of a collective or a message within a node: what starting one more costs."""
+        return self.inside.start_us
