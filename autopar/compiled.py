@@ -8,7 +8,9 @@ from autopar.compiler.lowered import STEP, Lowered
 from autopar.custom_ops.registry import CUSTOM_OPS
 from autopar.errors import ArtifactError
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Plan
+from autopar.ir.plan import DEVICES, Plan
+from autopar.machines import Machine, named
+from autopar.planning import StepTime, step_time
 from autopar.report.artifact.artifact import Artifact, load_programs, save_programs
 from autopar.report.explanation import Explanation, explain
 from autopar.report.memory.estimate import memory_report
@@ -43,6 +45,12 @@ class Compiled(Lowered):
         given. device: "cpu" or "cuda", by default what the program was compiled for. Raises RankError or PlanError.
         """
         return memory_report(self, rank, optimizer, device)
+
+    def time(self, machine: str | Machine = DEVICES) -> StepTime:
+        """How long a step takes on a machine that need not be here, and what the time is made of: a simulation of
+        these programs. machine: a name that `autopar machine show` knows, or the path of a file. Raises MachineError.
+        """
+        return step_time(self, named(machine) if isinstance(machine, str) else machine)
 
     def save(self, directory: str | Path) -> None:
         """Write the programs of the distinct ranks as readable Python and JSON."""

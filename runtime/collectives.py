@@ -69,6 +69,8 @@ def _meet(moves: list[Move]) -> list[Tensor]:
 
 def _apart(results: list[Tensor]) -> list[Tensor]:
     """The results, of which no two lie in the same memory."""
+    if len(results) == 1:  # also one without memory, whose place nobody may ask for
+        return results
     seen: set[int] = set()
     found = []
     for result in results:

@@ -1,4 +1,4 @@
-"""The command line: autopar run, compile, inspect, explain, verify."""
+"""The command line: autopar run, compile, inspect, explain, verify, estimate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.compiling import compiled_of, job_of
+from autopar.cli.estimating import estimate
 from autopar.cli.launch import Stopped
 from autopar.cli.options import Options, takes_options
 from autopar.cli.preflight import check_run
@@ -184,6 +185,9 @@ def verify(
             **job.step,
         )
     )
+
+
+app.command()(estimate)
 
 
 def _finish(found: object) -> None:
