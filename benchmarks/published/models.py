@@ -1,0 +1,99 @@
+"""The models of published measurements as plain modules."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GPTBlock(nn.Module):
+    """A block of GPT-2. is_fused: with one fused attention; else as it was before there were such kernels."""
+
+    def __init__(self, width: int, heads: int, is_fused: bool) -> None:
+        super().__init__()
+        self.heads, self.is_fused = heads, is_fused
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm_1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if self.is_fused else plain_attention(q, k, v)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention whose logits and probabilities are written and read in full."""
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    logits = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    return logits.masked_fill(hidden, -1e4).softmax(-1) @ v
+
+
+class GPT(nn.Module):
+    """GPT-2 with learned positions and tied weights."""
+
+    def __init__(self, layers: int, width: int, heads: int, words: int, length: int, is_fused: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, is_fused) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def token_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross entropy, in float32."""
+    return F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.norm_1(x)
+        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864), halves turned against each other."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class Llama(nn.Module):
+    """Llama with as many heads of keys as of queries."""
+
+    def __init__(self, layers: int, width: int, heads: int, hidden: int, words: int, length: int, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, hidden) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.register_buffer("cos", torch.empty(length, width // heads))
+        self.register_buffer("sin", torch.empty(length, width // heads))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
