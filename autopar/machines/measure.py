@@ -1,0 +1,101 @@
+"""Measure calls and transfers in a given time.
+
+All ranks measure the same item at the same time, since in a training step they compute at the same time as well: they
+share the cores of a host, and the power of its GPUs. What is slowest of the ranks counts, for which the others wait.
+
+Of a call the least time counts: whatever makes it longer is other work on the machine. Of a transfer it is the median:
+that a rank comes late, and is woken late, belongs to it. All items are gone through twice, and the lesser of the two
+counts: a burst of other work spoils one of the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Protocol
+
+from autopar.machines.samples import Call, Item, Sample
+
+ROUNDS = 2
+BATCH_US = 300.0  # of calls between two looks at the clock
+MOST_CALLS, MOST_BATCHES = 200, 40
+TOO_LONG = 3.0  # an item is left out if it needs so many times its share of the time
+
+Run = Callable[[int], float]  # so many calls; the microseconds of one
+
+
+class Runner(Protocol):
+    """Runs what is measured."""
+
+    def ready(self, item: Item) -> Run:
+        """Make the operands of an item."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that measure together."""
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values, on each of them."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    def largest(self, value: float) -> float:
+        return value
+
+
+def measure(
+    items: Sequence[Item],
+    runner: Runner,
+    ranks: Ranks,
+    seconds: float,
+    told: Callable[[int, int, Item], None] = lambda done, total, item: None,
+    now: Callable[[], float] = time.monotonic,
+) -> list[Sample]:
+    """Time each item, in about so many seconds; what would take too long is left out.
+
+    Items of one kind and name go from small to large. told: is called with the number of items that are done, of how
+    many, and the next one. All ranks must call this with the same items.
+    """
+    found: dict[Item, float] = {}
+    latest: dict[tuple[object, ...], tuple[float, float]] = {}
+    for done, item, share in _shares(items, ranks, seconds, now):
+        told(done, ROUNDS * len(items), item)
+        if _foreseen_us(item, latest) * 3 > TOO_LONG * share:
+            continue
+        us = _time(item, runner.ready(item), ranks, share)
+        latest[_family(item)] = item.size, us
+        found[item] = min(us, found.get(item, us))
+    return [Sample(item, us) for item, us in found.items()]
+
+
+def _shares(
+    items: Sequence[Item], ranks: Ranks, seconds: float, now: Callable[[], float]
+) -> Iterator[tuple[int, Item, float]]:
+    """Each item twice, with its number and its share of the time that is left, in us, as all ranks agree."""
+    end, todo = now() + seconds, [*items] * ROUNDS
+    for done, item in enumerate(todo):
+        yield done, item, ranks.largest(max(0.0, end - now()) / (len(todo) - done) * 1e6)
+
+
+def _family(item: Item) -> tuple[object, ...]:
+    return item.kind, item.name.split(" ")[0], item.dtype, getattr(item, "group", None)
+
+
+def _foreseen_us(item: Item, latest: dict[tuple[object, ...], tuple[float, float]]) -> float:
+    """From the last smaller one that was measured; 0 if there is none."""
+    size, us = latest.get(_family(item), (0.0, 0.0))
+    return us * item.size / size if 0 < size < item.size else 0.0
+
+
+def _time(item: Item, run: Run, ranks: Ranks, share_us: float) -> float:
+    run(1)  # the first use finds kernels, memory and connections
+    once = max(0.1, ranks.largest(run(1)))
+    calls = int(min(MOST_CALLS, max(1.0, BATCH_US / once)))
+    batches = int(min(MOST_BATCHES, max(1.0, share_us / once - 2) / calls)) or 1
+    times = [run(calls) for _ in range(batches)]
+    return ranks.largest(min(times) if isinstance(item, Call) else median(times))
