@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -26,7 +27,7 @@ from autopar.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
 SECONDS = 10.0, 3600.0
-MEASURED = 0.75  # of the time; the rest is to start the ranks and to fit
+AFTER_S, LEAST_S = 8.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
 
 
 @app.command("show")
@@ -47,6 +48,7 @@ def measure(
     ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; by default one a GPU or a core")] = None,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
     seconds: Annotated[float, typer.Option(help="at most; more of them measure more often")] = 60.0,
+    until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
 ) -> None:
     """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
     check_writable(out_file)
@@ -54,12 +56,14 @@ def measure(
         raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     count = ranks_asked(ranks, device, Settings.read())
-    arguments = ["machine", "measure", "--out", str(out_file), "--device", device, "--seconds", str(seconds)]
+    until = until or time.time() + seconds
+    arguments = ["machine", "measure", "--out", str(out_file), "--device", device, "--until", str(until)]
 
     def measure_as_rank() -> None:
         first = (Settings.read().rank or 0) == 0
+        left = max(LEAST_S, until - time.time() - AFTER_S)
         with _bar(Console(quiet=not first)) as told:
-            found = measure_here(device, out_file.stem, MEASURED * seconds, told)
+            found = measure_here(device, out_file.stem, left, told)
         if first:
             _report(found, out_file, count, device)
 
@@ -69,10 +73,10 @@ def measure(
 def _report(found: Found, path: Path, ranks: int, device: str) -> None:
     """Write the machine, and say how well it tells what was measured."""
     known = fits(found.machine, found.samples)
-    what = f"{ranks} processes, {torch.get_num_threads()} threads each" if device == "cpu" else f"{ranks} GPUs"
+    what = f"{ranks} processes of {torch.get_num_threads()} threads" if device == "cpu" else f"{ranks} GPUs"
     notes = [f"Measured on {date.today()} by autopar machine measure: {what}, torch {torch.__version__}."]
     write_machine(found.machine, path, [*notes, *found.remarks])
-    show("what the machine says of what was measured: error of the mean, the largest one, and where")
+    show("what the machine says of what was measured: mean error, the largest, and where that is")
     for kind, fit in known.items():
         if kind != LEAST:
             show(f"  {_line(kind, fit, found)}")

@@ -1,6 +1,6 @@
 """Fit a machine's constants to measured times.
 
-Peaks and bandwidths are the best that was seen. A curve of shares has its points at every other measured size, by least
+Peaks and bandwidths are the best that was seen. A curve of shares has points at some of the measured sizes, by least
 squares over the logarithm of times (so that a factor of two counts alike on small and on large calls), with a loss that
 grows linearly beyond 20 %, which a few outliers do not move.
 """
@@ -18,6 +18,8 @@ from autopar.machines.model import ALL, ANY, MESSAGE, Curve, Device, Group, Link
 from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Sample, Transfer
 
 TOLERANCE = 0.2
+APART = 3.9
+DIGITS = 4  # of a constant
 LEAST_SHARE = 2e-6  # a file takes no less than half of it
 MOST_ATTENTION = 2.0
 
@@ -53,13 +55,21 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     bounds = math.log(LEAST_SHARE), 1e-9
     result = least_squares(wrong, np.clip(first, *bounds), bounds=bounds, loss="soft_l1", f_scale=TOLERANCE)
     shares = np.minimum(np.exp(result.x), 1.0)
-    return Curve(tuple((float(size), float(share)) for size, share in zip(knots, shares, strict=True)))
+    return Curve(tuple((_short(size), _short(share)) for size, share in zip(knots, shares, strict=True)))
+
+
+def _short(value: float) -> float:
+    """What a file says: to few digits."""
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _knots(sizes: Iterable[float]) -> list[float]:
-    """Every other size, and the last one."""
-    found = sorted(set(sizes))
-    return sorted({*found[::2], found[-1]})
+    """Sizes with at least a factor of `APART` between two, from the smallest to the largest."""
+    found: list[float] = []
+    for size in sorted(set(sizes)):
+        if not found or size >= APART * found[-1]:
+            found.append(size)
+    return found if size < 2 * found[-1] else [*found, size]
 
 
 def _near(points: Sequence[Point], size: float) -> float:
@@ -72,25 +82,19 @@ def _near(points: Sequence[Point], size: float) -> float:
 
 
 def fit_device(samples: Sequence[Sample], memory: float, main: str) -> Device:
-    """A device from the times of its calls. main: the dtype whose products have the curve; those of other dtypes have
-    the peak that fits them best on it."""
+    """A device from the times of its calls. main: the dtype whose products give the curve."""
     calls = [(sample.item, sample.us) for sample in samples if isinstance(sample.item, Call)]
-    kinds = {kind: [(call, us) for call, us in calls if call.kind == kind] for kind in (PRODUCT, STREAM)}
-    peak = max(call.flops / us * 1e6 for call, us in kinds[PRODUCT] if call.dtype == main)
-    bandwidth = max(call.bytes_ / us * 1e6 for call, us in kinds[STREAM])
-    products = fit_curve(
-        [Point(call.flops, 0.0, call.flops / peak * 1e6, us) for call, us in kinds[PRODUCT] if call.dtype == main]
-    )
-    streams = fit_curve([Point(call.bytes_, 0.0, call.bytes_ / bandwidth * 1e6, us) for call, us in kinds[STREAM]])
-    least_us = min(us for call, us in calls if call.kind == LEAST)
-    peaks = {main: peak} | {
-        dtype: _mean(
-            call.flops / (us * products(call.flops)) * 1e6 for call, us in kinds[PRODUCT] if call.dtype == dtype
-        )
-        for dtype in dict.fromkeys(call.dtype for call, _ in kinds[PRODUCT])
-        if dtype != main
-    }
-    device = Device(peaks, bandwidth, memory, least_us, products, streams)
+    products, streams = ([(call, us) for call, us in calls if call.kind == kind] for kind in (PRODUCT, STREAM))
+    peaks: dict[str, float] = {}
+    for call, us in products:
+        peaks[call.dtype] = _short(max(peaks.get(call.dtype, 0.0), call.flops / us * 1e6))
+    bandwidth = _short(max(call.bytes_ / us * 1e6 for call, us in streams))
+    device = Device(
+        peaks, bandwidth, _short(memory), _short(min(us for call, us in calls if call.kind == LEAST)),
+        fit_curve([Point(each.flops, 0.0, each.flops / peaks[main] * 1e6, us)
+                   for each, us in products if each.dtype == main]),
+        fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
+    )  # fmt: skip
     return replace(device, attention=_attention(device, calls))
 
 
@@ -98,7 +102,7 @@ def _attention(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
     """The share of what a product of as many FLOPs reaches."""
     machine = Machine("", device, *[Link(1.0, 0.0, 0.0)] * 2)
     found = [machine.product_us(call.flops, call.dtype) / us for call, us in calls if call.kind == ATTENTION]
-    return min(MOST_ATTENTION, _mean(found)) if found else 1.0
+    return _short(min(MOST_ATTENTION, _mean(found))) if found else 1.0
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -116,13 +120,12 @@ def fit_link(samples: Sequence[Sample], group: Group) -> Link:
     kind needs beyond them at small sizes is in its curve.
     """
     pairs = [(each.item, each.us) for each in samples if isinstance(each.item, Transfer) and each.item.group == group]
-    first = {kind: us for kind, us in _smallest(pairs)}
-    start = min(first.get("all_reduce", math.inf), first[MESSAGE], *first.values())
+    first = dict(_smallest(pairs))
+    start = min(first.values())
     ring = [us for kind, us in first.items() if kind not in ("all_reduce", MESSAGE)]
     hop = max(0.0, min(ring) - (0 if group.nodes == 1 else start)) / (group.size - 1) if ring else 0.0
-    link = Link(1.0, start, hop)
-    bandwidth = max(_speeds(link, pairs))
-    link = replace(link, bandwidth=bandwidth)
+    link = Link(1.0, _short(start), _short(hop))
+    link = replace(link, bandwidth=_short(max(_speeds(link, pairs))))
     kinds = list(dict.fromkeys(transfer.kind for transfer, _ in pairs))
     curves = {kind: fit_curve(_points(link, [pair for pair in pairs if pair[0].kind == kind])) for kind in kinds}
     others = fit_curve(_points(link, [pair for pair in pairs if pair[0].kind != MESSAGE]))

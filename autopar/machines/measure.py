@@ -19,7 +19,7 @@ from autopar.machines.samples import Call, Item, Sample
 
 ROUNDS = 2
 BATCH_US = 300.0  # of calls between two looks at the clock
-MOST_CALLS, MOST_BATCHES = 200, 40
+MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 200, 2, 60
 TOO_LONG = 3.0  # an item is left out if it needs so many times its share of the time
 
 Run = Callable[[int], float]  # so many calls; the microseconds of one
@@ -67,7 +67,7 @@ def measure(
         told(done, ROUNDS * len(items), item)
         if _foreseen_us(item, latest) * 3 > TOO_LONG * share:
             continue
-        us = _time(item, runner.ready(item), ranks, share)
+        us = _time(item, runner, ranks, now() + share / 1e6, now)
         latest[_family(item)] = item.size, us
         found[item] = min(us, found.get(item, us))
     return [Sample(item, us) for item, us in found.items()]
@@ -92,10 +92,12 @@ def _foreseen_us(item: Item, latest: dict[tuple[object, ...], tuple[float, float
     return us * item.size / size if 0 < size < item.size else 0.0
 
 
-def _time(item: Item, run: Run, ranks: Ranks, share_us: float) -> float:
+def _time(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> float:
+    run = runner.ready(item)
     run(1)  # the first use finds kernels, memory and connections
     once = max(0.1, ranks.largest(run(1)))
+    left_us = ranks.largest((end - now()) * 1e6)
     calls = int(min(MOST_CALLS, max(1.0, BATCH_US / once)))
-    batches = int(min(MOST_BATCHES, max(1.0, share_us / once - 2) / calls)) or 1
+    batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, left_us / once / calls)))
     times = [run(calls) for _ in range(batches)]
     return ranks.largest(min(times) if isinstance(item, Call) else median(times))

@@ -34,12 +34,12 @@ class Sizes:
 SIZES = {
     "cpu": Sizes(
         "float32", (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), (64, 256, 512), (64, 128, 256, 512), 8,
-        tuple(KIB * 2**k for k in range(4, 18, 1)), (64, 1024, *(KIB * 2**k for k in range(2, 16))),
+        tuple(KIB * 4**k for k in range(2, 9)), (64, 1024, *(KIB * 2**k for k in range(2, 16))),
     ),
     "cuda": Sizes(
         "bfloat16", (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288), (512, 2048, 4096),
         (512, 1024, 2048, 4096, 8192), 32,
-        tuple(KIB * 2**k for k in range(6, 21, 1)), (64, 1024, *(KIB * 2**k for k in range(2, 21))),
+        tuple(KIB * 4**k for k in range(3, 11)), (64, 1024, *(KIB * 2**k for k in range(2, 21))),
     ),
 }  # fmt: skip
 
