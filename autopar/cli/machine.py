@@ -56,7 +56,7 @@ def measure(
         raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     count = ranks_asked(ranks, device, Settings.read())
-    until = until or time.time() + seconds
+    until = until or time.time() - time.process_time() + seconds  # this process has taken a while to start
     arguments = ["machine", "measure", "--out", str(out_file), "--device", device, "--until", str(until)]
 
     def measure_as_rank() -> None:

@@ -118,7 +118,7 @@ class _Transfers:
                 return self._zeros(item.bytes_ / size), 0, 1
             case "reduce_scatter":
                 return self._zeros(item.bytes_, size), 0, 1, "sum"
-        width = size * max(1, min(LANE, int(item.bytes_ / ITEM / size**2)))
+        width = size * (LANE if item.bytes_ >= ITEM * LANE * size**2 else 1)
         return self._zeros(item.bytes_ / size, width).view(-1, width), 0, 1, 1, 1
 
     def _zeros(self, bytes_: float, divisor: int = 1) -> torch.Tensor:

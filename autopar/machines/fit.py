@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from autopar.machines.model import ALL, ANY, MESSAGE, Curve, Device, Group, Link, Machine
+from autopar.machines.files import COLLECTIVES
+from autopar.machines.model import ALL, ANY, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
 from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Sample, Transfer
 
 TOLERANCE = 0.2
-APART = 3.9
+APART = 3.9  # of sizes of transfers, which have one time each, where a call of a size has several shapes
 DIGITS = 4  # of a constant
 LEAST_SHARE = 2e-6  # a file takes no less than half of it
 MOST_ATTENTION = 2.0
@@ -39,11 +40,11 @@ class Point:
         return self.ideal_us / max(self.us - self.fixed_us, self.us / 100)
 
 
-def fit_curve(points: Sequence[Point]) -> Curve:
-    """The shares, between 0 and 1, that give the times of the points."""
+def fit_curve(points: Sequence[Point], apart: float = 2.0) -> Curve:
+    """The shares, between 0 and 1, that give the times of the points. apart: the least factor between two sizes."""
     if not points:
         return ALL
-    knots = _knots(point.size for point in points)
+    knots = _knots((point.size for point in points), apart)
     sizes, fixed, ideal, us = (np.array([getattr(p, key) for p in points]) for key in Point.__slots__)
     places = np.log(sizes)
 
@@ -63,11 +64,11 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _knots(sizes: Iterable[float]) -> list[float]:
-    """Sizes with at least a factor of `APART` between two, from the smallest to the largest."""
+def _knots(sizes: Iterable[float], apart: float) -> list[float]:
+    """Some of the sizes, from the smallest to the largest."""
     found: list[float] = []
     for size in sorted(set(sizes)):
-        if not found or size >= APART * found[-1]:
+        if not found or size >= apart * found[-1]:
             found.append(size)
     return found if size < 2 * found[-1] else [*found, size]
 
@@ -85,9 +86,8 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str) -> Device:
     """A device from the times of its calls. main: the dtype whose products give the curve."""
     calls = [(sample.item, sample.us) for sample in samples if isinstance(sample.item, Call)]
     products, streams = ([(call, us) for call, us in calls if call.kind == kind] for kind in (PRODUCT, STREAM))
-    peaks: dict[str, float] = {}
-    for call, us in products:
-        peaks[call.dtype] = _short(max(peaks.get(call.dtype, 0.0), call.flops / us * 1e6))
+    reached = [(call.dtype, call.flops / us * 1e6) for call, us in products]
+    peaks = {dtype: _short(max(speed for each, speed in reached if each == dtype)) for dtype in _dtypes(products)}
     bandwidth = _short(max(call.bytes_ / us * 1e6 for call, us in streams))
     device = Device(
         peaks, bandwidth, _short(memory), _short(min(us for call, us in calls if call.kind == LEAST)),
@@ -98,9 +98,15 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str) -> Device:
     return replace(device, attention=_attention(device, calls))
 
 
+def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:
+    """In the order of a file."""
+    seen = {call.dtype for call, _ in products}
+    return [dtype for dtype in PRODUCTS if dtype in seen]
+
+
 def _attention(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
     """The share of what a product of as many FLOPs reaches."""
-    machine = Machine("", device, *[Link(1.0, 0.0, 0.0)] * 2)
+    machine = _on(device, Link(1.0, 0.0, 0.0))
     found = [machine.product_us(call.flops, call.dtype) / us for call, us in calls if call.kind == ATTENTION]
     return _short(min(MOST_ATTENTION, _mean(found))) if found else 1.0
 
@@ -126,9 +132,9 @@ def fit_link(samples: Sequence[Sample], group: Group) -> Link:
     hop = max(0.0, min(ring) - (0 if group.nodes == 1 else start)) / (group.size - 1) if ring else 0.0
     link = Link(1.0, _short(start), _short(hop))
     link = replace(link, bandwidth=_short(max(_speeds(link, pairs))))
-    kinds = list(dict.fromkeys(transfer.kind for transfer, _ in pairs))
-    curves = {kind: fit_curve(_points(link, [pair for pair in pairs if pair[0].kind == kind])) for kind in kinds}
-    others = fit_curve(_points(link, [pair for pair in pairs if pair[0].kind != MESSAGE]))
+    kinds = [kind for kind in (MESSAGE, *COLLECTIVES) if kind in first]
+    curves = {kind: fit_curve(_points(link, [pair for pair in pairs if pair[0].kind == kind]), APART) for kind in kinds}
+    others = fit_curve(_points(link, [pair for pair in pairs if pair[0].kind != MESSAGE]), APART)
     return replace(link, reached={ANY: others} | curves)
 
 
@@ -138,7 +144,7 @@ def _smallest(pairs: Sequence[tuple[Transfer, float]]) -> Iterable[tuple[str, fl
 
 
 def _points(link: Link, pairs: Sequence[tuple[Transfer, float]]) -> list[Point]:
-    machine = _cluster(replace(link, reached={ANY: ALL}))
+    machine = _on(Device({}, 1.0, 1.0, 0.0), replace(link, reached={ANY: ALL}))
     return [Point(transfer.bytes_, *transfer.parts_on(machine), us) for transfer, us in pairs]
 
 
@@ -149,8 +155,8 @@ def _speeds(link: Link, pairs: Sequence[tuple[Transfer, float]]) -> list[float]:
     return [point.share for point in clear]
 
 
-def _cluster(link: Link) -> Machine:
-    return Machine("", Device({}, 1.0, 1.0, 0.0), link, link)
+def _on(device: Device, link: Link) -> Machine:
+    return Machine("", device, link, link)
 
 
 # -- how well -------------------------------------------------------------------------------------------------------

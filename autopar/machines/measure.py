@@ -3,8 +3,8 @@
 All ranks measure the same item at the same time, since in a training step they compute at the same time as well: they
 share the cores of a host, and the power of its GPUs. What is slowest of the ranks counts, for which the others wait.
 
-Of a call the least time counts: whatever makes it longer is other work on the machine. Of a transfer it is the median:
-that a rank comes late, and is woken late, belongs to it. All items are gone through twice, and the lesser of the two
+The time that a quarter of the batches stay below counts: the least of all is luck (memory that was at hand), and the
+median has the other work of a busy machine in it. All items are gone through twice, and the lesser of the two times
 counts: a burst of other work spoils one of the rounds.
 """
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import Protocol
 
-from autopar.machines.samples import Call, Item, Sample
+from autopar.machines.samples import Item, Sample
 
 ROUNDS = 2
 BATCH_US = 300.0  # of calls between two looks at the clock
 MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 200, 2, 60
-TOO_LONG = 3.0  # an item is left out if it needs so many times its share of the time
+CALLS = 2 + LEAST_BATCHES  # of one item at least
+TOO_LONG = 2.0  # an item is left out if it needs so many times its share of the time
 
 Run = Callable[[int], float]  # so many calls; the microseconds of one
 
@@ -62,13 +62,14 @@ def measure(
     many, and the next one. All ranks must call this with the same items.
     """
     found: dict[Item, float] = {}
-    latest: dict[tuple[object, ...], tuple[float, float]] = {}
+    alike: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for done, item, share in _shares(items, ranks, seconds, now):
         told(done, ROUNDS * len(items), item)
-        if _foreseen_us(item, latest) * 3 > TOO_LONG * share:
+        smaller = alike.setdefault((done // len(items), *_family(item)), [])
+        if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * share:
             continue
         us = _time(item, runner, ranks, now() + share / 1e6, now)
-        latest[_family(item)] = item.size, us
+        smaller.append((item.size, us))
         found[item] = min(us, found.get(item, us))
     return [Sample(item, us) for item, us in found.items()]
 
@@ -86,10 +87,12 @@ def _family(item: Item) -> tuple[object, ...]:
     return item.kind, item.name.split(" ")[0], item.dtype, getattr(item, "group", None)
 
 
-def _foreseen_us(item: Item, latest: dict[tuple[object, ...], tuple[float, float]]) -> float:
-    """From the last smaller one that was measured; 0 if there is none."""
-    size, us = latest.get(_family(item), (0.0, 0.0))
-    return us * item.size / size if 0 < size < item.size else 0.0
+def _foreseen_us(item: Item, smaller: Sequence[tuple[float, float]]) -> float:
+    """On the line through the last two smaller ones, (size, us) each; 0 before there are two."""
+    if len(smaller) < 2 or smaller[-1][0] >= item.size:
+        return 0.0
+    (size, us), (last, most) = smaller[-2:]
+    return most + max(0.0, most - us) / (last - size) * (item.size - last)
 
 
 def _time(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> float:
@@ -100,4 +103,4 @@ def _time(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[]
     calls = int(min(MOST_CALLS, max(1.0, BATCH_US / once)))
     batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, left_us / once / calls)))
     times = [run(calls) for _ in range(batches)]
-    return ranks.largest(min(times) if isinstance(item, Call) else median(times))
+    return ranks.largest(sorted(times)[batches // 4])

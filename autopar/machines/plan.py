@@ -82,7 +82,7 @@ def measure_machine(
 ) -> Found:
     """The machine that these ranks run on. groups: of the ranks of a node, and of ranks of different nodes, if any."""
     samples = measure(items_of(device, groups), runner, ranks, seconds, told)
-    count = groups[0].size if groups else 1
+    count = groups[0].inside if groups else 1
     main, remarks = SIZES[device.type].main, []
     levels = [fit_link(samples, group) for group in groups]
     if not levels:
@@ -91,11 +91,17 @@ def measure_machine(
         remarks.append(f"One process has no network: [inside] and [between] are those of {like}.")
     elif len(levels) == 1:
         levels.append(levels[0])
-        remarks.append("One node has no network to others: [between] is as [inside]. Write what yours has.")
+        remarks.append(_SAME[groups[0].nodes == 1])
     fitted = fit_device(samples, memory_of(device, count), main)
     inside, between = levels
     machine = Machine(name, fitted, inside, between, count, launch_us, device.type == "cpu")
     return Found(machine, tuple(samples), tuple(remarks))
+
+
+_SAME = {
+    True: "One node has no network to others: [between] is as [inside]. Write what yours has.",
+    False: "A node of one process has no network inside: [inside] is as [between].",
+}
 
 
 def memory_of(device: torch.device, ranks: int) -> float:

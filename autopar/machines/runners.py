@@ -56,7 +56,8 @@ class _Recorded:
     """A call in a CUDA graph, made at its first use by many."""
 
     def __init__(self, item: Call, device: torch.device) -> None:
-        self._item, self._call, self._graph = item, item.make(device), None
+        self._item, self._call = item, item.make(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, times: int) -> float:
         with _products_of(self._item.dtype):

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autopar.machines.files import COLLECTIVES
 from autopar.machines.model import MESSAGE, Group
 from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Transfer
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", MESSAGE)
+KINDS = (*COLLECTIVES, MESSAGE)
 # Of a product of n x n x n, all with its 2 n^3 FLOPs: batch, rows, inner, columns.
 SHAPES: dict[str, Callable[[int], tuple[int, int, int, int]]] = {
     "square": lambda n: (1, n, n, n),
@@ -63,11 +64,11 @@ def attentions(dtype: str, sizes: Iterable[int], heads: int) -> list[Call]:
 def _attention(n: int, dtype: str, heads: int) -> Call:
     def make(device: torch.device) -> Callable[[], object]:
         q, k, v, grad = (values(device, dtype, 1, heads, n, HEAD) for _ in range(4))
-        inputs = [x.requires_grad_() for x in (q, k, v)]
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
 
         def both() -> object:
             with torch.enable_grad():
-                out = F.scaled_dot_product_attention(*inputs)
+                out = F.scaled_dot_product_attention(q, k, v)
             return torch.autograd.grad(out, inputs, grad)
 
         return both
