@@ -73,8 +73,8 @@ def measure(
 def _report(found: Found, path: Path, ranks: int, device: str) -> None:
     """Write the machine, and say how well it tells what was measured."""
     known = fits(found.machine, found.samples)
-    what = f"{ranks} processes of {torch.get_num_threads()} threads" if device == "cpu" else f"{ranks} GPUs"
-    notes = [f"Measured on {date.today()} by autopar machine measure: {what}, torch {torch.__version__}."]
+    units = f"CPU process of {_count(torch.get_num_threads(), 'thread')}" if device == "cpu" else "GPU"
+    notes = [f"Measured on {date.today()} by autopar machine measure: {ranks} x {units}, torch {torch.__version__}."]
     write_machine(found.machine, path, [*notes, *found.remarks])
     show("what the machine says of what was measured: mean error, the largest, and where that is")
     for kind, fit in known.items():
@@ -83,6 +83,10 @@ def _report(found: Found, path: Path, ranks: int, device: str) -> None:
     for remark in found.remarks:
         show(remark)
     out.print(f"{path}: show it with autopar machine show {path}", markup=False, highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _line(kind: str, fit: Fit, found: Found) -> str:

@@ -20,7 +20,7 @@ ROUNDS = 2
 BATCH_US = 300.0  # of calls between two looks at the clock
 MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 200, 2, 60
 CALLS = 2 + LEAST_BATCHES  # of one item at least
-TOO_LONG = 2.0  # an item is left out if it needs so many times its share of the time
+TOO_LONG = 0.1  # of the time that is left: an item that needs more is left out
 
 Run = Callable[[int], float]  # so many calls; the microseconds of one
 
@@ -63,24 +63,25 @@ def measure(
     """
     found: dict[Item, float] = {}
     alike: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-    for done, item, share in _shares(items, ranks, seconds, now):
+    for done, item, left_us in _queue(items, ranks, seconds, now):
         told(done, ROUNDS * len(items), item)
         smaller = alike.setdefault((done // len(items), *_family(item)), [])
-        if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * share:
+        if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * left_us:
             continue
-        us = _time(item, runner, ranks, now() + share / 1e6, now)
+        share_us = left_us / (ROUNDS * len(items) - done)
+        us = _time(item, runner, ranks, now() + share_us / 1e6, now)
         smaller.append((item.size, us))
         found[item] = min(us, found.get(item, us))
     return [Sample(item, us) for item, us in found.items()]
 
 
-def _shares(
+def _queue(
     items: Sequence[Item], ranks: Ranks, seconds: float, now: Callable[[], float]
 ) -> Iterator[tuple[int, Item, float]]:
-    """Each item twice, with its number and its share of the time that is left, in us, as all ranks agree."""
-    end, todo = now() + seconds, [*items] * ROUNDS
-    for done, item in enumerate(todo):
-        yield done, item, ranks.largest(max(0.0, end - now()) / (len(todo) - done) * 1e6)
+    """Each item twice, with its number and the time that is left, in us, as all ranks agree."""
+    end = now() + seconds
+    for done, item in enumerate([*items] * ROUNDS):
+        yield done, item, ranks.largest(max(0.0, end - now()) * 1e6)
 
 
 def _family(item: Item) -> tuple[object, ...]:

@@ -238,7 +238,7 @@ def test_two_ranks_measure_this_machine(tmp_path: Path):
     assert 1e9 < machine.device.flops["float32"] < 1e13
     for kind in (PRODUCT, STREAM, "all_reduce", "all_to_all", MESSAGE):
         assert f"  {kind}" in done.stdout
-    assert "2 processes of 1 threads" in (tmp_path / "mine.toml").read_text()
+    assert "2 x CPU process of 1 thread," in (tmp_path / "mine.toml").read_text()
     assert sorted(os.listdir(tmp_path)) == ["mine.toml", "tmp"]
     assert [name for name in os.listdir(tmp_path / "tmp") if "autopar" in name] == []
     shown = autopar("show", "mine.toml", folder=tmp_path)
