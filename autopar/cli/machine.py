@@ -22,7 +22,8 @@ from autopar.ir.measure import human
 from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
 from autopar.machines.fit import Fit, fits
 from autopar.machines.plan import Found
-from autopar.machines.samples import LEAST, Item
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Item
+from autopar.machines.workload import KINDS
 from autopar.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
@@ -77,9 +78,9 @@ def _report(found: Found, path: Path, ranks: int, device: str) -> None:
     notes = [f"Measured on {date.today()} by autopar machine measure: {ranks} x {units}, torch {torch.__version__}."]
     write_machine(found.machine, path, [*notes, *found.remarks])
     show("what the machine says of what was measured: mean error, the largest, and where that is")
-    for kind, fit in known.items():
-        if kind != LEAST:
-            show(f"  {_line(kind, fit, found)}")
+    for kind in (PRODUCT, ATTENTION, STREAM, *KINDS):
+        if kind in known:
+            show(f"  {_line(kind, known[kind], found)}")
     for remark in found.remarks:
         show(remark)
     out.print(f"{path}: show it with autopar machine show {path}", markup=False, highlight=False)
@@ -99,13 +100,15 @@ def _line(kind: str, fit: Fit, found: Found) -> str:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[int, int, Item], None]]:
-    """A function that shows what is measured next: a bar on a terminal, a line now and then elsewhere."""
-    columns = (TextColumn("measure"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
+    """A function that shows what is measured next: a bar on a terminal, a line now and then elsewhere. It is drawn only
+    between two measurements, by no thread beside them."""
+    columns = TextColumn("measure"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    what = TextColumn("{task.description}")
+    with Progress(*columns, what, console=console, disable=not console.is_terminal, auto_refresh=False) as progress:
         bar = progress.add_task("", total=None)
 
         def told(done: int, total: int, item: Item) -> None:
-            progress.update(bar, completed=done + 1, total=total, description=f"{item.kind} {item.name}")
+            progress.update(bar, completed=done + 1, total=total, description=f"{item.kind} {item.name}", refresh=True)
             if not console.is_terminal and done % (total // 10) == 0:
                 console.print(f"measured {done}/{total}: next {item.kind} {item.name}", highlight=False)
 

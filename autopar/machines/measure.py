@@ -58,14 +58,14 @@ def measure(
 ) -> list[Sample]:
     """Time each item, in about so many seconds; what would take too long is left out.
 
-    Items of one kind and name go from small to large. told: is called with the number of items that are done, of how
+    Items of one family go from small to large. told: is called with the number of items that are done, of how
     many, and the next one. All ranks must call this with the same items.
     """
     found: dict[Item, float] = {}
     alike: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for done, item, left_us in _queue(items, ranks, seconds, now):
         told(done, ROUNDS * len(items), item)
-        smaller = alike.setdefault((done // len(items), *_family(item)), [])
+        smaller = alike.setdefault((done // len(items), *item.family), [])
         if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * left_us:
             continue
         share_us = left_us / (ROUNDS * len(items) - done)
@@ -82,10 +82,6 @@ def _queue(
     end = now() + seconds
     for done, item in enumerate([*items] * ROUNDS):
         yield done, item, ranks.largest(max(0.0, end - now()) * 1e6)
-
-
-def _family(item: Item) -> tuple[object, ...]:
-    return item.kind, item.name.split(" ")[0], item.dtype, getattr(item, "group", None)
 
 
 def _foreseen_us(item: Item, smaller: Sequence[tuple[float, float]]) -> float:

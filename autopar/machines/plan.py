@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,19 @@ def items_of(device: torch.device, groups: Sequence[Group]) -> list[Item]:
     calls: list[Item] = [least(sizes.main), *products(sizes.main, sizes.products)]
     calls += [call for dtype in _dtypes(device) if dtype != sizes.main for call in products(dtype, sizes.others)]
     calls += [*attentions(sizes.main, sizes.attentions, sizes.heads), *streams(sizes.main, sizes.streams)]
-    return [*calls, *transfers(groups, sizes.transfers)]
+    return _mixed([*calls, *transfers(groups, sizes.transfers)])
+
+
+def _mixed(items: Sequence[Item]) -> list[Item]:
+    """All families side by side, each from small to large: other work of the machine, or time that runs out, then takes
+    a bit of all of them instead of all of one."""
+    sizes = Counter(item.family for item in items)
+    seen: Counter[tuple[object, ...]] = Counter()
+    places = []
+    for item in items:
+        seen[item.family] += 1
+        places.append(seen[item.family] / sizes[item.family])
+    return [items[i] for i in sorted(range(len(items)), key=places.__getitem__)]
 
 
 def _dtypes(device: torch.device) -> tuple[str, ...]:

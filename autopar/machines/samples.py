@@ -28,6 +28,11 @@ class Call:
         """What its share of a peak goes by."""
         return self.flops or self.bytes_
 
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What it shares with those that differ in size."""
+        return self.kind, self.name.split(" ")[0], self.dtype
+
     def us_on(self, machine: Machine) -> float:
         return machine.call_us(self.flops, self.dtype, self.bytes_, attention=self.kind == ATTENTION)
 
@@ -46,6 +51,10 @@ class Transfer:
     @property
     def size(self) -> float:
         return self.bytes_
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        return self.kind, self.group
 
     def us_on(self, machine: Machine) -> float:
         if self.kind == MESSAGE:

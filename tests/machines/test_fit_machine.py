@@ -113,3 +113,13 @@ def test_what_is_measured_on_a_cpu():
     assert {item.dtype for item in items if item.kind == PRODUCT} == {"float64", "float32", "bfloat16", "float16"}
     assert len(set(items)) == len(items)
     assert not [item for item in items_of(torch.device("cpu"), ()) if item.kind in KINDS]
+
+
+def test_time_that_runs_out_takes_a_bit_of_all():
+    """All families go from small to large, side by side."""
+    items = items_of(torch.device("cpu"), (Group(2),))
+    for family in {item.family for item in items}:
+        sizes = [item.size for item in items if item.family == family]
+        assert sizes == sorted(sizes), family
+        half = [item for item in items[: len(items) // 2] if item.family == family]
+        assert abs(len(half) - len(sizes) / 2) <= 1, family

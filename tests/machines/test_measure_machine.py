@@ -22,7 +22,7 @@ from autopar.machines.fit import fits
 from autopar.machines.measure import Alone, measure
 from autopar.machines.model import MESSAGE, Group, Machine
 from autopar.machines.plan import items_of, measure_machine
-from autopar.machines.runners import HostRunner
+from autopar.machines.runners import CudaRunner, HostRunner
 from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Call, Item, Transfer
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
 from autopar.settings import Settings
@@ -159,6 +159,19 @@ def test_the_host_has_a_clock():
     slow = Call(STREAM, "nap", 0.0, 1.0, "float32", lambda device: lambda: time.sleep(0.002))
     (sample,) = measure([slow], HostRunner(CPU, lambda item: lambda: None), Alone(), 0.2)
     assert 1500 < sample.us < 20_000
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_a_clock():
+    device = torch.device("cuda", 0)
+    runner = CudaRunner(device, lambda item: lambda: None)
+    items = [least("bfloat16"), *products("bfloat16", (512,)), *products("tfloat32", (512,))]
+    items += [*attentions("bfloat16", (512,), 8), *streams("bfloat16", (2**20,))]
+    before = torch.get_float32_matmul_precision()
+    found = {each.item: each.us for each in measure(items, runner, Alone(), 3)}
+    assert set(found) == set(items) and all(0.5 < us < 1000 for us in found.values()), found
+    assert 0.5 < runner.launch_us() < 100
+    assert torch.get_float32_matmul_precision() == before
 
 
 def transferred(rank: int) -> dict[str, Any]:
