@@ -28,7 +28,7 @@ from autopar.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
 SECONDS = 10.0, 3600.0
-AFTER_S, LEAST_S = 8.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
+AFTER_S, LEAST_S = 10.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
 
 
 @app.command("show")
@@ -48,7 +48,7 @@ def measure(
     out_file: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="the machine that was measured")],
     ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; by default one a GPU or a core")] = None,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
-    seconds: Annotated[float, typer.Option(help="at most; more of them measure more often")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
     until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
 ) -> None:
     """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""

@@ -126,7 +126,7 @@ def fit_link(samples: Sequence[Sample], group: Group) -> Link:
     kind needs beyond them at small sizes is in its curve.
     """
     pairs = [(each.item, each.us) for each in samples if isinstance(each.item, Transfer) and each.item.group == group]
-    first = dict(_smallest(pairs))
+    first = _least(pairs)
     start = min(first.values())
     ring = [us for kind, us in first.items() if kind not in ("all_reduce", MESSAGE)]
     hop = max(0.0, min(ring) - (0 if group.nodes == 1 else start)) / (group.size - 1) if ring else 0.0
@@ -138,9 +138,10 @@ def fit_link(samples: Sequence[Sample], group: Group) -> Link:
     return replace(link, reached={ANY: others} | curves)
 
 
-def _smallest(pairs: Sequence[tuple[Transfer, float]]) -> Iterable[tuple[str, float]]:
-    for kind in {transfer.kind for transfer, _ in pairs}:
-        yield kind, min((transfer.bytes_, us) for transfer, us in pairs if transfer.kind == kind)[1]
+def _least(pairs: Sequence[tuple[Transfer, float]]) -> dict[str, float]:
+    """By kind, of any size: what is larger takes no less."""
+    kinds = {transfer.kind for transfer, _ in pairs}
+    return {each: min(us for transfer, us in pairs if transfer.kind == each) for each in kinds}
 
 
 def _points(link: Link, pairs: Sequence[tuple[Transfer, float]]) -> list[Point]:
