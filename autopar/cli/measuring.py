@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from autopar.runtime.groups import Group
 from autopar.settings import Settings
 
 AXIS, ITEM = "dp", 4  # bytes of float32, in which gradients are summed
+MOST_CORES = 8  # processes of a host if nobody says how many; they share its cores
 LANE = 64  # elements that lie together where an all-to-all cuts rows
 
 
@@ -43,7 +45,7 @@ def ranks_asked(ranks: int | None, device: str, settings: Settings) -> int:
         return world
     if device == "cuda" and (ranks or 1) > devices:
         raise MachineError(f"--ranks {ranks}: this machine has {devices} GPUs; write at most {devices}.")
-    return ranks or (devices if device == "cuda" else max(2, torch.get_num_threads()))
+    return ranks or (devices if device == "cuda" else min(MOST_CORES, max(2, os.cpu_count() or 1)))
 
 
 def measure_here(device: str, name: str, seconds: float, told: Callable[[int, int, Item], None]) -> Found:

@@ -207,9 +207,11 @@ def raises(settings: Settings, **asked: Any) -> str:
     return str(error.value)
 
 
-def test_how_many_ranks_measure():
+def test_how_many_ranks_measure(monkeypatch: pytest.MonkeyPatch):
     assert ranks_asked(3, "cpu", Settings()) == 3
-    assert ranks_asked(None, "cpu", Settings()) >= 2
+    for cores, ranks in ((1, 2), (4, 4), (64, 8)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert ranks_asked(None, "cpu", Settings()) == ranks
     assert ranks_asked(None, "cpu", Settings(world_size=6)) == 6
     said = "--ranks 4: this job has 2 ranks; leave --ranks out, or start 4."
     assert raises(Settings(world_size=2), ranks=4) == said
