@@ -46,9 +46,7 @@ def show_machine(
 @app.command()
 def measure(
     out_file: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="the machine that was measured")],
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="processes; by default one a GPU, or a core up to 8")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
     device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
     seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
     until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
