@@ -50,7 +50,10 @@ def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
     bytes_ = moved_type(node, mesh).bytes_
     if group.size == 1:
         return 0.0
-    return machine.message_us(bytes_, group) if known.to_one else machine.collective_us(known.name, bytes_, group)
+    if known.to_one:
+        return machine.message_us(bytes_, group)
+    whole = bytes_ * (group.size if known.name == "all_to_all" else 1)  # of which each rank has a part before and after
+    return machine.collective_us(known.name, whole, group)
 
 
 def _axes(node: fx.Node) -> set[str]:

@@ -257,6 +257,12 @@ _PRIMITIVES: Mapping[str, Callable[[Move, Group, bool], Started]] = {
 }
 
 
+def run_alone(target: Any, args: Sequence[Any], member: Member, group: Group) -> torch.Tensor:
+    """The result of one collective, outside of any graph, which may write over its operand. `args` in the order of its
+    schema."""
+    return _finished(begin(target, args, member, owned=True), group)
+
+
 def _finished(step: Step, group: Group) -> torch.Tensor:
     """The result of a collective, move after move."""
     while isinstance(step, Move):

@@ -1,4 +1,4 @@
-"""The command line: autopar run, compile, inspect, explain, verify, estimate."""
+"""The command line: autopar run, compile, inspect, explain, verify, estimate, machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.estimating import estimate
 from autopar.cli.launch import Stopped
+from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
@@ -24,6 +25,7 @@ from autopar.verification.distributed import verify_on_ranks
 from autopar.verification.verify import verify as verify_job
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(machine_app, name="machine")
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]

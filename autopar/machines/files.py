@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,26 +47,43 @@ def built_in() -> tuple[str, ...]:
 @functools.cache
 def named(name: str) -> Machine:
     """A machine by its name ("h100-80g") or by the path of its file. Raises MachineError if there is none."""
+    return read_machine(path_of(name))
+
+
+def path_of(name: str) -> Path:
+    """The file of a machine. Raises MachineError for a name that is neither built in nor that of a TOML file."""
     if name in built_in():
-        return read_machine(_FOLDER / f"{name}.toml")
+        return _FOLDER / f"{name}.toml"
     if not name.endswith(".toml"):
         raise MachineError(f"machine '{name}': there is {one_of(built_in())}, or the path of a .toml file.")
-    return read_machine(Path(name))
+    return Path(name)
+
+
+def notes_of(path: Path) -> tuple[str, ...]:
+    """What the first lines of a file say of its machine."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), _text(path).splitlines())
+    return tuple(line.removeprefix("#").strip() for line in lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise MachineError(f"machine file '{path}' is no text: {error}.") from error
 
 
 def read_machine(path: Path) -> Machine:
     """The machine of a TOML file; its keys are those of the built-in files. Raises MachineError."""
     try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
+        table = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
         raise MachineError(f"machine file '{path}' is no TOML: {error}.") from error
     root = _Table(table, str(path), "")
-    device, ranks = root.table("device"), int(root.number("ranks", _RANKS))
     machine = Machine(
-        path.stem, _device(device), _link(root.table("inside")), _link(root.table("between")), ranks,
-        root.number("launch_us", _US), root.flag("is_host"),
+        path.stem, _device(root.table("device")), _link(root.table("inside")), _link(root.table("between")),
+        root.count("ranks", _RANKS), root.number("launch_us", _US), root.flag("is_host"),
     )  # fmt: skip
     root.end()
     return machine
@@ -95,7 +114,11 @@ def _link(table: _Table) -> Link:
     return Link(bandwidth, start, hop, curves)
 
 
-_LINK = ("bandwidth", "start_us", "hop_us")
+_LINK = {
+    "bandwidth": "bytes a second, of a rank in one direction",
+    "start_us": "us, of a collective or a message",
+    "hop_us": "us, from a rank to the next",
+}
 
 
 @dataclass(slots=True)
@@ -122,6 +145,12 @@ class _Table:
             raise self._wrong(key, found, str(what))
         return float(found)
 
+    def count(self, key: str, what: _Range) -> int:
+        number = self.number(key, what)
+        if number != int(number):
+            raise self._wrong(key, number, f"a whole number, {what}")
+        return int(number)
+
     def flag(self, key: str) -> bool:
         found = self.values.pop(key, False)
         if not isinstance(found, bool):
@@ -133,12 +162,11 @@ class _Table:
         if key not in self.values:
             return ALL
         found = self._take(key)
-        try:
-            points = tuple((float(size), float(share)) for size, share in found)
-        except (TypeError, ValueError):
-            raise self._wrong(key, found, "a list of [size, share]") from None
+        if not isinstance(found, list) or not found or not all(_is_point(each) for each in found):
+            raise self._wrong(key, found, "a list of [size, share], both numbers")
+        points = tuple((float(size), float(share)) for size, share in found)
         sizes = [size for size, _ in points]
-        if not points or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        if sizes != sorted(set(sizes)) or not 0 < sizes[0] <= sizes[-1] < math.inf:
             raise self._wrong(key, found, "a list of [size, share] with ascending sizes above 0")
         for _, share in points:
             if not _SHARE.least <= share <= _SHARE.most:
@@ -160,30 +188,52 @@ class _Table:
         return MachineError(f"machine file '{self.file}': '{self.name}{key}' is {found!r}; it is {wanted}.")
 
 
-def machine_text(machine: Machine) -> str:
-    """A machine as the text of its file."""
+def _is_point(found: object) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(type(value) in (int, float) for value in found)
+
+
+def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
+    """A machine as the text of its file, each value with its unit. notes: of its first lines."""
     device = machine.device
-    lines = [f"ranks = {machine.ranks}  # devices of a node", f"launch_us = {_word(machine.launch_us)}  # of the host"]
+    lines = [f"# {note}" for note in notes]
+    lines += [f"ranks = {machine.ranks}  # devices of a node"]
+    lines += [f"launch_us = {_word(machine.launch_us)}  # us, the host's time to launch a call"]
     lines += ["is_host = true  # the devices are cores, which move data as well"] if machine.is_host else []
-    lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # of its memory, bytes a second"]
-    lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # of a call"]
-    lines += [f"attention = {_word(device.attention)}  # of what a product reaches"]
-    lines += [f"products = {_points(device.products)}  # FLOPs, share of the peak"]
-    lines += [f"streams = {_points(device.streams)}  # bytes, share of the bandwidth"]
-    lines += ["", "[device.flops]  # peaks, a second", *_pairs(device.flops)]
+    lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
+    lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]
+    lines += [f"attention = {_word(device.attention)}  # of what a product of as many FLOPs reaches"]
+    lines += [f"products = {_points(device.products)}  # [FLOPs, share of the peak]"]
+    lines += [f"streams = {_points(device.streams)}  # [bytes read and written, share of the bandwidth]"]
+    lines += ["", "[device.flops]  # FLOP/s, the peaks", *_pairs(device.flops)]
     for name, link in (("inside", machine.inside), ("between", machine.between)):
-        lines += ["", f"[{name}]"]
-        lines += [f"{key} = {_word(getattr(link, key))}" for key in _LINK]
-        lines += [f"reached.{kind} = {_points(curve)}" for kind, curve in link.reached.items()]
+        lines += ["", f"[{name}]  # {_LEVELS[name]}"]
+        lines += [f"{key} = {_word(getattr(link, key))}  # {unit}" for key, unit in _LINK.items()]
+        lines += [f"reached.{kind} = {_points(curve)}  # {_REACHED}" for kind, curve in link.reached.items()]
     return "\n".join(lines) + "\n"
 
 
-def write_machine(machine: Machine, path: Path) -> None:
+_LEVELS = {"inside": "the network of a node", "between": "the network between nodes"}
+_REACHED = "[bytes of the value, share of the bandwidth]"
+
+
+def write_machine(machine: Machine, path: Path, notes: Iterable[str] = ()) -> None:
     """Write a machine to a file that `read_machine` reads. Raises MachineError where it cannot be written."""
     try:
-        path.write_text(machine_text(machine))
+        path.write_text(machine_text(machine, notes))
     except OSError as error:
         raise MachineError(f"machine file '{path}': {error.strerror or error}.") from error
+
+
+def check_writable(path: Path) -> None:
+    """Check that a machine can be written to a file, and touch nothing. Raises MachineError."""
+    if path.suffix != ".toml":
+        raise MachineError(f"machine file '{path}': write a name that ends in .toml, by which machines are read.")
+    if not path.parent.is_dir():
+        raise MachineError(f"machine file '{path}': there is no folder '{path.parent}'; make it first.")
+    if path.is_dir():
+        raise MachineError(f"machine file '{path}': it is a folder; write the name of a file.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise MachineError(f"machine file '{path}': you may not write there; write another name.")
 
 
 def _pairs(values: Mapping[str, float]) -> list[str]:
@@ -195,7 +245,6 @@ def _points(curve: Curve) -> str:
 
 
 def _word(value: float) -> str:
-    """A number in TOML, to four digits."""
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3) and math.isfinite(value):
-        return f"{value:.4g}".replace("e+", "e")
-    return f"{value:.5g}"
+    """A number in TOML, by as few digits as read as the same number."""
+    text = next(text for digits in (5, 9, 17) if float(text := f"{value:.{digits}g}") == value)
+    return text.replace("e+", "e")

@@ -49,6 +49,13 @@ WRONG = {
     "inspect SAVED --zero 1": "'SAVED' is compiled already: it takes no --mesh and no options of a step.",
     "explain JOB bogus.weight --mesh dp=2": "the program has no parameter, module or node 'bogus.weight'. Nearest",
     "explain JOB % --mesh dp=2": "the program has no parameter, module or node ''. Nearest names: 0.weight, ",
+    "machine show NEW.toml": "machine file 'NEW.toml': No such file or directory.",
+    "machine show tpu": "machine 'tpu': there is a100-80g, cpu, h100-80g",
+    "machine measure --out FILE": "machine file 'FILE': write a name that ends in .toml",
+    "machine measure --out NEW/mine.toml": "machine file 'NEW/mine.toml': there is no folder 'NEW'; make it first.",
+    "machine measure --out FILE.toml --seconds 2": "--seconds 2: write 10 to 3600.",
+    "machine measure --out FILE.toml --ranks 0": "--ranks 0: write a number of 1 or more.",
+    "machine measure --out FILE.toml --device tpu": "--device tpu: write cpu or cuda.",
     "compile JOB --mesh dp=2 --out FILE": "cannot save to 'FILE': it is not a directory.",
 }  # fmt: skip
 IDLE = {

@@ -1,0 +1,115 @@
+"""The command line: autopar machine show, measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autopar.cli.measuring import measure_here, ranks_asked
+from autopar.cli.ranks import on_ranks
+from autopar.cli.show import out, show
+from autopar.errors import MachineError
+from autopar.ir.measure import human
+from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
+from autopar.machines.fit import Fit, fits
+from autopar.machines.plan import Found
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Item
+from autopar.machines.workload import KINDS
+from autopar.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Show the machines that plans are made for, and measure this one.")
+SECONDS = 10.0, 3600.0
+AFTER_S, LEAST_S = 10.0, 5.0  # to start, to fit and to end; to measure, however long the ranks took to start
+
+
+@app.command("show")
+def show_machine(
+    name: Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="all names, if left out")] = None,
+) -> None:
+    """Print what a machine file says, with units: peaks, bandwidths, latencies, and what is reached of them."""
+    if name is None:
+        for each in built_in():
+            show(f"{each:10} {notes_of(path_of(each))[0]}")
+        return
+    show(machine_text(named(name), notes_of(path_of(name))).rstrip())
+
+
+@app.command()
+def measure(
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="the machine that was measured")],
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="processes; one a GPU, or a core up to 8")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="by default what there is")] = None,
+    seconds: Annotated[float, typer.Option(help="of all; more of them measure more often")] = 60.0,
+    until: Annotated[float | None, typer.Option(hidden=True, help="what the launcher tells its ranks")] = None,
+) -> None:
+    """Measure this machine: products, memory and launches of a device, collectives and messages between its ranks."""
+    check_writable(out_file)
+    if not SECONDS[0] <= seconds <= SECONDS[1]:
+        raise MachineError(f"--seconds {seconds:g}: write {SECONDS[0]:g} to {SECONDS[1]:g}.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    count = ranks_asked(ranks, device, Settings.read())
+    until = until or time.time() - time.process_time() + seconds  # this process has taken a while to start
+    arguments = ["machine", "measure", "--out", str(out_file), "--device", device, "--until", str(until)]
+
+    def measure_as_rank() -> None:
+        first = (Settings.read().rank or 0) == 0
+        left = max(LEAST_S, until - time.time() - AFTER_S)
+        with _bar(Console(quiet=not first)) as told:
+            found = measure_here(device, out_file.stem, left, told)
+        if first:
+            _report(found, out_file, count, device)
+
+    on_ranks(f"dp={count}", arguments, measure_as_rank)
+
+
+def _report(found: Found, path: Path, ranks: int, device: str) -> None:
+    """Write the machine, and say how well it tells what was measured."""
+    known = fits(found.machine, found.samples)
+    units = f"CPU process of {_count(torch.get_num_threads(), 'thread')}" if device == "cpu" else "GPU"
+    notes = [f"Measured on {date.today()} by autopar machine measure: {ranks} x {units}, torch {torch.__version__}."]
+    write_machine(found.machine, path, [*notes, *found.remarks])
+    show("what the machine says of what was measured: mean error, the largest, and where that is")
+    for kind in (PRODUCT, ATTENTION, STREAM, *KINDS):
+        if kind in known:
+            show(f"  {_line(kind, known[kind], found)}")
+    for remark in found.remarks:
+        show(remark)
+    out.print(f"{path}: show it with autopar machine show {path}", markup=False, highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def _line(kind: str, fit: Fit, found: Found) -> str:
+    item = fit.worst.item
+    said = f"{item.us_on(found.machine):.4g} us for {fit.worst.us:.4g}"
+    name = f"{item.name} {item.dtype}" if item.dtype else ""
+    size = f"{item.size:.3g} FLOPs" if getattr(item, "flops", 0) else human(item.size)
+    return f"{kind:15}{fit.count:4} measured {fit.mean:7.1%} {fit.most:7.1%}  {name} {size}: {said}".replace("  :", ":")
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int, Item], None]]:
+    """A function that shows what is measured next: a bar on a terminal, a line now and then elsewhere. It is drawn only
+    between two measurements, by no thread beside them."""
+    columns = TextColumn("measure"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    what = TextColumn("{task.description}")
+    with Progress(*columns, what, console=console, disable=not console.is_terminal, auto_refresh=False) as progress:
+        bar = progress.add_task("", total=None)
+
+        def told(done: int, total: int, item: Item) -> None:
+            progress.update(bar, completed=done + 1, total=total, description=f"{item.kind} {item.name}", refresh=True)
+            if not console.is_terminal and done % (total // 10) == 0:
+                console.print(f"measured {done}/{total}: next {item.kind} {item.name}", highlight=False)
+
+        yield told

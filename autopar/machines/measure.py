@@ -1,0 +1,103 @@
+"""Measure calls and transfers in a given time.
+
+All ranks measure the same item at the same time, since in a training step they compute at the same time as well: they
+share the cores of a host, and the power of its GPUs. What is slowest of the ranks counts, for which the others wait.
+
+The time that a quarter of the batches stay below counts: the least of all is luck (memory that was at hand), and the
+median has the other work of a busy machine in it. All items are gone through twice, and the lesser of the two times
+counts: a burst of other work spoils one of the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from autopar.machines.samples import Item, Sample
+
+ROUNDS = 2
+BATCH_US = 300.0  # of calls between two looks at the clock
+MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 200, 2, 60
+CALLS = 2 + LEAST_BATCHES  # of one item at least
+TOO_LONG = 0.1  # of the time that is left: an item that needs more is left out
+
+Run = Callable[[int], float]  # so many calls; the microseconds of one
+
+
+class Runner(Protocol):
+    """Runs what is measured."""
+
+    def ready(self, item: Item) -> Run:
+        """Make the operands of an item."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that measure together."""
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values, on each of them."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    def largest(self, value: float) -> float:
+        return value
+
+
+def measure(
+    items: Sequence[Item],
+    runner: Runner,
+    ranks: Ranks,
+    seconds: float,
+    told: Callable[[int, int, Item], None] = lambda done, total, item: None,
+    now: Callable[[], float] = time.monotonic,
+) -> list[Sample]:
+    """Time each item, in about so many seconds; what would take too long is left out.
+
+    Items of one family go from small to large. told: is called with the number of items that are done, of how
+    many, and the next one. All ranks must call this with the same items.
+    """
+    found: dict[Item, float] = {}
+    alike: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for done, item, left_us in _queue(items, ranks, seconds, now):
+        told(done, ROUNDS * len(items), item)
+        smaller = alike.setdefault((done // len(items), *item.family), [])
+        if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * left_us:
+            continue
+        share_us = left_us / (ROUNDS * len(items) - done)
+        us = _time(item, runner, ranks, now() + share_us / 1e6, now)
+        smaller.append((item.size, us))
+        found[item] = min(us, found.get(item, us))
+    return [Sample(item, us) for item, us in found.items()]
+
+
+def _queue(
+    items: Sequence[Item], ranks: Ranks, seconds: float, now: Callable[[], float]
+) -> Iterator[tuple[int, Item, float]]:
+    """Each item twice, with its number and the time that is left, in us, as all ranks agree."""
+    end = now() + seconds
+    for done, item in enumerate([*items] * ROUNDS):
+        yield done, item, ranks.largest(max(0.0, end - now()) * 1e6)
+
+
+def _foreseen_us(item: Item, smaller: Sequence[tuple[float, float]]) -> float:
+    """On the line through the last two smaller ones, (size, us) each; 0 before there are two."""
+    if len(smaller) < 2 or smaller[-1][0] >= item.size:
+        return 0.0
+    (size, us), (last, most) = smaller[-2:]
+    return most + max(0.0, most - us) / (last - size) * (item.size - last)
+
+
+def _time(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> float:
+    run = runner.ready(item)
+    run(1)  # the first use finds kernels, memory and connections
+    once = max(0.1, ranks.largest(run(1)))
+    left_us = ranks.largest((end - now()) * 1e6)
+    calls = int(min(MOST_CALLS, max(1.0, BATCH_US / once)))
+    batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, left_us / once / calls)))
+    times = [run(calls) for _ in range(batches)]
+    return ranks.largest(sorted(times)[batches // 4])

@@ -1,0 +1,110 @@
+"""Run what is measured, on the CPU and on a GPU, with clocks that fit the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from autopar.machines.measure import Run
+from autopar.machines.samples import Call, Item, Transfer
+
+Transferred = Callable[[Transfer], Callable[[], object]]  # a transfer to the call that does it
+IN_GRAPH = 20  # calls of a CUDA graph
+
+
+@dataclass(frozen=True, slots=True)
+class HostRunner:
+    """Runs items on the cores of this process."""
+
+    device: torch.device
+    transfer: Transferred
+
+    def ready(self, item: Item) -> Run:
+        call = item.make(self.device) if isinstance(item, Call) else self.transfer(item)
+        return lambda times: _host_us(call, times)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRunner:
+    """Runs items on a GPU. Calls are recorded in a CUDA graph, so that the time of the device is seen without that of
+    the host, which a step hides behind it; collectives are launched one by one."""
+
+    device: torch.device
+    transfer: Transferred
+
+    def ready(self, item: Item) -> Run:
+        if isinstance(item, Transfer):
+            call = self.transfer(item)
+            return lambda times: _device_us(call, times)
+        return _Recorded(item, self.device)
+
+    def launch_us(self) -> float:
+        """The host's time to launch a small call: the least of several hundreds, none of which waits."""
+        x, add = torch.ones(1, device=self.device), torch.ops.aten.add.Tensor
+        found = []
+        for _ in range(20):
+            torch.cuda.synchronize(self.device)
+            found.append(_host_us(lambda: add(x, x), 100))
+        return min(found)
+
+
+class _Recorded:
+    """A call in a CUDA graph, made at its first use by many."""
+
+    def __init__(self, item: Call, device: torch.device) -> None:
+        self._item, self._call = item, item.make(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, times: int) -> float:
+        with _products_of(self._item.dtype):
+            if times == 1:
+                return _device_us(self._call, 1)
+            graph = self._graph = self._graph or _graph_of(self._call)
+        rounds = max(1, times // IN_GRAPH)
+        return _device_us(graph.replay, rounds) / IN_GRAPH
+
+
+def _graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """So many calls, recorded; on a stream of its own first, as torch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(IN_GRAPH):
+            call()
+    return graph
+
+
+@contextmanager
+def _products_of(dtype: str) -> Iterator[None]:
+    """Let products of float32 be of TF32 where that is measured, and as before afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tfloat32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _host_us(call: Callable[[], object], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times * 1e6
+
+
+def _device_us(call: Callable[[], object], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times * 1e3

@@ -1,0 +1,121 @@
+"""The calls and transfers that are measured: the shapes of a transformer, from small to large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.machines.files import COLLECTIVES
+from autopar.machines.model import MESSAGE, Group
+from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Transfer
+
+KINDS = (*COLLECTIVES, MESSAGE)
+# Of a product of n x n x n, all with its 2 n^3 FLOPs: batch, rows, inner, columns.
+SHAPES: dict[str, Callable[[int], tuple[int, int, int, int]]] = {
+    "square": lambda n: (1, n, n, n),
+    "many rows": lambda n: (1, 4 * n, n // 2, n // 2),  # tokens through a weight
+    "long sums": lambda n: (1, n // 2, 4 * n, n // 2),  # the gradient of a weight
+    "batched": lambda n: (8, n // 2, n // 2, n // 2),  # heads
+}
+WIDTH = 512  # of the rows that a memory-bound call reads
+HEAD = 64
+
+
+def values(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
+    """Random numbers, drawn once for each 4096: drawing takes longer than what is measured. Never all zero, which a
+    GPU multiplies with less power and so faster."""
+    count = math.prod(shape)
+    drawn = torch.randn(4096, device=device).to(dtype_of(dtype))
+    return drawn.repeat(-(-count // 4096))[:count].view(shape)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of the operands of a product."""
+    found: torch.dtype = getattr(torch, "float32" if name == "tfloat32" else name)
+    return found
+
+
+def products(dtype: str, sizes: Iterable[int]) -> list[Call]:
+    """The products of n x n x n, and others of as many FLOPs."""
+    return [_product(name, n, dtype) for n in sizes for name in SHAPES]
+
+
+def _product(name: str, n: int, dtype: str) -> Call:
+    batch, rows, inner, columns = SHAPES[name](n)
+    bytes_ = batch * (rows * inner + inner * columns + rows * columns) * dtype_of(dtype).itemsize
+
+    def make(device: torch.device) -> Callable[[], object]:
+        lead = (batch,) if batch > 1 else ()
+        a, b = values(device, dtype, *lead, rows, inner), values(device, dtype, *lead, inner, columns)
+        return lambda: torch.matmul(a, b)
+
+    return Call(PRODUCT, f"{name} {n}", 2.0 * n**3, bytes_, dtype, make)
+
+
+def attentions(dtype: str, sizes: Iterable[int], heads: int) -> list[Call]:
+    """Fused attention, forward and backward, of some lengths of a sequence."""
+    return [_attention(n, dtype, heads) for n in sizes]
+
+
+def _attention(n: int, dtype: str, heads: int) -> Call:
+    def make(device: torch.device) -> Callable[[], object]:
+        q, k, v, grad = (values(device, dtype, 1, heads, n, HEAD) for _ in range(4))
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+
+        def both() -> object:
+            with torch.enable_grad():
+                out = F.scaled_dot_product_attention(q, k, v)
+            return torch.autograd.grad(out, inputs, grad)
+
+        return both
+
+    flops = 14.0 * heads * n * n * HEAD  # 2 products forward, 5 backward, as the rules count
+    return Call(ATTENTION, f"attention {n}", flops, 12.0 * heads * n * HEAD * dtype_of(dtype).itemsize, dtype, make)
+
+
+# Name: operands and results as large as x, and the call.
+STREAMS: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
+    "add": (3, lambda x, y: x + y),
+    "scale": (2, lambda x, y: x * 0.5),
+    "transpose": (2, lambda x, y: x.t().contiguous()),
+    "sum": (1, lambda x, y: x.sum(0)),
+    "gelu": (2, lambda x, y: F.gelu(x)),
+    "softmax": (2, lambda x, y: x.softmax(-1)),
+    "layer_norm": (2, lambda x, y: F.layer_norm(x, x.shape[-1:])),
+}
+
+
+def streams(dtype: str, sizes: Iterable[int]) -> list[Call]:
+    """Memory-bound calls by the bytes that they read and write."""
+    return [_stream(name, size, dtype) for size in sizes for name in STREAMS]
+
+
+def _stream(name: str, size: int, dtype: str) -> Call:
+    times, call = STREAMS[name]
+    rows = max(1, size // (times * dtype_of(dtype).itemsize * WIDTH))
+
+    def make(device: torch.device) -> Callable[[], Any]:
+        x = values(device, dtype, rows, WIDTH)
+        y = values(device, dtype, rows, WIDTH) if times == 3 else x
+        return lambda: call(x, y)
+
+    return Call(STREAM, name, 0.0, times * rows * WIDTH * dtype_of(dtype).itemsize, dtype, make)
+
+
+def least(dtype: str) -> Call:
+    """A call on one number."""
+
+    def make(device: torch.device) -> Callable[[], object]:
+        x, add = values(device, dtype, 1), torch.ops.aten.add.Tensor
+        return lambda: add(x, x)
+
+    return Call(LEAST, "add", 0.0, 3.0 * dtype_of(dtype).itemsize, dtype, make)
+
+
+def transfers(groups: Iterable[Group], sizes: Iterable[int]) -> list[Transfer]:
+    """Each collective, and a message, by the bytes of its value."""
+    return [Transfer(kind, float(size), group) for group in groups for size in sizes for kind in KINDS]

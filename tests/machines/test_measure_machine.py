@@ -1,0 +1,260 @@
+"""Measuring: by ranks and clocks that pretend, by Gloo ranks, and by the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import ranks_of
+
+from autopar.cli.measuring import _groups, _Together, _Transfers, ranks_asked
+from autopar.errors import MachineError
+from autopar.machines import named, read_machine
+from autopar.machines.fit import fits
+from autopar.machines.measure import Alone, measure
+from autopar.machines.model import MESSAGE, Group, Machine
+from autopar.machines.plan import items_of, measure_machine
+from autopar.machines.runners import CudaRunner, HostRunner
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Call, Item, Transfer
+from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
+from autopar.settings import Settings
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Pretended:
+    """Runs nothing, on a machine that takes the time of its model; its clock is ahead by that. extra_us: what the n-th
+    run takes more. Also the ranks, of which another one is a bit slower."""
+
+    machine: Machine
+    extra_us: Callable[[int], float] = lambda run: 0.0
+    slower: float = 1.0
+    seconds: float = 0.0
+    runs: int = 0
+    made: list[Item] = field(default_factory=list)
+
+    def ready(self, item: Item) -> Callable[[int], float]:
+        self.made.append(item)
+
+        def run(times: int) -> float:
+            self.runs += 1
+            us = item.us_on(self.machine) + self.extra_us(self.runs)
+            self.seconds += times * us / 1e6
+            return us
+
+        return run
+
+    def largest(self, value: float) -> float:
+        return value * self.slower
+
+    def now(self) -> float:
+        return self.seconds
+
+
+ITEMS: list[Item] = [
+    least("float32"), *products("float32", (64, 256)), *attentions("float32", (64,), 2),
+    *streams("float32", (2**16, 2**20)), *transfers((Group(2),), (64, 2**10, 2**20)),
+]  # fmt: skip
+
+
+def measured(fake: Pretended, seconds: float, items: list[Item] = ITEMS) -> dict[Item, float]:
+    return {each.item: each.us for each in measure(items, fake, fake, seconds, now=fake.now)}
+
+
+def test_each_item_is_measured_as_it_is():
+    fake = Pretended(named("cpu"))
+    assert measured(fake, 10) == pytest.approx({item: item.us_on(named("cpu")) for item in ITEMS})
+    assert fake.made == [*ITEMS, *ITEMS]
+    assert fake.seconds <= 10
+
+
+def test_what_now_and_then_takes_longer_counts_not():
+    """Nor does the first run, nor a second in which others work."""
+    fake = Pretended(named("cpu"), extra_us=lambda run: 5e4 if run % 3 == 1 else 0.0)
+    assert measured(fake, 600) == pytest.approx({item: item.us_on(named("cpu")) for item in ITEMS})
+
+
+def test_the_slowest_rank_counts():
+    fake = Pretended(named("cpu"), slower=1.25)
+    assert measured(fake, 10) == pytest.approx({item: 1.25 * item.us_on(named("cpu")) for item in ITEMS})
+
+
+def test_what_takes_too_long_is_left_out_and_the_time_is_kept():
+    items: list[Item] = [*products("float32", (64, 256, 1024, 4096, 16384)), *ITEMS]
+    fake = Pretended(named("cpu"))
+    found = {item.name for item in measured(fake, 20, items)}
+    assert {"square 64", "square 256", "square 1024"} <= found
+    assert not {"square 4096", "square 16384"} & found
+    assert fake.seconds <= 21
+
+
+def test_progress_is_told():
+    fake, told = Pretended(named("cpu")), []
+    measure(ITEMS, fake, fake, 1, lambda done, total, item: told.append((done, total, item)), fake.now)
+    assert told == [(done, 2 * len(ITEMS), item) for done, item in enumerate(2 * ITEMS)]
+
+
+# -- a whole machine ------------------------------------------------------------------------------------------------
+
+
+def whole(groups: tuple[Group, ...]) -> Any:
+    fake = Pretended(named("cpu"))
+    return measure_machine("mine", CPU, groups, fake, fake, 1e4, lambda *_: None)
+
+
+def test_a_machine_is_made_of_what_was_measured():
+    found = whole((Group(2), Group(2, 1)))
+    assert found.remarks == ()
+    assert (found.machine.ranks, found.machine.is_host, found.machine.name) == (2, True, "mine")
+    assert found.machine.device.memory == pytest.approx(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2, rel=1e-3
+    )
+    assert {kind: fit.mean < 0.15 for kind, fit in fits(found.machine, found.samples).items()} == dict.fromkeys(
+        ("least", PRODUCT, ATTENTION, STREAM, *KINDS), True
+    )
+
+
+def test_a_node_says_nothing_of_a_network_between_nodes():
+    found = whole((Group(2),))
+    assert found.machine.between == found.machine.inside
+    assert found.remarks == ("One node has no network to others: [between] is as [inside]. Write what yours has.",)
+
+
+def test_one_process_says_nothing_of_a_network():
+    found = whole(())
+    assert (found.machine.inside, found.machine.between) == (named("cpu").inside, named("cpu").between)
+    assert found.remarks == ("One process has no network: [inside] and [between] are those of cpu.",)
+
+
+def test_each_node_of_several_is_one_level():
+    found = whole((Group(4, 1),))
+    assert found.machine.ranks == 1
+    assert found.machine.inside == found.machine.between
+
+
+# -- on this machine ------------------------------------------------------------------------------------------------
+
+
+def test_every_call_runs_on_this_host():
+    """Each reads and writes as many bytes, and makes what its name says."""
+    items = [item for item in items_of(CPU, ()) if isinstance(item, Call) and item.size < 1e6]
+    assert {item.kind for item in items} == {"least", PRODUCT, STREAM}
+    for item in (*items, *attentions("float32", (16,), 2)):
+        assert item.make(CPU)() is not None, item
+    batched = next(item for item in items if item.name == "batched 64")
+    assert batched.make(CPU)().shape == (8, 32, 32)
+    assert batched.bytes_ == 4 * 8 * 3 * 32 * 32
+
+
+def test_the_host_has_a_clock():
+    slow = Call(STREAM, "nap", 0.0, 1.0, "float32", lambda device: lambda: time.sleep(0.002))
+    (sample,) = measure([slow], HostRunner(CPU, lambda item: lambda: None), Alone(), 0.2)
+    assert 1500 < sample.us < 20_000
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_a_clock():
+    device = torch.device("cuda", 0)
+    runner = CudaRunner(device, lambda item: lambda: None)
+    items = [least("bfloat16"), *products("bfloat16", (512,)), *products("tfloat32", (512,))]
+    items += [*attentions("bfloat16", (512,), 8), *streams("bfloat16", (2**20,))]
+    before = torch.get_float32_matmul_precision()
+    found = {each.item: each.us for each in measure(items, runner, Alone(), 3)}
+    assert set(found) == set(items) and all(0.5 < us < 1000 for us in found.values()), found
+    assert 0.5 < runner.launch_us() < 100
+    assert torch.get_float32_matmul_precision() == before
+
+
+def transferred(rank: int) -> dict[str, Any]:
+    """In a rank of six: three of each of two nodes."""
+    groups = _groups(Settings(rank=rank, world_size=6, local_rank=rank % 3, local_world_size=3))
+    make, found = _Transfers(groups, CPU), {}
+    for group in groups:
+        for kind in KINDS:
+            for size in (64, 9 * 2**16):
+                call = make(Transfer(kind, float(size), group))
+                results = [call() for _ in range(4)]
+                found[kind, group.size, size] = None if results[0] is None else results[0].numel()
+    return {"found": found, "groups": list(groups), "largest": _Together(CPU).largest(float(rank))}
+
+
+@pytest.mark.gloo
+def test_six_ranks_of_two_nodes_move_what_they_are_asked_for():
+    with ranks_of(6) as six:
+        for outcome in six.run(transferred):
+            assert outcome["groups"] == [Group(3, 3), Group(2, 1)]
+            assert outcome["largest"] == 5
+            for (kind, size, bytes_), count in outcome["found"].items():
+                if kind == MESSAGE:
+                    assert count is None
+                elif bytes_ > 64:
+                    part = 1 if kind in ("all_reduce", "all_gather") else size
+                    assert count * part * 4 == bytes_, (kind, size)
+
+
+def raises(settings: Settings, **asked: Any) -> str:
+    with pytest.raises(MachineError) as error:
+        ranks_asked(asked.get("ranks"), asked.get("device", "cpu"), settings)
+    return str(error.value)
+
+
+def test_how_many_ranks_measure(monkeypatch: pytest.MonkeyPatch):
+    assert ranks_asked(3, "cpu", Settings()) == 3
+    for cores, ranks in ((1, 2), (4, 4), (64, 8)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert ranks_asked(None, "cpu", Settings()) == ranks
+    assert ranks_asked(None, "cpu", Settings(world_size=6)) == 6
+    said = "--ranks 4: this job has 2 ranks; leave --ranks out, or start 4."
+    assert raises(Settings(world_size=2), ranks=4) == said
+    assert raises(Settings(), ranks=0) == "--ranks 0: write a number of 1 or more."
+    assert raises(Settings(), device="tpu") == "--device tpu: write cpu or cuda."
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = f"--device cuda: torch {torch.__version__} sees no GPU here. Write --device cpu."
+    assert raises(Settings(), device="cuda") == said
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ranks_asked(None, "cuda", Settings()) == 2
+    assert raises(Settings(), device="cuda", ranks=4) == "--ranks 4: this machine has 2 GPUs; write at most 2."
+
+
+# -- the command line -----------------------------------------------------------------------------------------------
+
+
+def autopar(*arguments: str, folder: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    (folder / "tmp").mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "autopar", "machine", *arguments], cwd=folder, env=environment, text=True,
+        capture_output=True, timeout=timeout,
+    )  # fmt: skip
+
+
+@pytest.mark.gloo
+def test_two_ranks_measure_this_machine(tmp_path: Path):
+    done = autopar(
+        "measure", "--out", "mine.toml", "--ranks", "2", "--device", "cpu", "--seconds", "10", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    machine = read_machine(tmp_path / "mine.toml")
+    assert (machine.name, machine.ranks, machine.is_host) == ("mine", 2, True)
+    assert machine.between == machine.inside
+    assert set(machine.inside.reached) == {"any", *KINDS}
+    assert 1e9 < machine.device.flops["float32"] < 1e13
+    for kind in (PRODUCT, STREAM, "all_reduce", "all_to_all", MESSAGE):
+        assert f"  {kind}" in done.stdout
+    assert "2 x CPU process of 1 thread," in (tmp_path / "mine.toml").read_text()
+    assert sorted(os.listdir(tmp_path)) == ["mine.toml", "tmp"]
+    assert [name for name in os.listdir(tmp_path / "tmp") if "autopar" in name] == []
+    shown = autopar("show", "mine.toml", folder=tmp_path)
+    assert shown.stdout == (tmp_path / "mine.toml").read_text()
