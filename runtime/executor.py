@@ -28,7 +28,7 @@ from autopar.ir.ring_ops import is_ring
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
 from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
-from autopar.runtime.ring import RINGS
+from autopar.runtime.ring_kernels import RINGS
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
