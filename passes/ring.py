@@ -240,8 +240,8 @@ def _found(node: fx.Node) -> _Found | str:
     scatters = {_place(item): next(iter(item.users)) for item in items}
     given = fx.node.map_arg(args[:-2], lambda one: one.all_input_nodes[0] if one in gathers else one)
     if not is_compared:  # no mask, or the condition that it is
-        vectors, condition = ((), ()) if pads is None else (([], []), ("c0",))
-        given = (*given[: first + 3], *vectors, *given[first + 4 :], *condition)
+        vectors: list[list[fx.Node]] = [] if pads is None else [[], []]
+        given = (*given[: first + 3], *vectors, *given[first + 4 :], *(() if pads is None else ("c0",)))
     target = _RINGS[is_compared or pads is not None][first]
     return _Found(target, given, pads, tuple(gathers), axis, outer, bool(args[-2]), float(args[-1]), scatters)
 
