@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.measure import local_bytes, moved_type
+from autopar.ir.measure import goes_to_one, local_bytes, moved_type
 from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.plan import Machine
@@ -48,7 +48,7 @@ def _bytes_on_links(node: fx.Node, mesh: Mesh) -> float:
     """What a rank sends in a collective (ring algorithms, as in search/costs.py)."""
     known, size = collective_of(node.target), mesh[str(node.args[1])]
     bytes_ = moved_type(node, mesh).bytes_
-    if known.to_one:
+    if goes_to_one(node, mesh):
         return bytes_
     rounds = 2 if (known.has, known.gives) == ("sum", None) else 1
     return rounds * bytes_ * (size - 1) / size

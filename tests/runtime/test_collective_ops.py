@@ -84,7 +84,7 @@ def test_a_collective_among_one_rank_copies(one: CollectiveOp) -> None:
 @pytest.mark.parametrize("one", COLLECTIVES, ids=lambda one: one.name)
 def test_a_half_begins_as_the_whole(one: CollectiveOp) -> None:
     assert op(one.name) in _BEGIN and collective_of(op(one.name)) is one and whole_of(op(one.name)) is op(one.name)
-    assert one.to_one or move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
+    assert one.to_one or one.edges or move_cost(one.has, one.gives, 1e6, 4) > 1e5, "it moves bytes"
     if not one.halves:
         assert not hasattr(torch.ops.autopar, f"{one.name}_start")
         return
