@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -48,8 +49,9 @@ def goes_to_one(node: fx.Node, mesh: Mesh) -> bool:
     kind = collective_of(node.target)
     if not kind.edges:
         return kind.to_one
-    _, _, dim, outer, before, after, *_ = node.args
-    return max(before, after) <= _with_and_without(node, mesh)[1].shape[dim] // abs(outer)  # type: ignore[call-overload,index,operator,arg-type]
+    args: Any = node.args
+    _, _, dim, outer, before, after, *_ = args
+    return bool(max(before, after) <= _with_and_without(node, mesh)[1].shape[dim] // abs(outer))
 
 
 def _with_and_without(node: fx.Node, mesh: Mesh) -> list[TensorType]:

@@ -37,6 +37,7 @@ class Halo:
 
     before, after: how many, of the dim of which `name` is the first; at the ends of the whole they are zeros. operands:
     those that have them. results: those of which they are parts of what the pieces beside make, to be added there.
+    wrap: at the ends of the whole they are the rows of its other end.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Halo:
     after: int
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    wrap: bool = False
 
     def dim(self, dims: Dims) -> int:
         """The dim of a tensor with these names, of which it has rows."""

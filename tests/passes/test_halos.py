@@ -154,6 +154,11 @@ SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
     "before zeros": lambda x: torch.cat([x[:, 3:], x.new_zeros(ROWS, 3, WIDTH)], 1),
     "a slice, padded": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
     "by more than a piece": lambda x: F.pad(x, (0, 0, 13, -13)),
+    "around": lambda x: x.roll(3, 1),
+    "around, back": lambda x: x.roll(-1, 1),
+    "around, by more than a piece": lambda x: x.roll(11, 1),
+    "the long way around": lambda x: x.roll(23, 1),
+    "around, with the width": lambda x: x.roll((2, 3), (1, 2)),
 }
 
 
