@@ -70,6 +70,8 @@ class Rule:
     halos: what a piece needs of the pieces beside it. What has none needs its own rows only.
     scan: the name along which the only result is a running sum, and whether that begins at the end: to a piece's own
       the sums of the pieces before it are added.
+    reversed: names of which the op turns the order round: they are split in mirrored pieces alone, of which a rank has
+      as many rows at the end as at the beginning, and by one axis.
     """
 
     operands: tuple[Dims, ...]
@@ -84,6 +86,7 @@ class Rule:
     growing: frozenset[str] = frozenset()
     halos: tuple[Halo, ...] = ()
     scan: tuple[str, bool] | None = None
+    reversed: frozenset[str] = frozenset()
 
     @property
     def neighbours(self) -> frozenset[str]:
@@ -93,7 +96,7 @@ class Rule:
     @property
     def ordered(self) -> frozenset[str]:
         """The names along which the order of rows counts."""
-        return self.indexed | self.positional | self.neighbours
+        return self.indexed | self.positional | self.neighbours | self.reversed
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""
@@ -198,6 +201,7 @@ def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
         and size > 0
         and size % (abs(outer) * n) == 0
         and (outer == 1 or name not in rule.indexed)
+        and (outer < 0 or name not in rule.reversed)
     )
 
 

@@ -180,6 +180,36 @@ def test_every_kind_of_shift(kind: str) -> None:
         assert not whole(found) and moved(found) == {"halo"}, found.notes
 
 
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "alone": lambda x: x.flip(1),
+    "with the width": lambda x: x.flip(1, 2),
+    "with a running sum of it": lambda x: (2 * x.flip(1)).cumsum(1),
+    "beside a shift": lambda x: x.flip(1) * F.pad(x, (0, 0, 1, -1)),
+}
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_a_sequence_that_is_turned_round(kind: str) -> None:
+    """In mirrored pieces a rank has the first rows and the last: nothing moves but what the other op reads."""
+    torch.manual_seed(0)
+    more = {"with a running sum of it": {"all_gather"}, "beside a shift": {"halo"}}.get(kind, set())
+    for _, found in verified(
+        Shifting(TURNED[kind]), ("cp=2", "cp=3", "dp=2,cp=2"), None, (torch.randn(ROWS, TIME, WIDTH),)
+    ):
+        assert not whole(found) and moved(found) == more
+        turned = [node for node in found.program.calls() if node.target is torch.ops.aten.flip.default]
+        assert {record(node).layouts[0].dims[1] for node in turned} == {(-2, "cp")}
+
+
+def test_what_has_no_mirrored_pieces_is_gathered_to_be_turned() -> None:
+    """20 positions are not pieces of 8; and a piece that tp divides further is not both ends of the whole."""
+    torch.manual_seed(0)
+    model = Shifting(lambda x: x.flip(1))
+    ((_, found),) = verified(model, ("cp=4",), None, (torch.randn(ROWS, 20, WIDTH),))
+    assert moved(found) == {"all_gather"} and not whole(found)
+    verified(model, ("cp=2,tp=2",), None, (torch.randn(ROWS, TIME, WIDTH),), sequence_parallel=True)
+
+
 def _trained(rank: int) -> float:
     """The greatest difference of a gradient from that of the plain step; mirrored pieces beside attention."""
     plain, loss, batch = hybrid(time=1024)
