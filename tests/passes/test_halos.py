@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.errors import BatchError
-from autopar.ir.plan import Fixed
+from autopar.errors import BatchError, VerificationError
+from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import record
+from autopar.ir.text import parse_program
+from autopar.passes.check_rules import check_rules
 from autopar.runtime import collectives
 
 ROWS, TIME, WIDTH = 4, 24, 8
@@ -313,3 +316,16 @@ def test_mirrored_pieces_are_convolved_as_they_lie() -> None:
     model, loss, batch = hybrid()
     (note,) = autopar.compile(model, "cp=2", loss_fn=loss, batch=batch, attention="gather").notes
     assert note.endswith("24 positions lie in order; balanced, other ops would move more than that costs")
+
+
+@pytest.mark.parametrize(("layout", "is_right"), [("[-,2~cp]", True), ("[-,cp]", False), ("[-,2:cp]", False)])
+def test_a_flip_of_pieces_in_order_is_refused(layout: str, is_right: bool) -> None:
+    text = f"""SHARDED program on cp=2
+%x: f32[2,8] {layout} = batch "0"
+%flip: f32[2,8] {layout} = aten.flip.default(%x, [1])
+%all_gather: f32[2,8] [-,-] = aten.neg.default(%flip as [-,-])
+return value "y" = %all_gather
+"""
+    program = parse_program(text)
+    with nullcontext() if is_right else pytest.raises(VerificationError, match="flip"):
+        check_rules(program, Plan(program.mesh))
