@@ -65,7 +65,8 @@ def ring(program: Program, plan: Plan) -> Program:
     2310.01889), where a gather moves all of them before the first product. The backward pass sends them round again,
     and with them the sums of their gradients, which were scattered. `attention="ring"` does so wherever it can be, with
     a note where it cannot; "auto" where the products of a step take longer than its message (`hidden`). Of a mask that
-    is a condition the vectors of the keys stay on every rank; a vector of bools that masks keys becomes one.
+    is a condition the vectors of the keys stay on every rank; a vector of bools that masks keys becomes one. Through a
+    window keys go no farther than it is wide.
     """  # noqa: E501
     asked = plan.options.attention
     if asked not in ("auto", "ring") or not any(axis in plan.mesh for axis in CONTEXT_AXES):
@@ -194,10 +195,21 @@ class _Rings:
         like = record(node).with_(layouts=tuple(layouts), reason=self.why[node])
         made = self.build.call(
             one.target, *args, one.axis, self.program.mesh[one.axis], one.outer, one.causal, one.scale,
-            like=like, name=op_name(one.target), **self.build.new(dict(node.kwargs)),
+            like=like, name=op_name(one.target), **self.build.new(self._rest(node, one)),
         )  # fmt: skip
         set_record(made, record(made).with_(operands=tuple(record(each).layout for each in operand_nodes(made))))
         return made
+
+    def _rest(self, node: fx.Node, one: _Found) -> dict[str, Any]:
+        """The other arguments. Of pieces in order, as queries have them, keys go on as far as queries look back."""
+        rest = dict(node.kwargs)
+        reach: Any = rest.pop("reach", None)
+        q, k = map(record, one.queries_and_keys)
+        if reach is not None and one.outer == 1 and q.layout.dims[KEYS] == k.layout.dims[KEYS]:
+            size = self.program.mesh[one.axis]
+            hops = -(-reach // (k.type.shape[KEYS] // size))
+            rest |= {"hops": hops} if hops < size - 1 else {}
+        return rest
 
     def _vector(self, mask: fx.Node) -> fx.Node:
         """A mask [.., 1, t] as [b|1, h|1, t]."""

@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 def compared_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], compare: str, causal: bool,
-    scale: float, decide: Decide = decided, *, starts: Sequence[int] = (), part: bool = False,
+    scale: float, decide: Decide = decided, *, starts: Sequence[int] = (), reach: int | None = None, part: bool = False,
 ) -> Tensors:  # fmt: skip
     """(out [b,h,s,e], logsumexp [b,h,s]) as `attention` gives them; a query that sees no key has zeros, and of a part
     of the keys the logsumexp -inf."""
@@ -47,6 +47,7 @@ def compared_attention(
 def compared_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], out: Tensor,
     lse: Tensor, compare: str, causal: bool, scale: float, decide: Decide = decided, *, starts: Sequence[int] = (),
+    reach: int | None = None,
 ) -> Tensors:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v, summed over the blocks in at least float32."""
     mask = Mask.of(q, k, rows, columns, compare, causal, starts)

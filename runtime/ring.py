@@ -29,14 +29,16 @@ Steps = Generator[Any, list[Any], Tensors]
 
 def forward(
     attend: Attend, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int, outer: int,
-    causal: bool, starts: Sequence[int],
+    causal: bool, starts: Sequence[int], hops: int | None = None,
 ) -> Steps:  # fmt: skip
-    """(out, logsumexp), as attention to all keys gives them. The kernel is given a rank's own block first."""
+    """(out, logsumexp), as attention to the keys of all ranks gives them, or of the `hops` before each. The kernel is
+    given a rank's own block first."""
+    hops = size - 1 if hops is None else hops
     place = (yield ask(COORD, axis)).pop()
     rows, total = _runs(starts, q), _Total(q, v)
     keys, values, message = k, v, _packed(k, v)
-    for step in range(size):
-        moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+    for step in range(hops + 1):
+        moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < hops else None
         for block in _blocks(rows, place - step, size, outer, keys, causal):
             total.add(block, *attend((place - step) % size, block, *_taken(block, q, keys, values)))
         if moving is not None:
@@ -48,18 +50,20 @@ def forward(
 
 def backward(
     attend: Attend, ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, starts: Sequence[int],
+    lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, starts: Sequence[int], hops: int | None = None,
 ) -> Steps:  # fmt: skip
-    """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind."""
+    """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind, and home at once from
+    where they go no farther."""
+    hops = size - 1 if hops is None else hops
     place = (yield ask(COORD, axis)).pop()
     rows, queries = _runs(starts, q), _Queries(attend, grad, q, out, lse)
-    moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if size > 1 else None
+    moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if hops else None
     sums: Any = None  # of the gradients under way
-    for step in range(1, size + 1):
+    for step in (*range(1, hops + 1), size):  # a rank's own block last
         keys, values = k, v
         if moving is not None:
             message = (yield ask(WAIT, moving)).pop()
-            moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+            moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < hops else None
             keys, values = _unpacked(message, k, v)
             del message
         blocks = _blocks(rows, place - step, size, outer, keys, causal)
@@ -68,7 +72,7 @@ def backward(
         total = k.new_zeros(k.numel() + v.numel(), dtype=_wide(k)) if sums is None else (yield ask(WAIT, sums)).pop()
         _add(_unpacked(total, k, v), parts)
         del parts
-        sums = (yield ask(SHIFT, total, axis, 1)).pop() if step < size else None
+        sums = (yield ask(SHIFT, total, axis, 1 if step < hops else size - hops)).pop() if step < size else None
     dk, dv = _unpacked(total, k, v)
     return queries.gradient.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -50,7 +50,7 @@ def _attention_backward(
 def compared_ring(
     ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors, compare: str,
     axis: str, size: int, outer: int, causal: bool, scale: float, kernel: Kernels = compared_attention, *,
-    starts: Sequence[int] = (),
+    starts: Sequence[int] = (), hops: int | None = None,
 ) -> Steps:  # fmt: skip
     """(out, logsumexp), as `compared_attention` gives them."""
 
@@ -58,13 +58,13 @@ def compared_ring(
         vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
         return kernel(*taken, *vectors, compare, block.causal, scale, part=True)
 
-    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts)
+    return forward(attend, ask, q, k, v, axis, size, outer, causal, starts, hops)
 
 
 def compared_ring_backward(
     ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Vectors, columns: Vectors,
     out: torch.Tensor, lse: torch.Tensor, compare: str, axis: str, size: int, outer: int, causal: bool, scale: float,
-    kernel: Kernels = compared_attention_backward, *, starts: Sequence[int] = (),
+    kernel: Kernels = compared_attention_backward, *, starts: Sequence[int] = (), hops: int | None = None,
 ) -> Steps:  # fmt: skip
     """(dq, dk, dv)."""
 
@@ -73,7 +73,7 @@ def compared_ring_backward(
         vectors = _vectors(rows, columns, at, size, outer, k.shape[2], block)
         return kernel(*before, *vectors, its_out, its_lse, compare, block.causal, scale)
 
-    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts)
+    return backward(attend, ask, grad, q, k, v, out, lse, axis, size, outer, causal, starts, hops)
 
 
 def _vectors(

@@ -13,7 +13,7 @@ import torch
 from autopar.ir.semantic import SemanticOp
 
 _MASK = "Tensor[] rows, Tensor[] columns"
-_REST = "str compare, bool causal, float scale, *, SymInt[] starts=[]{more}"
+_REST = "str compare, bool causal, float scale, *, SymInt[] starts=[], int? reach=None{more}"
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
@@ -24,7 +24,8 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__:
 
 
 # A query sees the keys of which `compare` holds, and if `causal` none after its own position. part: these are some keys
-# of many, and the logsumexp of a query that sees none of them is -inf.
+# of many, and the logsumexp of a query that sees none of them is -inf. reach: no query sees a key after its own
+# position or more than so many before it; of use to who brings the keys.
 compared_attention = SemanticOp(
     f"compared_attention(Tensor q, Tensor k, Tensor v, {_MASK}, {_REST.format(more=', bool part=False')}) -> "
     "(Tensor, Tensor)",
