@@ -23,7 +23,7 @@ from autopar.ir.mesh import parse_mesh
 from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
 from autopar.runtime.attention import attention, attention_backward
 from autopar.runtime.mesh_ops import COORD
-from autopar.runtime.ring import RINGS
+from autopar.runtime.ring_kernels import RINGS
 
 HEADS, HEAD = 8, 64
 

@@ -58,7 +58,8 @@ def _is_right(rule: Rule, name: str | None, operands: tuple[State, ...], results
         summed = frozenset(i for i, state in enumerate(operands) if state == "sum")
         others = all(state is None for i, state in enumerate(operands) if i not in summed)
         return others and summed in rule.linear and all(state == "sum" for state in results)
-    if name in rule.replicated:
+    in_order = any(isinstance(state, tuple) and state[1] > 0 for state in (*operands, *results))
+    if name in rule.replicated or (name in rule.reversed and in_order):
         return False
     contracted = any(_has(dims, name) for dims in rule.operands)
     return all(_is_cut(dims, name, s) for dims, s in zip(rule.operands, operands, strict=True)) and all(

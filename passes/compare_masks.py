@@ -90,6 +90,7 @@ class _Write:
     def call(self, node: fx.Node, found: MaskCondition, sizes: Sizes) -> fx.Node:
         at, scale, like = _MASK_AT[node.target], node.args[-1], record(node)
         before, after = self.build.new((node.args[:at], node.args[at + 1 : -2]))
+        more: dict[str, int] = {}
         if _is_plain(found):
             mask = self.vectors.mask(found.columns[0], sizes, like) if found.columns else None
             args, target = (*before, mask, *after, found.causal, scale), node.target
@@ -97,7 +98,8 @@ class _Write:
             sides = found.rows, found.columns
             rows, columns = ([self.vectors.node(one, sizes, like) for one in side] for side in sides)
             args, target = (*before, rows, columns, *after, str(found.condition), found.causal, scale), _OPS[at]
-        return self.build.call(target, *args, like=like, name=node.name)  # type: ignore[arg-type]
+            more = {} if found.reach is None else {"reach": found.reach}
+        return self.build.call(target, *args, like=like, name=node.name, **more)  # type: ignore[arg-type]
 
 
 def _is_plain(found: MaskCondition) -> bool:

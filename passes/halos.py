@@ -20,7 +20,7 @@ class Edges:
     more: by how many rows the runs of all ranks are longer.
     """
 
-    args: tuple[str, int, int, int, int]
+    args: tuple[str, int, int, int, int] | tuple[str, int, int, int, int, bool]
     more: int
 
     def longer(self, type_: TensorType) -> TensorType:
@@ -30,7 +30,7 @@ class Edges:
 
     @property
     def reason(self) -> str:
-        before, after = self.args[-2:]
+        before, after = self.args[3:5]
         return f"a row is computed of the {before} before it and the {after} after it, too"
 
 
@@ -58,7 +58,7 @@ def halos_of(rule: Rule, cuts: Mapping[str, Sequence[Cut]], mesh: Mesh) -> Halos
 def _edges(halo: Halo, dims: Dims, cut: Sequence[Cut], mesh: Mesh) -> Edges:
     runs = runs_of(halo.dim(dims), cut, mesh)
     args = (runs.axis, runs.dim, runs.outer, halo.before, halo.after)
-    return Edges(args, runs.count * (halo.before + halo.after))
+    return Edges((*args, True) if halo.wrap else args, runs.count * (halo.before + halo.after))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from autopar.ir.comparisons import (
     some,
 )
 from autopar.ir.program import record
+from autopar.passes.mask_reach import reach_of
 from autopar.passes.mask_values import Cases, MaskValues, Vector
 from autopar.passes.mask_views import axes_of, under
 from autopar.passes.rowwise import Known
@@ -37,12 +38,14 @@ HIDING = -1e30
 
 @dataclass(frozen=True, slots=True)
 class MaskCondition:
-    """`condition` speaks of rows r0, r1, ... and columns c0, c1, ...; `causal`: nothing after the own position."""
+    """`condition` speaks of rows r0, r1, ... and columns c0, c1, ...; `causal`: nothing after the own position. reach:
+    see `reach_of`."""
 
     condition: Condition
     rows: tuple[Vector, ...]
     columns: tuple[Vector, ...]
     causal: bool
+    reach: int | None = None
 
 
 def condition_of(
@@ -61,9 +64,11 @@ def condition_of(
     condition = found.where(True) if record(mask).type.dtype == torch.bool else _seen(found, values)
     if condition is None or condition == FALSE or len(names_in(condition)) > MOST:
         return None
-    if not causal and sizes["s"] == sizes["t"]:
-        condition, causal = _without_causal(condition, vectors, known)
-    return _in_order(condition, vectors, causal)
+    reach = None
+    if sizes["s"] == sizes["t"]:
+        reach = reach_of(condition, vectors, causal, sizes["s"], known)
+        condition, causal = (condition, causal) if causal else _without_causal(condition, vectors, known)
+    return replace(_in_order(condition, vectors, causal), reach=reach)
 
 
 def _seen(cases: Cases, values: MaskValues) -> Condition | None:

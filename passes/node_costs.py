@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.measure import group_of, local_bytes, moved_type
+from autopar.ir.measure import goes_to_one, group_of, local_bytes, moved_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
@@ -50,7 +50,7 @@ def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
     bytes_ = moved_type(node, mesh).bytes_
     if group.size == 1:
         return 0.0
-    if known.to_one:
+    if goes_to_one(node, mesh):
         return machine.message_us(bytes_, group)
     whole = bytes_ * (group.size if known.name == "all_to_all" else 1)  # of which each rank has a part before and after
     return machine.collective_us(known.name, whole, group)

@@ -7,24 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import CONTEXT_AXES, axes_of_group
 from autopar.ir.ops import op, op_name
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Program, operand_nodes, record
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
+from autopar.ir.program import Builder, Program, TensorType, operand_nodes, record, set_record
+from autopar.ir.ring_ops import (
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    RING_COMPARED,
+    RING_COMPARED_BACKWARD,
+    is_ring_backward,
+)
 from autopar.passes.search.costs import BYTES_PER_FLOP
 
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round
-_BACKWARD, _SCATTER = op("attention_backward"), op("reduce_scatter")
+_SCATTER = op("reduce_scatter")
 # The place of the queries among the arguments; keys, values and mask come after them.
 _QUERIES: Mapping[Any, int] = {
     op(f"{kind}attention{way}"): int(way != "") for kind in ("", "dropped_", "compared_") for way in ("", "_backward")
 }
-_KINDS_LEFT = {"dropped": "its dropout counts the keys of the whole", "compared": "its mask compares keys of the whole"}
+_RINGS: Mapping[bool, tuple[Any, Any]] = {  # forward and backward, without a mask and with a condition
+    False: (RING_ATTENTION, RING_ATTENTION_BACKWARD), True: (RING_COMPARED, RING_COMPARED_BACKWARD),
+}  # fmt: skip
+_DROPPED = "its dropout counts the keys of the whole"
 
 
 def ring(program: Program, plan: Plan) -> Program:
@@ -54,7 +64,9 @@ def ring(program: Program, plan: Plan) -> Program:
     At each of n - 1 steps a rank sends on the keys and values that it has while it computes with them (arXiv
     2310.01889), where a gather moves all of them before the first product. The backward pass sends them round again,
     and with them the sums of their gradients, which were scattered. `attention="ring"` does so wherever it can be, with
-    a note where it cannot; "auto" where the products of a step take longer than its message (`hidden`).
+    a note where it cannot; "auto" where the products of a step take longer than its message (`hidden`). Of a mask that
+    is a condition the vectors of the keys stay on every rank; a vector of bools that masks keys becomes one. Through a
+    window keys go no farther than it is wide.
     """  # noqa: E501
     asked = plan.options.attention
     if asked not in ("auto", "ring") or not any(axis in plan.mesh for axis in CONTEXT_AXES):
@@ -75,11 +87,14 @@ def hidden(queries: int, group: int, itemsize: int, causal: bool) -> float:
 class _Found:
     """An attention whose keys and values may go round.
 
-    operands: its tensors, with the rank's pieces in place of what the gathers give. scatters: the sums by which its
-    gradients leave, by their place among its results.
+    args: those of the ring up to `axis`, with the rank's pieces in place of what the gathers give. pads: a mask that is
+    a vector over the keys, which becomes the first of `columns`. scatters: the sums by which its gradients leave, by
+    their place among its results.
     """
 
-    operands: tuple[fx.Node, ...]
+    target: Any
+    args: tuple[Any, ...]
+    pads: fx.Node | None
     gathers: tuple[fx.Node, ...]
     axis: str
     outer: int
@@ -88,13 +103,14 @@ class _Found:
     scatters: Mapping[int, fx.Node]
 
     @property
-    def target(self) -> Any:
-        return RING_ATTENTION if len(self.operands) == 3 else RING_ATTENTION_BACKWARD
+    def is_compared(self) -> bool:
+        """True if the share of keys that are seen is known only in a run."""
+        return self.target in _RINGS[True]
 
     @property
     def queries_and_keys(self) -> tuple[fx.Node, fx.Node]:
-        first = int(self.target is RING_ATTENTION_BACKWARD)  # behind the gradient of the output
-        return self.operands[first], self.operands[first + 1]
+        first = int(is_ring_backward(self.target))  # behind the gradient of the output
+        return self.args[first], self.args[first + 1]
 
 
 class _Rings:
@@ -104,6 +120,7 @@ class _Rings:
         self.refused: dict[str, list[fx.Node]] = {}  # what stays gathered, by the reason
         self.found: dict[fx.Node, _Found] = {}
         self.why: dict[fx.Node, str] = {}  # the reason of a ring, and of a gather that could have been one
+        self.vectors: dict[fx.Node, fx.Node] = {}  # of masks that are some
         self.pieces: dict[fx.Node, fx.Node] = {}  # the scatter of each gradient that is one rank's already
 
     def run(self) -> Program:
@@ -145,8 +162,9 @@ class _Rings:
         q, k = map(record, one.queries_and_keys)
         queries = local_shape(q.type.shape, q.layout, self.program.mesh)[KEYS]
         times = hidden(queries, q.type.shape[1] // k.type.shape[1], k.type.dtype.itemsize, one.causal)
-        said = f"a step's products take {times:.3g} times as long as its message"
-        if self.is_forced or times >= 1:
+        most = " at most" if one.is_compared else ""
+        said = f"a step's products take{most} {times:.3g} times as long as its message"
+        if self.is_forced or (times >= 1 and not most):
             self.why[node] = f"attention='ring'; {said}" if self.is_forced else f"a ring: {said}"
             return True
         self.why.update(dict.fromkeys(one.gathers, f"gathered at once: in a ring {said}"))
@@ -168,15 +186,46 @@ class _Rings:
     def _ring(self, node: fx.Node, one: _Found) -> fx.Node:
         """The ring in place of an attention; the gradients of keys and values are those of the rank's pieces."""
         layouts = list(record(node).layouts)
-        if one.target is RING_ATTENTION_BACKWARD:
-            layouts[1:] = (record(piece).layout for piece in one.operands[2:4])
-        like = record(node).with_(
-            layouts=tuple(layouts), operands=tuple(record(each).layout for each in one.operands), reason=self.why[node]
-        )
-        return self.build.call(
-            one.target, *map(self.build.value.__getitem__, one.operands), one.axis, self.program.mesh[one.axis],
-            one.outer, one.causal, one.scale, like=like, name=op_name(one.target), **self.build.new(dict(node.kwargs)),
+        first = int(is_ring_backward(one.target))
+        if first:
+            layouts[1:] = (record(piece).layout for piece in one.args[2:4])
+        args = list(self.build.new(one.args))
+        if one.pads is not None:
+            args[first + 4] = [self._vector(one.pads)]
+        like = record(node).with_(layouts=tuple(layouts), reason=self.why[node])
+        made = self.build.call(
+            one.target, *args, one.axis, self.program.mesh[one.axis], one.outer, one.causal, one.scale,
+            like=like, name=op_name(one.target), **self.build.new(self._rest(node, one)),
         )  # fmt: skip
+        set_record(made, record(made).with_(operands=tuple(record(each).layout for each in operand_nodes(made))))
+        return made
+
+    def _rest(self, node: fx.Node, one: _Found) -> dict[str, Any]:
+        """The other arguments. Of pieces in order, as queries have them, keys go on as far as queries look back."""
+        rest = dict(node.kwargs)
+        reach: Any = rest.pop("reach", None)
+        q, k = map(record, one.queries_and_keys)
+        if reach is not None and one.outer == 1 and q.layout.dims[KEYS] == k.layout.dims[KEYS]:
+            size = self.program.mesh[one.axis]
+            hops = -(-reach // (k.type.shape[KEYS] // size))
+            rest |= {"hops": hops} if hops < size - 1 else {}
+        return rest
+
+    def _vector(self, mask: fx.Node) -> fx.Node:
+        """A mask [.., 1, t] as [b|1, h|1, t]."""
+        if mask not in self.vectors:
+            known = record(mask)
+            shape, dims = known.type.shape, known.layout.dims
+            missing = 4 - len(shape)
+            like = known.with_(
+                types=(TensorType((*[1] * missing, *shape[:-2], shape[-1]), known.type.dtype),), flops=0, origin="",
+                layouts=(Layout((*[()] * missing, *dims[:-2], dims[-1])),), operands=(known.layout,), reason="",
+            )  # fmt: skip
+            local = local_shape(like.type.shape, like.layout, self.program.mesh)
+            self.vectors[mask] = self.build.call(
+                torch.ops.aten.reshape.default, self.build.value[mask], list(local), like=like, name="columns"
+            )
+        return self.vectors[mask]
 
 
 def _found(node: fx.Node) -> _Found | str:
@@ -188,20 +237,31 @@ def _found(node: fx.Node) -> _Found | str:
     gathers = [one for one in args[first + 1 : first + 3] if _is_gather(one)]
     if not gathers:
         return ""
-    kind = _KINDS_LEFT.get(op_name(node.target).partition("_")[0])
-    if kind is not None:
-        return kind
-    if args[first + 3] is not None:
+    if op_name(node.target).startswith("dropped"):
+        return _DROPPED
+    is_compared = op_name(node.target).startswith("compared")
+    pads = None if is_compared else args[first + 3]
+    if pads is not None and not _is_vector(pads):
         return "its mask is a tensor, with a column for each key of the whole"
     if len(gathers) < 2 or _pieces(gathers[0]) != _pieces(gathers[1]) or gathers[0].args[2] != KEYS:
         return "they do not lie in the same pieces"
     _, axis, _, outer = gathers[0].args
-    items = [item for item in node.users if node.target is _BACKWARD and _place(item)]
+    items = [item for item in node.users if first and _place(item)]
     if not all(_is_scattered(item, (axis, KEYS, outer, "sum")) for item in items):
         return "their gradients are not scattered to the same pieces"
-    operands = tuple(one.all_input_nodes[0] if _is_gather(one) else one for one in operand_nodes(node))
     scatters = {_place(item): next(iter(item.users)) for item in items}
-    return _Found(operands, tuple(gathers), axis, outer, bool(args[-2]), float(args[-1]), scatters)
+    given = fx.node.map_arg(args[:-2], lambda one: one.all_input_nodes[0] if one in gathers else one)
+    if not is_compared:  # no mask, or the condition that it is
+        vectors: list[list[fx.Node]] = [] if pads is None else [[], []]
+        given = (*given[: first + 3], *vectors, *given[first + 4 :], *(() if pads is None else ("c0",)))
+    target = _RINGS[is_compared or pads is not None][first]
+    return _Found(target, given, pads, tuple(gathers), axis, outer, bool(args[-2]), float(args[-1]), scatters)
+
+
+def _is_vector(mask: fx.Node) -> bool:
+    """True for a mask of bools over the keys, the same for all queries."""
+    type_ = record(mask).type
+    return type_.dtype == torch.bool and len(type_.shape) > 1 and type_.shape[-2] == 1
 
 
 def _note(why: str, nodes: Sequence[fx.Node]) -> str:

@@ -43,7 +43,7 @@ def scans(program: Program, plan: Plan) -> Program:
     batch alone stay: the batch is there whole.
     """
     size = math.prod(size for _, size in context_axes(plan.mesh))
-    build, fed = Builder("scans"), _of_parameters(program)
+    build, fed = Builder("scans"), of_parameters(program)
 
     def put(node: fx.Node) -> fx.Node | None:
         found = _scan(node)
@@ -59,7 +59,7 @@ def scans(program: Program, plan: Plan) -> Program:
     return made
 
 
-def _of_parameters(program: Program) -> set[fx.Node]:
+def of_parameters(program: Program) -> set[fx.Node]:
     """The nodes that hang on a parameter."""
     found = {node for node, _ in program.parameters()}
     for node in program.calls():

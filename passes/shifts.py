@@ -11,11 +11,13 @@ from torch import fx
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, erase_unused, operand_nodes, record
+from autopar.passes.scans import of_parameters
 from autopar.passes.search.intents import context_axes
 from autopar.passes.sliced_rows import Window, pad_of, window_of
 
 aten = torch.ops.aten
 Shift = tuple[fx.Node, int, int]  # what is moved, its dim, and by how many rows
+Roll = tuple[fx.Node, list[tuple[int, int]]]  # what is moved around, and along which dims by how many rows
 
 
 def shifts(program: Program, plan: Plan) -> Program:
@@ -36,23 +38,52 @@ def shifts(program: Program, plan: Plan) -> Program:
 
     The 7 rows of the slice share no split with the 8 of its source; of the shift each rank needs one row of the rank
     before it. Written with a pad, with a slice behind zeros, or as the gradient of either (token shifts: arXiv
-    2305.13048, section 3).
+    2305.13048, section 3). So is `roll`, by which the rows that fall out come in at the other end; what it moves of the
+    batch alone stays: the batch is there whole.
     """
     size = math.prod(size for _, size in context_axes(plan.mesh))
-    build = Builder("shifts")
+    build, fed = Builder("shifts"), of_parameters(program)
 
     def put(node: fx.Node) -> fx.Node | None:
+        rolled = _roll(node)
+        if rolled is not None:
+            is_cut = any(record(node).type.shape[dim] % size == 0 for dim, _ in rolled[1])
+            return _rolled(build, node, *rolled) if is_cut and node in fed else None
         found = _shift(node)
         if found is None or record(node).type.shape[found[1]] % size:
             return None
         x, dim, by = found
         return build.call(op("pad_rows"), build.value[x], dim, by, -by, like=record(node), name="pad_rows")
 
-    if size == 1 or not any(map(_shift, program.calls())):
+    if size == 1 or not any(_shift(node) or _roll(node) for node in program.calls()):
         return program
     made = build.rewrite(program, put)
     erase_unused(made.graph)
     return made
+
+
+def _roll(node: fx.Node) -> Roll | None:
+    """What a roll moves, and each dim by less than half of its rows."""
+    if node.target is not aten.roll.default:
+        return None
+    shape = record(node).type.shape
+    rows, dims = ([int(one) for one in arg] for arg in (node.args[1], node.args[2] if len(node.args) > 2 else ()))  # type: ignore[union-attr,arg-type]
+    if len(rows) != len(dims) or not dims:  # of all elements, as one dim
+        return None
+    moves = [(dim % len(shape), by) for dim, by in zip(dims, rows, strict=True)]
+    return operand_nodes(node)[0], [(dim, _shorter(by, shape[dim])) for dim, by in moves if by % max(1, shape[dim])]
+
+
+def _shorter(by: int, rows: int) -> int:
+    """The way around that moves fewer rows."""
+    return (by + rows // 2) % rows - rows // 2
+
+
+def _rolled(build: Builder, node: fx.Node, x: fx.Node, moves: list[tuple[int, int]]) -> fx.Node:
+    found = build.value[x]
+    for dim, by in moves:
+        found = build.call(op("pad_rows"), found, dim, by, -by, like=record(node), name="pad_rows", wrap=True)
+    return found
 
 
 def _shift(node: fx.Node) -> Shift | None:

@@ -22,20 +22,23 @@ Tensors = tuple[Tensor, ...]
 
 def compared_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], compare: str, causal: bool,
-    scale: float, decide: Decide = decided, *, starts: Sequence[int] = (),
+    scale: float, decide: Decide = decided, *, starts: Sequence[int] = (), reach: int | None = None, part: bool = False,
 ) -> Tensors:  # fmt: skip
-    """(out [b,h,s,e], logsumexp [b,h,s]) as `attention` gives them; a query that sees no key has zeros."""
+    """(out [b,h,s,e], logsumexp [b,h,s]) as `attention` gives them; a query that sees no key has zeros, and of a part
+    of the keys the logsumexp -inf."""
     mask = Mask.of(q, k, rows, columns, compare, causal, starts)
     (b, h, s, _), e = q.shape, v.shape[3]
     out = q.new_zeros((b, s, h, e)).transpose(1, 2)
-    lse = torch.zeros((b, h, s), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    unseen, dtype = -torch.inf if part else 0.0, torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full((b, h, s), unseen, dtype=dtype, device=q.device)
     for block in mask.blocks(q, decide):
         here = block.samples, slice(None), block.rows
         found: Tensors | None = None
         for keys, seen in _calls(mask, block):
             keys_, values = (take(x[block.samples], keys, 2) for x in (k, v))
             one, its = attention(q[here], keys_, values, seen, False, scale)
-            found = (one, its) if found is None else joined(found[0], found[1], one, _behind(its, seen))
+            its = _behind(its, seen) if part or found is not None else its
+            found = (one, its) if found is None else joined(found[0], found[1], one, its)
         if found is not None:
             out[here], lse[here] = found
     return out, lse
@@ -44,6 +47,7 @@ def compared_attention(
 def compared_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor], out: Tensor,
     lse: Tensor, compare: str, causal: bool, scale: float, decide: Decide = decided, *, starts: Sequence[int] = (),
+    reach: int | None = None,
 ) -> Tensors:  # fmt: skip
     """(dq, dk, dv) in the shapes of q, k, v, summed over the blocks in at least float32."""
     mask = Mask.of(q, k, rows, columns, compare, causal, starts)

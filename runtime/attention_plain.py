@@ -33,7 +33,7 @@ def plain(
         scores = _scores(q, k, mask, causal, scale, rows, keys, first)
         part = torch.logsumexp(scores, -1)
         lse[:, :, rows] = part.masked_fill_(part == -torch.inf, 0)
-        weights = scores.sub_(part.unsqueeze(-1)).exp_()
+        weights = _probabilities(scores, part, mask)
         if factors is not None:
             weights *= factors(weights, first, keys)
         out[:, :, rows] = torch.matmul(_folded(weights.to(v.dtype), k), v[:, :, keys]).view(*part.shape, e)
@@ -49,7 +49,8 @@ def plain_backward(
     wide = _wide(q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows, keys, first in _blocks(q, k, causal, block_bytes, starts):
-        weights = _scores(q, k, mask, causal, scale, rows, keys, first).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        scores = _scores(q, k, mask, causal, scale, rows, keys, first)
+        weights = _probabilities(scores, lse[:, :, rows], mask)
         folded_grad, factor = _folded(grad[:, :, rows], k), None if factors is None else factors(weights, first, keys)
         met = weights if factor is None else weights * factor
         dv[:, :, keys] += torch.matmul(_folded(met.to(v.dtype), k).mT, folded_grad)
@@ -94,6 +95,19 @@ def _scores(
         hidden = torch.ones(count, seen, dtype=torch.bool, device=q.device).triu_(first + 1)
         scores.masked_fill_(hidden, -torch.inf)
     return scores
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """exp(scores - lse), over the scores.
+
+    A mask of numbers comes with all keys of a row, so that each row adds up to 1, or to 0 where it sees none. One that
+    torch.finfo(dtype).min hides entirely is uniform: beside such a number its logsumexp has lost log(n).
+    """
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    if mask is not None and mask.dtype != torch.bool:
+        total = weights.sum(-1, keepdim=True)
+        weights /= total.masked_fill_(total == 0, 1)
+    return weights
 
 
 def _part(mask: Mask, rows: slice, keys: slice) -> Mask:

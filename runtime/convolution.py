@@ -53,7 +53,9 @@ def convolution_weight_backward(
     return found
 
 
-def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 1) -> torch.Tensor:
+def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 1, wrap: bool = False) -> torch.Tensor:
+    if wrap:
+        return x.roll(before, dim)
     pads = [*[0] * 2 * (x.ndim - 1 - dim), before, after]
     if runs == 1:
         return torch.constant_pad_nd(x, pads)

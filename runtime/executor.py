@@ -28,7 +28,7 @@ from autopar.ir.ring_ops import is_ring
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
 from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
-from autopar.runtime.ring import RINGS
+from autopar.runtime.ring_kernels import RINGS
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
@@ -329,8 +329,8 @@ def _is_dense(node: fx.Node) -> bool:
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of one of our ops in the order of its schema."""
     schema = node.target._schema  # type: ignore[union-attr]
-    rest = [argument.name for argument in schema.arguments][len(node.args) :]
-    return (*node.args, *(node.kwargs[name] for name in rest))
+    rest = schema.arguments[len(node.args) :]
+    return (*node.args, *(node.kwargs.get(argument.name, argument.default_value) for argument in rest))
 
 
 def _attribute(node: fx.Node) -> Any:

@@ -17,7 +17,7 @@ from autopar.ir.ops import whole_of
 from autopar.runtime.collectives import Member, Move, Step, begin
 from autopar.runtime.groups import Group
 from autopar.runtime.mesh_ops import WAIT, axis_coord, is_local, local_answer
-from autopar.runtime.ring import RINGS
+from autopar.runtime.ring_kernels import RINGS
 
 _c10d = torch.ops._c10d_functional
 

@@ -9,17 +9,12 @@ ranks have added to, are at home by then, after n - 1 messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from autopar.ir.ops import op
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
-from autopar.runtime.attention import KERNELS as ATTENTION
-from autopar.runtime.kernel import Kernel
 from autopar.runtime.mesh_ops import COORD, WAIT
 from autopar.runtime.ring_blocks import Block, Runs, blocks_of, runs_at
 
@@ -27,21 +22,25 @@ SHIFT = op("shift_start")
 Tensors = tuple[torch.Tensor, ...]
 Part = tuple[slice, torch.Tensor, torch.Tensor]  # keys, and what a block gives for them and their values
 Ask = Callable[..., Any]
+# (place of the rank whose keys they are, block, its operands) -> what a kernel gives for them
+Attend = Callable[..., Tensors]
 Steps = Generator[Any, list[Any], Tensors]
 
 
-def _forward(
-    attention: Callable[..., Tensors], ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str,
-    size: int, outer: int, causal: bool, scale: float, *, starts: Sequence[int] = (),
+def forward(
+    attend: Attend, ask: Ask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: str, size: int, outer: int,
+    causal: bool, starts: Sequence[int], hops: int | None = None,
 ) -> Steps:  # fmt: skip
-    """(out, logsumexp), as attention to all keys gives them. The kernel is given a rank's own block first."""
+    """(out, logsumexp), as attention to the keys of all ranks gives them, or of the `hops` before each. The kernel is
+    given a rank's own block first."""
+    hops = size - 1 if hops is None else hops
     place = (yield ask(COORD, axis)).pop()
     rows, total = _runs(starts, q), _Total(q, v)
     keys, values, message = k, v, _packed(k, v)
-    for step in range(size):
-        moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+    for step in range(hops + 1):
+        moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < hops else None
         for block in _blocks(rows, place - step, size, outer, keys, causal):
-            total.add(block, *attention(*_taken(block, q, keys, values), None, block.causal, scale))
+            total.add(block, *attend((place - step) % size, block, *_taken(block, q, keys, values)))
         if moving is not None:
             message = (yield ask(WAIT, moving)).pop()
             del moving  # it holds what was sent
@@ -49,30 +48,31 @@ def _forward(
     return total.result()
 
 
-def _backward(
-    attention_backward: Callable[..., Tensors], ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool,
-    scale: float, *, starts: Sequence[int] = (),
+def backward(
+    attend: Attend, ask: Ask, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, axis: str, size: int, outer: int, causal: bool, starts: Sequence[int], hops: int | None = None,
 ) -> Steps:  # fmt: skip
-    """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind."""
+    """(dq, dk, dv). What a rank computes for keys of others goes on with them, one step behind, and home at once from
+    where they go no farther."""
+    hops = size - 1 if hops is None else hops
     place = (yield ask(COORD, axis)).pop()
-    rows, queries = _runs(starts, q), _Queries(attention_backward, grad, q, out, lse, scale)
-    moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if size > 1 else None
+    rows, queries = _runs(starts, q), _Queries(attend, grad, q, out, lse)
+    moving = (yield ask(SHIFT, _packed(k, v), axis, 1)).pop() if hops else None
     sums: Any = None  # of the gradients under way
-    for step in range(1, size + 1):
+    for step in (*range(1, hops + 1), size):  # a rank's own block last
         keys, values = k, v
         if moving is not None:
             message = (yield ask(WAIT, moving)).pop()
-            moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < size - 1 else None
+            moving = (yield ask(SHIFT, message, axis, 1)).pop() if step < hops else None
             keys, values = _unpacked(message, k, v)
             del message
         blocks = _blocks(rows, place - step, size, outer, keys, causal)
-        parts = [queries.see(block, keys, values) for block in blocks]
+        parts = [queries.see((place - step) % size, block, keys, values) for block in blocks]
         del keys, values
         total = k.new_zeros(k.numel() + v.numel(), dtype=_wide(k)) if sums is None else (yield ask(WAIT, sums)).pop()
         _add(_unpacked(total, k, v), parts)
         del parts
-        sums = (yield ask(SHIFT, total, axis, 1)).pop() if step < size else None
+        sums = (yield ask(SHIFT, total, axis, 1 if step < hops else size - hops)).pop() if step < size else None
     dk, dv = _unpacked(total, k, v)
     return queries.gradient.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -80,16 +80,16 @@ def _backward(
 class _Queries:
     """A rank's queries in the backward pass. gradient: of the keys so far, in at least float32."""
 
-    def __init__(self, kernel: Callable[..., Tensors], *given: Any) -> None:
-        self.kernel = kernel
-        self.grad, self.q, self.out, self.lse, self.scale = given
+    def __init__(self, attend: Attend, *given: Any) -> None:
+        self.attend = attend
+        self.grad, self.q, self.out, self.lse = given
         self.gradient = torch.zeros_like(self.q, dtype=_wide(self.q))
 
-    def see(self, block: Block, keys: torch.Tensor, values: torch.Tensor) -> Part:
-        """Add the gradient of a block; that of its keys and values."""
+    def see(self, at: int, block: Block, keys: torch.Tensor, values: torch.Tensor) -> Part:
+        """Add the gradient of a block; that of its keys and values, which are those of the rank `at`."""
         rows = block.rows
-        taken = self.grad[:, :, rows], *_taken(block, self.q, keys, values), None, self.out[:, :, rows]
-        gradient, dk, dv = self.kernel(*taken, self.lse[:, :, rows].contiguous(), block.causal, self.scale)
+        taken = self.grad[:, :, rows], *_taken(block, self.q, keys, values), self.out[:, :, rows]
+        gradient, dk, dv = self.attend(at, block, *taken, self.lse[:, :, rows].contiguous())
         self.gradient[:, :, rows] += gradient
         return block.keys, dk, dv
 
@@ -111,13 +111,16 @@ class _Total:
         self.lse: torch.Tensor | None = None
 
     def add(self, block: Block, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Attention to other keys. Every row of it sees some."""
+        """Attention to other keys. The logsumexp of a row that sees none of them is -inf."""
         if self.out is None and block.rows == slice(0, self.q.shape[2]):
             self.out, self.lse = out.to(self.dtype), lse
             return
         all_out, all_lse = self._so_far()
         mine, sums = all_out[:, :, block.rows], all_lse[:, :, block.rows]
-        mine.lerp_(out.to(self.dtype), torch.sigmoid(lse - sums).unsqueeze(-1))
+        weight = torch.where(lse == -torch.inf, 0, torch.sigmoid(lse - sums))  # both may be -inf
+        # dense in (b, s, h) as what it weighs: a compiler takes the strides of the result from it
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        mine.lerp_(out.to(self.dtype), weight.unsqueeze(-1))
         sums.copy_(torch.logaddexp(sums, lse))
 
     def result(self) -> Tensors:
@@ -159,17 +162,3 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def _unpacked(message: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
     """What is in a message, as views in the shapes of k and v."""
     return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
-
-
-def _kernel(make: Callable[..., Steps], name: str) -> Kernel:
-    kernel = ATTENTION[name]
-    return Kernel(partial(make, kernel.run), traced=partial(make, kernel.traced or kernel.run))
-
-
-# `run` and `traced` take `ask` before the arguments of the op.
-RINGS: Mapping[Any, Kernel] = MappingProxyType(
-    {
-        RING_ATTENTION: _kernel(_forward, "attention"),
-        RING_ATTENTION_BACKWARD: _kernel(_backward, "attention_backward"),
-    }
-)

@@ -103,6 +103,9 @@ SIZES: Mapping[Any, Construct] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), Construct(
         "repeat_interleave with a tensor of repeats",
         "Pass output_size= as a Python integer, repeat by one Python integer, or expand the batch beforehand.")),
+    torch.linalg.lstsq: Construct(
+        "linalg.lstsq, which has residuals if the matrix has full rank",
+        "Of full rank it is torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b)."),
     **dict.fromkeys((torch.bincount, Tensor.bincount), Construct(
         "bincount", "Give it a fixed number of classes: F.one_hot(index, n).sum(0), or zeros(n).index_add(0, ...).")),
 }  # fmt: skip

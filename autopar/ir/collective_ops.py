@@ -49,9 +49,10 @@ COLLECTIVES = (
     ),
     # what the rank `by` places before has, around the axis
     CollectiveOp("shift(Tensor x, str axis, int by) -> Tensor", (0, 1), (0, 1), to_one=True),
-    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole; and its transpose
-    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", (0, 1), None,
-                 halves=False, edges=True),
+    # each run of consecutive rows with those of the runs beside it, zeros at the ends of the whole (or the rows of its
+    # other end if `wrap`); and its transpose
+    CollectiveOp("halo(Tensor x, str axis, int dim, int outer, int before, int after, bool wrap=False) -> Tensor",
+                 (0, 1), None, halves=False, edges=True),
     CollectiveOp("halo_sum(Tensor x, str axis, int dim, int outer, int before, int after) -> Tensor", "sum", (0, 1),
                  halves=False, edges=True),
     # An all-gather and a reduce-scatter over the slices of a sequence, of what causal attention reads and gives: since

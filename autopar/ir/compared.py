@@ -13,7 +13,7 @@ import torch
 from autopar.ir.semantic import SemanticOp
 
 _MASK = "Tensor[] rows, Tensor[] columns"
-_REST = "str compare, bool causal, float scale, *, SymInt[] starts=[]"
+_REST = "str compare, bool causal, float scale, *, SymInt[] starts=[], int? reach=None{more}"
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
@@ -23,15 +23,18 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__:
     return q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2), q.new_empty((b, h, s), dtype=dtype)
 
 
-# A query sees the keys of which `compare` holds, and if `causal` none after its own position.
+# A query sees the keys of which `compare` holds, and if `causal` none after its own position. part: these are some keys
+# of many, and the logsumexp of a query that sees none of them is -inf. reach: no query sees a key after its own
+# position or more than so many before it; of use to who brings the keys.
 compared_attention = SemanticOp(
-    f"compared_attention(Tensor q, Tensor k, Tensor v, {_MASK}, {_REST}) -> (Tensor, Tensor)",
+    f"compared_attention(Tensor q, Tensor k, Tensor v, {_MASK}, {_REST.format(more=', bool part=False')}) -> "
+    "(Tensor, Tensor)",
     _attention,
     precision="low",
 )
 compared_attention_backward = SemanticOp(
     f"compared_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, {_MASK}, Tensor out, Tensor lse, "
-    f"{_REST}) -> (Tensor, Tensor, Tensor)",
+    f"{_REST.format(more='')}) -> (Tensor, Tensor, Tensor)",
     lambda grad, q, k, v, *_, **__: tuple(map(torch.empty_like, (q, k, v))),
     precision="low",
     statistic=7,

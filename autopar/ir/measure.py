@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -32,14 +33,31 @@ def local_bytes(node: fx.Node, mesh: Mesh) -> int:
 
 
 def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
-    """What a collective moves: the whole of a value, or the rows at the edges of all its pieces."""
+    """What a collective moves: the whole of a value, or what a rank sends of the rows at the edges of its pieces."""
     kind, operand = collective_of(node.target), operand_nodes(node)[0]
     if not kind.edges:
         return local_type(node if kind.counts_result else operand, mesh)
-    long, short = sorted((local_type(node, mesh), local_type(operand, mesh)), key=lambda type_: -type_.numel)
+    long, short = _with_and_without(node, mesh)
     dim = int(node.args[2])  # type: ignore[arg-type]
-    rows = (long.shape[dim] - short.shape[dim]) * mesh[str(node.args[1])]
+    whole = short.shape[dim] * mesh[str(node.args[1])]
+    rows = long.shape[dim] - short.shape[dim] if goes_to_one(node, mesh) else whole
     return TensorType((*long.shape[:dim], rows, *long.shape[dim + 1 :]), long.dtype)
+
+
+def goes_to_one(node: fx.Node, mesh: Mesh) -> bool:
+    """True for a collective of which each element goes to one rank: a shift, and edges that are not longer than what
+    they are the edges of."""
+    kind = collective_of(node.target)
+    if not kind.edges:
+        return kind.to_one
+    args: Any = node.args
+    _, _, dim, outer, before, after, *_ = args
+    return bool(max(before, after) <= _with_and_without(node, mesh)[1].shape[dim] // abs(outer))
+
+
+def _with_and_without(node: fx.Node, mesh: Mesh) -> list[TensorType]:
+    """The types of a value with the rows beside its pieces, and without them."""
+    return sorted((local_type(node, mesh), local_type(operand_nodes(node)[0], mesh)), key=lambda type_: -type_.numel)
 
 
 def _part(type_: TensorType, layout: Layout, mesh: Mesh) -> TensorType:

@@ -4,6 +4,9 @@ Each is one node, whatever the number of ranks. It has no kernel that is called 
 generator asks for transfers between its products (`runtime/ring.py`). Of keys and values a rank holds the piece at its
 place on `axis` of `size`: of the whole dim, read as (outer, size, rest), mirrored in every second block if `outer` is
 negative, as for a gather. `starts`: where the runs of a rank's queries begin in the whole, as attention has them.
+A mask that is a condition (see `compared.py`) is known to each rank: it has the vectors of its queries, and those of
+all keys, which are O(S) and take no part in the transfers. `hops`: how often keys and values go on, if nobody looks
+farther back; all the way round if it is not given.
 """
 
 from __future__ import annotations
@@ -21,13 +24,21 @@ from autopar.ir.ops import NAMESPACE, is_collective, op
 from autopar.ir.program import TensorType
 
 _RING = "str axis, int size, int outer, bool causal, float scale, *, SymInt[] starts=[]"
+_MASK = "Tensor[] rows, Tensor[] columns"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define(f"ring_attention(Tensor q, Tensor k, Tensor v, {_RING}) -> (Tensor, Tensor)")
-_library.define(
+for _schema in (
+    f"ring_attention(Tensor q, Tensor k, Tensor v, {_RING}) -> (Tensor, Tensor)",
     f"ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_RING}) -> "
-    f"(Tensor, Tensor, Tensor)"
-)
+    "(Tensor, Tensor, Tensor)",
+    f"ring_compared_attention(Tensor q, Tensor k, Tensor v, {_MASK}, str compare, {_RING}, int? hops=None) -> "
+    "(Tensor, Tensor)",
+    f"ring_compared_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, {_MASK}, Tensor out, Tensor lse, "
+    f"str compare, {_RING}, int? hops=None) -> (Tensor, Tensor, Tensor)",
+):
+    _library.define(_schema)
 RING_ATTENTION, RING_ATTENTION_BACKWARD = op("ring_attention"), op("ring_attention_backward")
+RING_COMPARED, RING_COMPARED_BACKWARD = op("ring_compared_attention"), op("ring_compared_attention_backward")
+_BACKWARD = (RING_ATTENTION_BACKWARD, RING_COMPARED_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +62,38 @@ class Ring:
     size: int
     outer: int
     causal: bool
+    hops: int
 
     @staticmethod
     def of(node: fx.Node) -> Ring:
         """Those of a node for which `is_ring` is true."""
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False))
+        given: dict[str, Any] = {"hops": None, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given["hops"] = given["size"] - 1 if given["hops"] is None else given["hops"]
         return Ring(**{name: given[name] for name in Ring.__slots__})
 
 
 def is_ring(target: object) -> bool:
     """True for an op that computes and talks to other ranks in between."""
-    return target in (RING_ATTENTION, RING_ATTENTION_BACKWARD)
+    return target in (RING_ATTENTION, RING_COMPARED) or is_ring_backward(target)
+
+
+def is_ring_backward(target: object) -> bool:
+    """True for the gradients of one."""
+    return target in _BACKWARD
 
 
 def messages_of(node: fx.Node, mesh: Mesh) -> tuple[Message, ...]:
-    """What goes round in a ring: keys and values n - 1 times; in the backward pass as often again their gradients, in
-    the dtype in which they are added up."""
+    """What goes round in a ring: keys and values n - 1 times, or as far as queries look back; in the backward pass as
+    often again their gradients, in the dtype in which they are added up, the last time back to where they belong."""
     ring = Ring.of(node)
     parts = [local_type(each, mesh) for each in (ring.k, ring.v)]
     sent = TensorType((sum(part.numel for part in parts),), parts[0].dtype)
-    found = [Message(ring.k, sent, ring.size - 1)]
-    if node.target is RING_ATTENTION_BACKWARD:
+    found = [Message(ring.k, sent, ring.hops)]
+    if is_ring_backward(node.target):
         wide = TensorType(sent.shape, torch.promote_types(sent.dtype, torch.float32))
-        found.append(Message(ring.k, wide, ring.size - 1))
-    return tuple(found)
+        found.append(Message(ring.k, wide, ring.hops))
+    return tuple(found) if ring.hops else ()
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

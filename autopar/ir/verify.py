@@ -12,7 +12,7 @@ from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
-from autopar.ir.ring_ops import RING_ATTENTION, Ring, is_ring
+from autopar.ir.ring_ops import Ring, is_ring, is_ring_backward
 
 
 def verify(program: Program, level: Level) -> None:
@@ -141,7 +141,7 @@ def _check_ring(node: fx.Node, program: Program) -> None:
     if not known or ring.size != program.mesh[ring.axis]:
         _fail(node, f"goes round {ring.size} ranks of '{ring.axis}', which mesh '{program.mesh}' has not")
     pieces = [record(ring.k).layout, record(ring.v).layout]
-    pieces += [] if node.target is RING_ATTENTION else [one for one in found.layouts[1:] if one is not None]
+    pieces += [one for one in found.layouts[1:] if one is not None] if is_ring_backward(node.target) else []
     for layout in pieces:
         whole = moved_layout("all_gather", (ring.axis, 2, ring.outer), layout)
         if whole is None or _canonical(whole).dims[2] or layout.partial:

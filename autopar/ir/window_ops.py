@@ -46,9 +46,10 @@ def convolution_weight_backward(
     return grad.new_empty((grad.shape[1], x.shape[1] // groups, *kernel))
 
 
-@semantic("pad_rows(Tensor x, int dim, int before, int after, *, int runs=1) -> Tensor")
-def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 1) -> torch.Tensor:
-    """x with rows of zeros before and after each of the runs of a dim, or without some of its rows."""
+@semantic("pad_rows(Tensor x, int dim, int before, int after, *, int runs=1, bool wrap=False) -> Tensor")
+def pad_rows(x: torch.Tensor, dim: int, before: int, after: int, *, runs: int = 1, wrap: bool = False) -> torch.Tensor:
+    """x with rows of zeros before and after each of the runs of a dim, or without some of its rows. wrap: of a dim that
+    keeps its length, the rows that fall out at one end in place of the zeros at the other."""
     rows = x.shape[dim] + runs * (before + after)
     return x.new_empty((*x.shape[:dim], rows, *x.shape[dim + 1 :]))
 

@@ -47,4 +47,8 @@ def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
         kept.setdefault("microbatches", 2)
     if "tp" not in mesh:
         kept.pop("sequence_parallel", None)
+    elif kept.get("attention") == "ulysses":  # two heads, for four ranks
+        kept.pop("attention")
+    if "cp" not in axes_of(mesh):
+        kept.pop("attention", None)
     return kept

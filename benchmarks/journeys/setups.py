@@ -10,9 +10,11 @@ from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, axes_of, optio
 from benchmarks.journeys.models import BLOCKS
 from benchmarks.journeys.side import OPTIMIZERS
 
-COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2")
+COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 SLICED = ("seq1f1b", "gpipe")
+ATTENTION = ("auto", "gather", "ring", "ulysses")
+CHUNKS = (True, "auto", 300)  # bytes of logits
 SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
 
@@ -55,4 +57,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         made["gan"] = False
     if mesh == "dp=2" and "microbatches" not in options and draw(st.integers(0, 3)) == 3:
         made["batch"] = "local"
+    if "cp" in axes_of(mesh):
+        made["options"]["attention"] = draw(st.sampled_from(ATTENTION))
+    if head != "regress" and draw(st.integers(0, 2)) == 2:
+        made["options"]["chunked_loss"] = draw(st.sampled_from(CHUNKS))
+    made["options"] = options_on(mesh, made["options"])
     return made

@@ -37,6 +37,7 @@ class Halo:
 
     before, after: how many, of the dim of which `name` is the first; at the ends of the whole they are zeros. operands:
     those that have them. results: those of which they are parts of what the pieces beside make, to be added there.
+    wrap: at the ends of the whole they are the rows of its other end.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Halo:
     after: int
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    wrap: bool = False
 
     def dim(self, dims: Dims) -> int:
         """The dim of a tensor with these names, of which it has rows."""
@@ -68,6 +70,8 @@ class Rule:
     halos: what a piece needs of the pieces beside it. What has none needs its own rows only.
     scan: the name along which the only result is a running sum, and whether that begins at the end: to a piece's own
       the sums of the pieces before it are added.
+    reversed: names of which the op turns the order round: they are split in mirrored pieces alone, of which a rank has
+      as many rows at the end as at the beginning, and by one axis.
     """
 
     operands: tuple[Dims, ...]
@@ -82,6 +86,7 @@ class Rule:
     growing: frozenset[str] = frozenset()
     halos: tuple[Halo, ...] = ()
     scan: tuple[str, bool] | None = None
+    reversed: frozenset[str] = frozenset()
 
     @property
     def neighbours(self) -> frozenset[str]:
@@ -91,7 +96,7 @@ class Rule:
     @property
     def ordered(self) -> frozenset[str]:
         """The names along which the order of rows counts."""
-        return self.indexed | self.positional | self.neighbours
+        return self.indexed | self.positional | self.neighbours | self.reversed
 
     def names(self) -> tuple[str, ...]:
         """The names that may be split, in order of appearance."""
@@ -196,6 +201,7 @@ def allows(rule: Rule, name: str, n: int, outer: int = 1) -> bool:
         and size > 0
         and size % (abs(outer) * n) == 0
         and (outer == 1 or name not in rule.indexed)
+        and (outer < 0 or name not in rule.reversed)
     )
 
 

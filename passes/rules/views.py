@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.passes.rules.build import (
     FIRST,
@@ -157,15 +158,19 @@ def _repeat(call: Call) -> Rule:
     return build(call, [dims], [tuple(result)], replicated=repeats, sizes=sizes, linear=FIRST)
 
 
-def _whole_dims(position: int, name: str = "dims") -> Row:
-    """The shape stays; the dims that are named are replicated (flip, roll)."""
+def _roll(call: Call) -> Rule:
+    """The shape stays; the dims that are named are replicated."""
+    dims = named(call.operands[0].shape)
+    moved = dims_argument(call, 2, "dims") if dims else ()
+    return build(call, [dims], [dims], replicated={n for dim in moved for n in dims[dim]}, linear=FIRST)
 
-    def rule(call: Call) -> Rule:
-        dims = named(call.operands[0].shape)
-        moved = dims_argument(call, position, name) if dims else ()
-        return build(call, [dims], [dims], replicated={n for dim in moved for n in dims[dim]}, linear=FIRST)
 
-    return Row(rule)
+def _flip(call: Call) -> Rule:
+    """Of mirrored pieces a rank has the first rows and the last: turned round they change places."""
+    dims = named(call.operands[0].shape)
+    turned = dims_argument(call, 1, "dims") if dims else ()
+    names = frozenset(name for dim in turned for name in dims[dim])
+    return replace(build(call, [dims], [dims], linear=FIRST), reversed=names)
 
 
 def _triangle(call: Call) -> Rule:
@@ -249,8 +254,8 @@ ROWS: Mapping[str, Row] = {
     "aten.squeeze.dims": Row(_squeeze_dims, local=_squeeze_dims_local),
     "aten.expand.default": Row(_expand, shape_arg=1),
     "aten.repeat.default": Row(_repeat),
-    "aten.flip.default": _whole_dims(1),
-    "aten.roll.default": _whole_dims(2),
+    "aten.flip.default": Row(_flip),
+    "aten.roll.default": Row(_roll),
     "aten.tril.default": Row(_triangle),
     "aten.triu.default": Row(_triangle),
     "aten.unfold.default": Row(_unfold),

@@ -125,13 +125,14 @@ def _input_local(pieces: Pieces) -> Arguments:
 
 
 def _pad_rows(call: Call) -> Rule:
-    """A dim that keeps its length is moved, and may be split."""
+    """A dim that keeps its length is moved, and may be split. What wraps around comes from the other end."""
     _, at, before, after = call.args
     dims, result = named(call.operands[0].shape), named(call.results[0].shape)
     if before != -after:
         result = replace_dim(dims, at, () if call.results[0].shape[at] == 1 else ("p",))
         return build(call, [dims], [result], replicated={*dims[at], *result[at]}, linear=FIRST)
-    halos = [Halo(name, max(0, before), max(0, after), (0,)) for name in dims[at]]
+    wrap = bool(call.kwargs.get("wrap"))
+    halos = [Halo(name, max(0, before), max(0, after), (0,), wrap=wrap) for name in dims[at]]
     return replace(build(call, [dims], [dims], linear=FIRST), halos=tuple(halos))
 
 
@@ -145,7 +146,8 @@ def _pad_rows_local(pieces: Pieces) -> Arguments:
     x, at, before, after = pieces.call.args
     if f"d{at}" not in pieces.readings:
         return pieces.call.args, dict(pieces.call.kwargs)
-    return _with_runs(pieces, at, (x, at, min(0, before), min(0, after)))
+    args, kwargs = _with_runs(pieces, at, (x, at, min(0, before), min(0, after)))
+    return args, {name: value for name, value in kwargs.items() if name != "wrap"}  # its halo has the rows
 
 
 def _running_sum(call: Call) -> Rule:

@@ -177,10 +177,10 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, le
         found = replace(found, mirrored=blocks, pieces=pieces)
     if not found.context or axis == SLICE:
         return found
-    if attention == "gather" or (axis == CONTEXT and ULYSSES in mesh and attention != "ring"):
-        return found
-    if axis == CONTEXT and attention == "ring":
+    if axis == CONTEXT and attention in ("gather", "ring"):
         return replace(found, no_heads=True)
+    if attention == "gather" or (axis == CONTEXT and ULYSSES in mesh):
+        return found
     later = mesh.names[mesh.names.index(axis) + 1 :]
     heads = math.prod(mesh[name] for name in later if INTENTS[name].weights_split)
     return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import MICROBATCH
-from autopar.ir.ops import op
+from autopar.ir.ops import op, op_name
 from autopar.ir.program import TensorType
+from autopar.passes.rules.rule import Halo
 from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
 from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
@@ -25,7 +26,7 @@ MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, a
 ATTENTION = frozenset(
     op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
-GRADIENTS_OF_ATTENTION = frozenset(op(f"{kind}_backward") for kind in ("attention", "dropped_attention"))
+GRADIENTS_OF_ATTENTION = frozenset(target for target in ATTENTION if op_name(target).endswith("_backward"))
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
 Options = list[list[tuple[Strategy, float]]]
@@ -94,23 +95,31 @@ def options_of(
 
 
 def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str, int]) -> float:
-    """The bytes that a rank gets of the rows beside its pieces, when a call is split: those of the ends of all runs."""
+    """The bytes that a rank gets of the rows beside its pieces, when a call is split: those at the ends of its runs, or
+    the pieces of all ranks where that is more than a run."""
     found = 0.0
     for halo in item.rule.halos if item.rule and choice else ():
         assert choice is not None and item.rule is not None
         if halo.name != choice[0]:
             continue
-        rows = (halo.before + halo.after) * abs(choice[1]) * (size - 1)
         for i in halo.operands:
-            source, dim = operand_types(item.node)[i], halo.dim(item.rule.operands[i])
-            found += rows / source.shape[dim] * _bytes(source, item.wanted[i], sizes)
+            source = operand_types(item.node)[i]
+            rows = source.shape[halo.dim(item.rule.operands[i])]
+            found += halo_share(halo, rows, choice[1], size) * _bytes(source, item.wanted[i], sizes)
         for i in halo.results:
-            dim = halo.dim(item.rule.results[i])
-            found += rows / item.types[i].shape[dim] * _bytes(item.types[i], item.states[i], sizes)
+            rows = item.types[i].shape[halo.dim(item.rule.results[i])]
+            found += halo_share(halo, rows, choice[1], size) * _bytes(item.types[i], item.states[i], sizes)
     if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
         rows = abs(choice[1]) * (size - 1)
         found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
     return found
+
+
+def halo_share(halo: Halo, rows: int, outer: int, size: int) -> float:
+    """The share of a dim of so many rows that a rank sends in an exchange of its edges."""
+    if max(halo.before, halo.after) * size * abs(outer) > rows:
+        return (size - 1) / size
+    return (halo.before + halo.after) * abs(outer) / rows
 
 
 def _held(strategy: Strategy, bytes_: list[float], size: int) -> float:

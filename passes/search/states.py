@@ -72,6 +72,8 @@ def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, 
     name, outer = choice
     if name in rule.replicated or (name in rule.indexed and outer != 1):
         return False
+    if name in rule.reversed and (outer > 0 or any(other == name for (other, _), _ in taken)):
+        return False
     inside = 1  # earlier pieces that this axis splits further
     for (other, other_outer), other_size in taken:
         if other != name:

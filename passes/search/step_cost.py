@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.measure import human, local_bytes, moved_type
+from autopar.ir.measure import goes_to_one, human, local_bytes, moved_type
 from autopar.ir.mesh import is_in_time
 from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
@@ -52,6 +52,6 @@ def step_cost(program: Program) -> StepCost:
             collectives += 1
             again = kind.name == "all_gather" and record(node).is_backward and record(operand).phase == "forward"
             whole, size = moved_type(node, program.mesh).bytes_, program.mesh[str(node.args[1])]
-            cost = whole if kind.to_one else move_cost(kind.has, kind.gives, whole, size)
+            cost = whole if goes_to_one(node, program.mesh) else move_cost(kind.has, kind.gives, whole, size)
             moved += 0.0 if again else cost
     return StepCost(moved, collectives, computed)

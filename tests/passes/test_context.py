@@ -248,3 +248,21 @@ def test_a_sequence_too_short_for_mirrored_pieces_and_tp() -> None:
     assert autopar.verify(llama(), "cp=2,tp=2", batch=batch, **options).ok
     with pytest.raises(LayoutError, match="must be a multiple of 4, or of 8 where attention is causal"):
         autopar.compile(llama(), "cp=2,tp=2", batch=tuple(each[:, :6] for each in tokens()), **options)
+
+
+class Apart(nn.Module):
+    """Attention of a batch [rows, heads, positions, width]: heads are a dim of the batch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(sdpa(*self.project(x).chunk(3, -1))).square().mean()
+
+
+@pytest.mark.parametrize(("way", "layouts"), [("gather", {"[-,-,cp,-]"}), ("ulysses", {"[-,cp,-,-]"})])
+def test_heads_in_the_batch_are_split_only_if_nobody_forbids(way: str, layouts: set[str]) -> None:
+    torch.manual_seed(0)
+    ((_, found),) = verified(Apart(), ["cp=2"], None, torch.randn(2, 4, 12, 8), attention=way)
+    assert layouts_of(found, "attention") == layouts

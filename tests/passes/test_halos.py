@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models_special import hybrid
+from processes import Ranks
 from torch import Tensor, nn
 from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.errors import BatchError
-from autopar.ir.plan import Fixed
+from autopar.errors import BatchError, VerificationError
+from autopar.ir.plan import Fixed, Plan
 from autopar.ir.program import record
+from autopar.ir.text import parse_program
+from autopar.passes.check_rules import check_rules
+from autopar.runtime import collectives
 
 ROWS, TIME, WIDTH = 4, 24, 8
 
@@ -119,6 +125,31 @@ def test_a_pad_that_another_op_reads_too() -> None:
         assert whole(found)
 
 
+# Rows that a rank sends over cp=3, of 8 on each: forward, for the gradient of x, and for that of the weight.
+SENT = {"same": (2, 2, 2), "causal, padded": (3, 3, 3), "longer than a piece": (24, 24, 24), "halved": (1, 1, 1)}
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_a_rank_sends_what_its_neighbours_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ranks there are, and what is said is what moves; all rows where a halo is longer than a piece."""
+    sent: list[int] = []
+    meet = collectives._meet
+
+    def counted(moves: Any) -> Any:
+        if moves[0].primitive in ("shift", "gather", "reduce_scatter") and moves[0].x.ndim:
+            sent.append(moves[0].x.nbytes)
+        return meet(moves)
+
+    model, x = Convolving(KINDS[kind]), torch.randn(ROWS, TIME, WIDTH)
+    monkeypatch.setattr(collectives, "_meet", counted)
+    ((_, found),) = verified(model, ("cp=3",), None, (x,), steps=1)
+    rows = [row for row in found.collectives if row.op in ("halo", "halo_sum")]
+    size = ROWS * WIDTH * 8
+    assert [row.bytes for row in rows] == [count * size for count in SENT[kind]]
+    if kind != "longer than a piece":  # there a rank gives its piece, and gets all
+        assert sum(sent) == sum(row.bytes for row in rows)
+
+
 SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a pad": lambda x: F.pad(x, (0, 0, 1, -1)),
     "ahead": lambda x: F.pad(x, (0, 0, -2, 2)),
@@ -126,6 +157,11 @@ SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
     "before zeros": lambda x: torch.cat([x[:, 3:], x.new_zeros(ROWS, 3, WIDTH)], 1),
     "a slice, padded": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
     "by more than a piece": lambda x: F.pad(x, (0, 0, 13, -13)),
+    "around": lambda x: x.roll(3, 1),
+    "around, back": lambda x: x.roll(-1, 1),
+    "around, by more than a piece": lambda x: x.roll(11, 1),
+    "the long way around": lambda x: x.roll(23, 1),
+    "around, with the width": lambda x: x.roll((2, 3), (1, 2)),
 }
 
 
@@ -145,6 +181,53 @@ def test_every_kind_of_shift(kind: str) -> None:
     x = torch.randn(ROWS, TIME, WIDTH)
     for _, found in verified(Shifting(SHIFTS[kind]), ("cp=2", "cp=3", "dp=2,cp=2"), None, (x,)):
         assert not whole(found) and moved(found) == {"halo"}, found.notes
+
+
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "alone": lambda x: x.flip(1),
+    "with the width": lambda x: x.flip(1, 2),
+    "with a running sum of it": lambda x: (2 * x.flip(1)).cumsum(1),
+    "beside a shift": lambda x: x.flip(1) * F.pad(x, (0, 0, 1, -1)),
+}
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_a_sequence_that_is_turned_round(kind: str) -> None:
+    """In mirrored pieces a rank has the first rows and the last: nothing moves but what the other op reads."""
+    torch.manual_seed(0)
+    more = {"with a running sum of it": {"all_gather"}, "beside a shift": {"halo"}}.get(kind, set())
+    for _, found in verified(
+        Shifting(TURNED[kind]), ("cp=2", "cp=3", "dp=2,cp=2"), None, (torch.randn(ROWS, TIME, WIDTH),)
+    ):
+        assert not whole(found) and moved(found) == more
+        turned = [node for node in found.program.calls() if node.target is torch.ops.aten.flip.default]
+        assert {record(node).layouts[0].dims[1] for node in turned} == {(-2, "cp")}
+
+
+def test_what_has_no_mirrored_pieces_is_gathered_to_be_turned() -> None:
+    """20 positions are not pieces of 8; and a piece that tp divides further is not both ends of the whole."""
+    torch.manual_seed(0)
+    model = Shifting(lambda x: x.flip(1))
+    ((_, found),) = verified(model, ("cp=4",), None, (torch.randn(ROWS, 20, WIDTH),))
+    assert moved(found) == {"all_gather"} and not whole(found)
+    verified(model, ("cp=2,tp=2",), None, (torch.randn(ROWS, TIME, WIDTH),), sequence_parallel=True)
+
+
+def _trained(rank: int) -> float:
+    """The greatest difference of a gradient from that of the plain step; mirrored pieces beside attention."""
+    plain, loss, batch = hybrid(time=1024)
+    plain = plain.float()
+    loss(plain, *batch).backward()
+    model = autopar.parallelize(copy.deepcopy(plain), "cp=4", loss_fn=loss, attention="gather")
+    model.forward_backward(*batch)
+    assert {row.op for row in model.compiled.collectives} >= {"halo", "halo_sum"}
+    found = model.full_gradients().items()  # on rank 0
+    return max(((grad - plain.get_parameter(name).grad).abs().max().item() for name, grad in found), default=0.0)
+
+
+@pytest.mark.gloo
+def test_four_processes(four: Ranks) -> None:
+    assert 0 < max(four.run(_trained, timeout=200)) < 1e-4
 
 
 def test_channels_may_stand_before_the_positions() -> None:
@@ -229,7 +312,20 @@ def test_mirrored_pieces_are_convolved_as_they_lie() -> None:
         assert {str(record(node).layouts[0].dims[2]) for node in convolutions} == {"(-2, 'cp')"} and not found.notes
         assert all(node.kwargs["runs"] == [2] for node in convolutions)
         rows = {row.shape[-1] for row in found.collectives if row.op == "halo" and len(row.shape) == 3}
-        assert rows - {WIDTH, WIDTH // 2} == {12}, "three rows before each of four runs"
+        assert rows - {WIDTH, WIDTH // 2} == {6}, "three rows before each of a rank's two runs"
     model, loss, batch = hybrid()
     (note,) = autopar.compile(model, "cp=2", loss_fn=loss, batch=batch, attention="gather").notes
     assert note.endswith("24 positions lie in order; balanced, other ops would move more than that costs")
+
+
+@pytest.mark.parametrize(("layout", "is_right"), [("[-,2~cp]", True), ("[-,cp]", False), ("[-,2:cp]", False)])
+def test_a_flip_of_pieces_in_order_is_refused(layout: str, is_right: bool) -> None:
+    text = f"""SHARDED program on cp=2
+%x: f32[2,8] {layout} = batch "0"
+%flip: f32[2,8] {layout} = aten.flip.default(%x, [1])
+%all_gather: f32[2,8] [-,-] = aten.neg.default(%flip as [-,-])
+return value "y" = %all_gather
+"""
+    program = parse_program(text)
+    with nullcontext() if is_right else pytest.raises(VerificationError, match="flip"):
+        check_rules(program, Plan(program.mesh))

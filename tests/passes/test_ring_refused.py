@@ -21,7 +21,12 @@ GRADIENT = f"%dk: {SUM} = operator.getitem(%a, 1)"
 SCATTERED = f'%s: {CUT} = autopar.reduce_scatter.default(%dk, "cp", 2, 1, "sum")'
 
 
-def program_of(attention: str, *more: str, values: tuple[str, int] = ("", 1), gathered: bool = True) -> Program:
+TENSOR = FORWARD.replace("None", "%m")
+
+
+def program_of(
+    attention: str, *more: str, values: tuple[str, int] = ("", 1), gathered: bool = True, mask: str = ""
+) -> Program:
     """An attention and what follows of it. values: how they lie in pieces. gathered: not whole from the start."""
     shape, outer = values
     lines = [
@@ -30,6 +35,7 @@ def program_of(attention: str, *more: str, values: tuple[str, int] = ("", 1), ga
         f'%k: {CUT} = batch "1"',
         f'%v: {PIECE.format(outer=shape)} = batch "2"' if gathered else f'%gv: {WHOLE} = batch "2"',
         '%l: f32[1,1,4] of [1,1,8] [-,-,cp] = batch "3"',
+        *([f'%m: {mask} = batch "4"'] if mask else []),
         f'%gk: {WHOLE} = autopar.all_gather.default(%k, "cp", 2, 1)',
         *([f'%gv: {WHOLE} = autopar.all_gather.default(%v, "cp", 2, {outer})'] if gathered else []),
         attention, *more,
@@ -52,6 +58,8 @@ TAKEN = {
     "forward": program_of(FORWARD),
     "backward": program_of(BACKWARD),
     "backward, with a gradient that leaves": program_of(BACKWARD, GRADIENT, SCATTERED),
+    "a mask that is a vector": program_of(TENSOR, mask="b8[1,1,1,8] [-,-,-,-]"),
+    "such a mask of two dims": program_of(TENSOR, mask="b8[1,8] [-,-]"),
 }
 
 
@@ -63,7 +71,10 @@ def test_taken(name: str) -> None:
 
 
 PIECES, SCATTERS = "they do not lie in the same pieces", "their gradients are not scattered to the same pieces"
+MASK = "its mask is a tensor, with a column for each key of the whole"
 REFUSED = {
+    "a mask of pairs": (program_of(TENSOR, mask="b8[1,1,4,8] of [1,1,8,8] [-,-,cp,-]"), MASK),
+    "a vector of numbers": (program_of(TENSOR, mask="f32[1,1,1,8] [-,-,-,-]"), MASK),
     "a gather that another op reads": (
         program_of(FORWARD, f"%n: {WHOLE} = aten.neg.default(%gk)"),
         "another op reads the keys or values that are gathered for it",

@@ -93,3 +93,29 @@ def test_a_layer_grows_with_the_sequence_and_not_with_its_square(device: str) ->
         return report.peak - sum(report.states.values())
 
     assert activations(16384) <= 2.1 * activations(8192)
+
+
+class Padded(nn.Module):
+    """Padding on the left by torch.finfo(dtype).min, as transformers writes it: the first rows see nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        least, places = torch.finfo(x.dtype).min, torch.arange(x.shape[1])
+        hidden = ~seen[:, None, None] | (places[:, None] < places)
+        mask = torch.zeros(hidden.shape, dtype=x.dtype).masked_fill(hidden, least)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "tp=2"])
+def test_rows_that_finite_numbers_hide_are_those_of_torch(mesh: str) -> None:
+    torch.manual_seed(0)
+    x, seen = torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.bool)
+    seen[0, :3] = False
+    report = autopar.verify(
+        Padded(), mesh, loss_fn=lambda model, x, seen: model(x, seen).square().mean(), batch=(x, seen)
+    )
+    assert report.ok, str(report)

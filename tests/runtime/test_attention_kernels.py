@@ -172,6 +172,30 @@ def test_blocks_of_queries_are_the_whole(kind: str, hk: int, causal: bool) -> No
     )
 
 
+@pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
+def test_a_row_that_finite_numbers_hide_sees_all_alike(dtype: torch.dtype) -> None:
+    """Beside torch.finfo(dtype).min a logsumexp has lost log(n). Plain products give the formula's results all the
+    same; torch's kernel of the CPU, which the table takes, gives this row n times the formula's gradients."""
+    grad, q, k, v = _operands(4, 4, 6, 5, 8, 8, dtype)
+    mask = torch.zeros(6, 5, dtype=dtype)
+    mask[1], mask[4, :2] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    operands = [one.clone().requires_grad_() for one in (q, k, v)]
+    want = torch.softmax(operands[0] @ operands[1].mT * 0.3 + mask, -1) @ operands[2]
+    wanted = [want.detach(), *torch.autograd.grad(want, operands, grad)]
+    block = 2 * 4 * 3 * 5 * 8
+    out, lse = plain(q, k, v, mask, False, 0.3, block)
+    got = [out, *plain_backward(grad, q, k, v, mask, out, lse, False, 0.3, block)]
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == D else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, wanted, **tolerance)
+    alone = torch.zeros_like(grad)
+    alone[:, :, 1] = grad[:, :, 1]
+    results = KERNELS["attention"].run(q, k, v, mask, False, 0.3)
+    of_table = KERNELS["attention_backward"].run(alone, q, k, v, mask, *results, False, 0.3)
+    of_formula = plain_backward(alone, q, k, v, mask, out, lse, False, 0.3)
+    torch.testing.assert_close(results[0], out, **tolerance)
+    torch.testing.assert_close(of_table[2], 5 * of_formula[2], **tolerance)
+
+
 def test_plain_results_lie_as_the_op_says() -> None:
     """A compiler is told of the op, and reads the results by these strides."""
     grad, q, k, v = (x.contiguous() for x in _operands(4, 2, 21, 16, 8, 12, D))

@@ -12,13 +12,14 @@ from models import Llama, token_loss
 
 import autopar
 from autopar.ir.ops import op
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD
-from autopar.runtime import ring
+from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RING_COMPARED, RING_COMPARED_BACKWARD
+from autopar.runtime import ring, ring_kernels
 from autopar.runtime.attention import attention, attention_backward
+from autopar.runtime.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.collectives import together
 from autopar.runtime.mesh_ops import COORD, WAIT, pieces
-from autopar.runtime.ring import RINGS
 from autopar.runtime.ring_blocks import Runs, blocks_of, runs_at
+from autopar.runtime.ring_kernels import RINGS
 
 # -- blocks ---------------------------------------------------------------------------------------------------------
 
@@ -111,16 +112,23 @@ def shared(x: torch.Tensor, n: int, outer: int) -> list[torch.Tensor]:
 
 
 def ring_of(
-    n: int, outer: int, causal: bool, grad: Any, q: Any, k: Any, v: Any, kernels: Any = RINGS
+    n: int, outer: int, causal: bool, grad: Any, q: Any, k: Any, v: Any, mask: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """(out, lse, dq, dk, dv) of n ranks, put together."""
+    """(out, lse, dq, dk, dv) of n ranks, put together. mask: vectors of queries and of keys, and a condition."""
     parts = [shared(x, n, outer) for x in (grad, q, k, v)]
     rest = ["x", n, outer, causal, 0.3]
     starts = [list(runs_at(rank, n, outer, q.shape[2] // n).starts) for rank in range(n)]
-    forward, backward = (kernels[target].run for target in (RING_ATTENTION, RING_ATTENTION_BACKWARD))
-    outs = together_driven([forward(ask, *(x[r] for x in parts[1:]), *rest, starts=starts[r]) for r in range(n)])
+    targets = (RING_ATTENTION, RING_ATTENTION_BACKWARD) if mask is None else (RING_COMPARED, RING_COMPARED_BACKWARD)
+    forward, backward = (RINGS[target].run for target in targets)
+    vectors: list[Any] = [[]] * n
+    if mask is not None:
+        rows = [list(shared(x, n, outer)) for x in mask[0]]
+        vectors, rest = [[[row[r] for row in rows], mask[1]] for r in range(n)], [mask[2], *rest]
+    outs = together_driven(
+        [forward(ask, *(x[r] for x in parts[1:]), *vectors[r], *rest, starts=starts[r]) for r in range(n)]
+    )
     grads = together_driven(
-        [backward(ask, *(x[r] for x in parts), *outs[r], *rest, starts=starts[r]) for r in range(n)]
+        [backward(ask, *(x[r] for x in parts), *vectors[r], *outs[r], *rest, starts=starts[r]) for r in range(n)]
     )
     order = torch.cat([torch.tensor(positions(runs_at(r, n, outer, q.shape[2] // n))) for r in range(n)]).argsort()
     keys = torch.cat([torch.tensor(positions(runs_at(r, n, outer, k.shape[2] // n))) for r in range(n)]).argsort()
@@ -146,6 +154,28 @@ def test_a_ring_is_attention_to_the_whole(n: int, outer: int, causal: bool) -> N
         given = operands(torch.float64, t=t, heads=heads)
         for got, want in zip(ring_of(n, outer, causal, *given), whole(causal, *given), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+CONDITIONS = ["c0<=r0", "c0>r1", "c1==r2", "c2", "c1==r2 & c2", "(c0>r1 | c2) & c0<=r0", "c0>r0 & c1!=r2", "c3"]
+
+
+@pytest.mark.parametrize(("n", "outer"), [(2, 1), (2, -2), (4, 1), (3, -2), (1, 1)])
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_ring_under_a_condition(
+    n: int, outer: int, condition: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks smaller than a piece: positions, a window, documents of each sample, padding; rows that see nothing."""
+    monkeypatch.setattr("autopar.runtime.compared_blocks._SIZE_CPU", 4)
+    place, document = torch.arange(24).view(1, 1, 24), torch.tensor([[7], [15]]).le(torch.arange(24)).long()[:, None]
+    pads = torch.ones(2, 1, 24, dtype=torch.bool)
+    pads[0, :, :9], pads[1, :, 17:] = False, False
+    rows, columns = [place, place - 5, document], [place, document, pads, pads & ~pads]
+    given = operands(torch.float64)
+    out, lse = compared_attention(*given[1:], rows, columns, condition, causal, 0.3)
+    want = out, lse, *compared_attention_backward(*given, rows, columns, out, lse, condition, causal, 0.3)
+    for got, wanted in zip(ring_of(n, outer, causal, *given, (rows, columns, condition)), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2.0), (torch.bfloat16, 2.0)])
@@ -175,8 +205,8 @@ def test_transfers_are_under_way_during_the_products() -> None:
         return lambda *args: (seen.append(name), kernel(*args))[1]
 
     n, given = 3, operands(torch.float64)
-    forward = ring._forward(noted("*", attention), ask, *given[1:], "x", n, 1, False, 0.3)
-    backward = ring._backward(
+    forward = ring_kernels._attention(noted("*", attention), ask, *given[1:], "x", n, 1, False, 0.3)
+    backward = ring_kernels._attention_backward(
         noted("*", attention_backward), ask, *given, *whole(False, *given)[:2], "x", n, 1, False, 0.3
     )
     for steps, wanted in ((forward, "[*][*]*"), (backward, "[][*[]*][*]")):

@@ -226,6 +226,11 @@ def bincount(m: Any, x: Tensor) -> Tensor:
     return m.linear(x).sum() * torch.bincount(x.flatten().long().abs()).sum()  # HERE
 
 
+@refused("linalg.lstsq, which has residuals", "torch.linalg.pinv(a) @ b")
+def least_squares(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x) * torch.linalg.lstsq(x, x[:, :1]).solution.sum()  # HERE
+
+
 @refused(".tolist()", "Sizes for split() must be Python integers")
 def split_by_tensor(m: Any, x: Tensor) -> Tensor:
     parts = m.linear(x).split(x[:, 0].long().tolist())  # HERE

@@ -170,7 +170,9 @@ def window_samples() -> Samples:
         (r(4, 12), 1, 7, -7),
     ]
     sums = [sample(r(*shape), dim, reverse) for shape, dim in (((4, 12), 1), ((12, 4), 0)) for reverse in (False, True)]
-    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": [sample(*one) for one in rows]}
+    rolled = [sample(*one, wrap=True) for one in rows if one[2] == -one[3]]
+    moved = [*(sample(*one) for one in rows), *rolled]
+    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": moved}
     for x, w, *shape in cases:
         y = convolution(x, w, *shape)
         grad = torch.rand_like(y)

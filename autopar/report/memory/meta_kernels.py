@@ -22,6 +22,7 @@ from autopar.runtime.attention_dropout import dropped_attention, dropped_attenti
 from autopar.runtime.compared_blocks import undecided
 from autopar.runtime.counter import PIECE
 from autopar.runtime.random import random
+from autopar.runtime.ring_kernels import compared_ring, compared_ring_backward
 
 
 def _dropout(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *_: Any) -> torch.Tensor:
@@ -58,14 +59,19 @@ def _random(seed: torch.Tensor, key: int, kind: str, shape: Sequence[int], dtype
     return out
 
 
+# Which blocks are seen hangs on values: as if each were seen in part, which takes the most memory.
+_UNDECIDED = functools.partial(compared_attention, decide=undecided)
+_UNDECIDED_BACKWARD = functools.partial(compared_attention_backward, decide=undecided)
+
 ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         dropout_kernel.dropout: _dropout,
         dropout_kernel.dropout_inplace: _dropout_inplace,
         random: _random,
-        # Which blocks are seen hangs on values: as if each were seen in part, which takes the most memory.
-        compared_attention: functools.partial(compared_attention, decide=undecided),
-        compared_attention_backward: functools.partial(compared_attention_backward, decide=undecided),
+        compared_attention: _UNDECIDED,
+        compared_attention_backward: _UNDECIDED_BACKWARD,
+        compared_ring: functools.partial(compared_ring, kernel=_UNDECIDED),
+        compared_ring_backward: functools.partial(compared_ring_backward, kernel=_UNDECIDED_BACKWARD),
         dropped_attention: functools.partial(dropped_attention, draw=_dropout_inplace),
         dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_dropout_inplace),
     }
