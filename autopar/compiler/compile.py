@@ -90,11 +90,22 @@ def lower(
     elif is_open:
         compiled = cheaper(compiled, whole_sequence(compiled))
     if compiled.plan.is_staged:
-        compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
+        compiled = _staged(compiled)
     directory = (settings or Settings.read()).dump
     if directory is not None:
         compiled.dump(directory)
     return compiled
+
+
+def _staged(compiled: Lowered) -> Lowered:
+    """The same, cut into stages, with the lengths of slices in the plan."""
+    plan, history = compiled.plan, compiled.history
+    pipeline = make_pipeline(compiled.program, plan, dict(history)["chunk_loss"])
+    if pipeline.flow.lengths:
+        plan = replace(plan, slice_lengths=pipeline.flow.lengths)
+        *before, (name, last) = history
+        history = (*before, (name, last.with_(mesh=plan.layout_mesh)))
+    return replace(compiled, plan=plan, history=history, pipeline=pipeline)
 
 
 def whole_sequence(compiled: Lowered) -> Lowered:

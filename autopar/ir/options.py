@@ -51,6 +51,20 @@ def read_recompute(text: str) -> Recompute:
     return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
 
 
+def read_slices(text: str) -> int | tuple[int, ...] | str:
+    """`4`, or the positions of each slice: `1024,512,512`."""
+    with suppress(ValueError):
+        lengths = tuple(map(int, text.split(",")))
+        return lengths if len(lengths) > 1 else lengths[0]
+    return text
+
+
+def parts_of(value: Any) -> Iterable[Any]:
+    """A number, or the numbers of a list that is not empty."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return value if is_list and len(value) else (value,)
+
+
 def _policy(text: str) -> Policy:
     for kind in (int, float):
         with suppress(ValueError):
@@ -129,7 +143,8 @@ class StepOptions:
       of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
     slices: pieces of every sequence that a pipeline computes one after another, as it does micro-batches: attention
       reads the keys and values that earlier slices left on the stage (TeraPipe, arXiv 2102.07988). It must be causal,
-      and the schedule seq1f1b or gpipe, or one of your own.
+      and the schedule seq1f1b or gpipe, or one of your own. Their lengths are such that the pipeline does not wait for
+      the last ones, which attend to more; a list says them: `[1024, 512, 512]`.
     schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
       actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
       for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
@@ -163,7 +178,11 @@ class StepOptions:
     )
     specialize: bool = option(False, flag=Flag())
     microbatches: int | None = option(None, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
-    slices: int = option(1, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
+    slices: int | Sequence[int] = option(
+        1,
+        Valid(_is_count, f"{_COUNT}, or the positions of each: [1024, 512]", BatchError, lambda value: parts_of(value)),
+        Flag(str, "N|N,N,...", read_slices),
+    )
     schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
     chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
     stages: Sequence[str] | None = option(
@@ -251,7 +270,7 @@ class StepKeywords(TypedDict, total=False):
     sequence_parallel: SequenceParallel
     specialize: bool
     microbatches: int | None
-    slices: int
+    slices: int | Sequence[int]
     schedule: ScheduleLike
     stages: Sequence[str] | None
     chunks: int | None

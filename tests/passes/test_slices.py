@@ -272,7 +272,11 @@ def test_errors() -> None:
         "slices=3 does not divide the 8 positions (dim 1 of batch tensor 0): pad to 9, or use slices of 1, 2, 4 or 8.",
         lambda: compiled(**sliced(3)),
     )
-    refused(BatchError, "slices=0: write a number of 1 or more.", lambda: StepOptions(slices=0))
+    refused(
+        BatchError,
+        "slices=0: write a number of 1 or more, or the positions of each: [1024, 512].",
+        lambda: StepOptions(slices=0),
+    )
     parts_of_b = "0F0,0F1,0I1,0I0,0W1,0W0\n1F0,1F1,1B1,1B0\n"
     refused(
         ScheduleError,
