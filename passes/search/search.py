@@ -25,7 +25,9 @@ MAX_OUTERS = 4  # candidate sub-splits of one name: more make the search slow, a
 ATTENTION = frozenset(
     op(f"{kind}attention{half}") for kind in ("", "dropped_", "compared_") for half in ("", "_backward")
 )  # what looks along a whole sequence
-GRADIENTS_OF_ATTENTION = frozenset(op(f"{kind}_backward") for kind in ("attention", "dropped_attention"))
+GRADIENTS_OF_ATTENTION = frozenset(
+    op(f"{kind}_backward") for kind in ("attention", "dropped_attention", "compared_attention")
+)
 HEADS = ("k", "g")  # the names of its heads: of keys, and of the queries that share one
 
 Options = list[list[tuple[Strategy, float]]]
