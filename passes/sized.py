@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir.layout import Layout, factor_sizes
@@ -102,13 +103,13 @@ def _sliced_dims(program: Program) -> tuple[dict[fx.Node, tuple[frozenset[int], 
     for node in program.graph.nodes:
         layouts = record(node).layouts if node.op != "output" else ()
         found[node] = by_layout(layouts)
-        dim = _tokens_of_chunk(node, inside)
+        dim = _tokens_of_chunk(node, inside, program.mesh)
         if dim is not None:
             inside[node], found[node] = dim, (frozenset({dim}),)
     return found, frozenset(inside)
 
 
-def _tokens_of_chunk(node: fx.Node, inside: Mapping[fx.Node, int]) -> int | None:
+def _tokens_of_chunk(node: fx.Node, inside: Mapping[fx.Node, int], mesh: Mesh) -> int | None:
     """The dim of the tokens of a chunk of a slice, of what reads a dim as (slices, chunks, tokens of a chunk)."""
     if node.op != "call_function" or record(node).made_by != _CHUNKS or len(record(node).layouts) != 1:
         return None
@@ -116,8 +117,11 @@ def _tokens_of_chunk(node: fx.Node, inside: Mapping[fx.Node, int]) -> int | None
     more = len(record(node).type.shape) - len(record(source).type.shape)
     if source in inside and more == 0:
         return inside[source]
-    dims, before = record(node).layout.dims, record(source).layout.dims
+    if more != 2 or node.target is not torch.ops.aten.reshape.default:
+        return None
+    shape, dims, before = record(node).type.shape, record(node).layout.dims, record(source).layout.dims
     sliced = next((dim for dim, factors in enumerate(dims) if SLICE in factors), None)
-    # else chunks are no part of a slice: slices cut the tokens of a chunk, and its layout says so
-    is_within = more == 2 and sliced is not None and SLICE in before[sliced]
-    return sliced + 2 if is_within and sliced is not None else None
+    # else it is the model's own, or slices cut the tokens of a chunk, and its layout says so
+    if sliced is None or sliced >= len(before) or SLICE not in before[sliced]:
+        return None
+    return sliced + 2 if shape[sliced] == math.prod(factor_sizes(dims[sliced], mesh)) else None
