@@ -109,7 +109,7 @@ def _count(region: Region, program: Program, plan: Plan) -> int:
     divisors = [
         n for n in divisors if all(region.rest // n * one * len(lengths) % sum(lengths) == 0 for one in lengths)
     ]
-    return next((n for n in divisors if n >= least), divisors[-1])
+    return next((n for n in divisors if n >= least), max(divisors, default=1))
 
 
 class _Chunks:

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture import Captured, Earlier, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
+from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.constraints import is_sequence_parallel, no_sequence
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
@@ -78,7 +79,19 @@ def lower(
     settings: Settings | None = None,
 ) -> Lowered:  # fmt: skip
     """Take a captured program through the passes. fixed: what is decided already."""
-    plan = make_plan(captured, mesh, options or StepOptions(), fixed or Fixed())
+    wanted, known = options or StepOptions(), fixed or Fixed()
+    if wanted.slices == "auto":
+        compiled = best_sliced(lambda count: _lowered(captured, mesh, replace(wanted, slices=count), known))
+    else:
+        compiled = _lowered(captured, mesh, wanted, known)
+    directory = (settings or Settings.read()).dump
+    if directory is not None:
+        compiled.dump(directory)
+    return compiled
+
+
+def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Lowered:
+    plan = make_plan(captured, mesh, options, fixed)
     is_open = plan.options.sequence_parallel == "auto" and plan.fixed.sequence is None
     if plan.options.sequence_parallel == "auto" and plan.fixed.sequence is False:
         plan = without_sequence(plan)
@@ -91,9 +104,6 @@ def lower(
         compiled = cheaper(compiled, whole_sequence(compiled))
     if compiled.plan.is_staged:
         compiled = _staged(compiled)
-    directory = (settings or Settings.read()).dump
-    if directory is not None:
-        compiled.dump(directory)
     return compiled
 
 

@@ -56,7 +56,7 @@ def _with_lengths(plan: Plan, found: Sequence[Positions]) -> Plan:
 
     Raises BatchError if that may be refused."""
     lengths = plan.options.slices
-    if isinstance(lengths, int) or plan.slices == 1 or not found:
+    if isinstance(lengths, (int, str)) or plan.slices == 1 or not found:
         return plan
     if any(one.count == sum(lengths) for one in found):
         return replace(plan, slice_lengths=tuple(lengths) if len(set(lengths)) > 1 else ())

@@ -91,6 +91,7 @@ class Plan:
     def slices(self) -> int:
         """The pieces of a sequence that are computed one after another."""
         wanted = self.options.slices
+        assert wanted != "auto", "a plan has a number of slices"
         return wanted if isinstance(wanted, int) else len(wanted)
 
     @property

@@ -36,7 +36,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def sliced(slices: int, microbatches: int = 2, schedule: str = "seq1f1b", **more: Any) -> dict[str, Any]:
+def sliced(slices: Any, microbatches: int = 2, schedule: str = "seq1f1b", **more: Any) -> dict[str, Any]:
     return {"slices": slices, "microbatches": microbatches, "schedule": schedule, **more}
 
 
@@ -274,7 +274,7 @@ def test_errors() -> None:
     )
     refused(
         BatchError,
-        "slices=0: write a number of 1 or more, or the positions of each: [1024, 512].",
+        'slices=0: write a number of 1 or more, the positions of each: [1024, 512], or "auto".',
         lambda: StepOptions(slices=0),
     )
     parts_of_b = "0F0,0F1,0I1,0I0,0W1,0W0\n1F0,1F1,1B1,1B0\n"

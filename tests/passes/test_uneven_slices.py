@@ -17,7 +17,7 @@ from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
-from autopar.errors import BatchError, MeshError, PlanError
+from autopar.errors import BatchError, MeshError, PlanError, ScheduleError
 from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh, parse_mesh
@@ -156,6 +156,11 @@ class Long(nn.Module):
         return x.square().mean()
 
 
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
+
+
 def long(time: int, **options: Any) -> Compiled:
     return autopar.compile(Long(), "pp=2", batch=(torch.empty(2, time, 32),), **options)
 
@@ -177,6 +182,27 @@ def test_a_choice_is_that_of_one_device() -> None:
     batch = (torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(0)),)
     ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=CPU), **sliced(4, 2))
     assert len(set(found.plan.slice_lengths)) > 1
+
+
+def test_the_number_is_chosen() -> None:
+    """The best simulated; one where slices gain nothing, or cannot be."""
+    found = long(2**16, **sliced("auto", 1))
+    assert found.plan.slices == 8 and found.plan.slice_lengths and "slices='auto' is 8 (simulated: " in found.notes[-1]
+    short = long(64, **sliced("auto", 1))
+    assert short.plan.slices == 1 and "slices='auto' is 1" in short.notes[-1]
+    model = nn.Sequential(nn.Linear(32, 32), nn.Softmax(1), nn.Linear(32, 32))
+    whole = autopar.compile(model, "pp=2", loss_fn=square, batch=(torch.empty(2, 64, 32),), **sliced("auto", 1))
+    assert whole.plan.slices == 1 and "needs the whole sequence" in whole.notes[-1]
+    with pytest.raises(ScheduleError, match="schedule '1f1b' does not run the slices"):
+        long(64, slices="auto")
+
+
+def test_a_chosen_number_is_that_of_one_device() -> None:
+    batch = (torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(0)),)
+    ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=CPU), **sliced("auto", 2))
+    assert found.plan.slices > 1
+    ((_, found),) = verified(Long(), ["dp=2"], None, batch, slices="auto")
+    assert found.plan.slices == 1
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -231,7 +257,7 @@ def test_errors() -> None:
         ),
     )
     for wrong in ([8, 0], [], [8, "8"], True, "many"):
-        with pytest.raises(BatchError, match=r"write a number of 1 or more, or the positions of each: \[1024, 512\]"):
+        with pytest.raises(BatchError, match=r"write a number of 1 or more, the positions of each: \[1024, 512\], or"):
             compiled(slices=wrong)
 
 
@@ -249,7 +275,7 @@ def test_equal_lengths_are_what_they_were() -> None:
 
 
 def test_the_command_line() -> None:
-    assert [read_slices(text) for text in ("4", "16,8", "many")] == [4, (16, 8), "many"]
+    assert [read_slices(text) for text in ("4", "16,8", "auto")] == [4, (16, 8), "auto"]
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
