@@ -25,8 +25,11 @@ from autopar.ir.options import read_slices
 from autopar.ir.plan import CPU, Fixed
 from autopar.ir.program import record
 from autopar.ir.schedule import Action
+from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
+from autopar.report.timeline.show import picture_of
 from autopar.runtime import microbatches
+from autopar.runtime.counter import Counters, Runs
 
 LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("pp=2", sliced([14, 10])),
@@ -220,6 +223,8 @@ def test_a_rank_holds_what_its_slices_leave() -> None:
     assert "(12, 6, 4, 2 positions)" in pipeline.parts_text
     assert {one.name: one.times for one in pipeline.every_graph()}["forward_0_of_6"] == 2
     assert found.memory(0).peak > 0
+    blocks = [block for lane in picture_of(found).lanes for block in lane.blocks if block.action == Action(0, "F", 5)]
+    assert "micro-batch 1, slice 1 (6 positions)" in blocks[0].title()
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -306,6 +311,20 @@ def test_parts_of_slices_are_pieces_of_the_whole(text: str) -> None:
             "[-,mb:2:sl:cp]": [0, 1]}[text]  # fmt: skip
     columns = {"[mb,sl:2~cp]": [12, 13, 18, 19], "[-,mb:2:sl:cp]": [*range(12, 16), *range(36, 40)]}.get(text, [0, 1])
     assert local_part(whole, layout, mesh, {"mb": 0, "sl": 1, "cp": 0}).equal(whole[rows][:, columns])
+
+
+def test_positions_of_a_slice_are_counted_from_where_it_begins() -> None:
+    """Of a dim that reads (2, positions), the second of three slices, of which cp has mirrored pieces."""
+    mesh, layout = Mesh((("sl", 3), ("cp", 2)), (12, 8, 4)), parse_layout("[2:sl:2~cp]")
+    for rank in range(2):
+        expected = local_part(torch.arange(48), layout, mesh, {"sl": 1, "cp": rank}).tolist()
+        reading: Reading = ((2, 2, 0), (6, -2, 3), (2, 2, 0), (-2, 1, rank), (2, 2, 0))
+        whole, local, offsets = ([cut[i] for cut in reading] for i in range(3))
+        runs = Runs.of(whole, local, offsets)
+        starts = Counters.of(runs, torch.device("cpu")).starts.flatten().tolist()
+        assert [start + i for start in starts for i in range(runs.width)] == expected
+        places = [first + sum(factor * offset for factor, offset in terms) for first, terms in starts_of(reading)]
+        assert [place + i for place in places for i in range(2)] == expected
 
 
 def test_types_of_a_slice_are_its_own() -> None:
