@@ -96,7 +96,8 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
         return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
 
     if explicit is not None and plan.slices > 1:
-        lengths = plan.slice_lengths or slice_lengths(pipeline, plan, explicit, lists_of)
+        is_open = isinstance(plan.options.slices, int)
+        lengths = slice_lengths(pipeline, plan, explicit, lists_of) if is_open else plan.slice_lengths
         if lengths:
             plan = replace(plan, slice_lengths=lengths)
             pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)

@@ -277,6 +277,8 @@ def test_equal_lengths_are_what_they_were() -> None:
         for slices in (2, [12, 12])
     ]
     assert lines[0] == lines[1]
+    asked = long(2**16, **sliced([2**14] * 4, 1))
+    assert asked.plan.slice_lengths == () and asked.plan.slices == 4
 
 
 def test_the_command_line() -> None:
