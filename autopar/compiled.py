@@ -68,7 +68,7 @@ def load(directory: str | Path) -> Compiled:
         assert artifact.whole is not None
         count, slices = pipeline.microbatches // pipeline.flow.slices, pipeline.flow.slices
         options = StepOptions(microbatches=count, slices=slices, schedule=pipeline.schedule)
-        plan = Plan(artifact.mesh, options=options)
+        plan = Plan(artifact.mesh, options=options, slice_lengths=pipeline.flow.lengths)
         return Compiled(plan, (("load", artifact.whole),), pipeline)
     (_, programs), *_ = artifact.programs
     if STEP not in programs:

@@ -25,7 +25,8 @@ import torch.multiprocessing as mp
 
 import autopar
 from autopar.ir.mesh import PIPELINE, parse_mesh
-from autopar.ir.schedule import KINDS, Costs, Instruction, Span, Timeline
+from autopar.ir.options import read_slices
+from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction, Span, Timeline
 from autopar.passes.schedules import simulate
 from autopar.runtime.recorder import RUN, Event, Recorder
 from benchmarks.compare.models import MICROBATCHES, SIZES, batch_of, loss_fn, model_of
@@ -38,7 +39,7 @@ class Options:
     schedule: str
     steps: int
     microbatches: int
-    slices: int
+    slices: int | tuple[int, ...]
 
     @property
     def step(self) -> dict[str, Any]:
@@ -76,21 +77,26 @@ def span_of(event: Event) -> Span:
     return Span(Instruction("RUN", event.action), event.start_us, event.end_us)
 
 
-def measured_costs(ranks: list[list[list[Span]]], slices: int) -> Costs:
-    """The mean time of each graph over micro-batches and steps, and by least squares the part of it that grows with
-    the place of a slice, as `Costs.time_us` has it."""
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+def measured_costs(ranks: list[list[list[Span]]], flow: Flow) -> Costs:
+    """The mean time of each graph over micro-batches and steps; of slices by least squares the time of a mean one, and
+    the part of it that grows with their place, as `Costs.time_us` has them."""
+    found: dict[tuple[int, str], list[tuple[Action, float]]] = {}
     for span in (span for steps in ranks for spans in steps for span in spans):
         action = span.instruction.action
-        place = (2 * (action.microbatch % slices) + 1) / slices - 1
-        found.setdefault((action.stage, action.kind), []).append((place, span.end_us - span.start_us))
+        found.setdefault((action.stage, action.kind), []).append((action, span.end_us - span.start_us))
     means = {key: statistics.mean(time for _, time in pairs) for key, pairs in found.items()}
-    growing = {
-        key: sum(place * (time - means[key]) for place, time in pairs) / max(sum(place**2 for place, _ in pairs), 1e-9)
-        for key, pairs in found.items()
-        if slices > 1 and key[1] in "FBIW"
-    }
-    return Costs(means, growing_us=growing, slices=slices)
+    if flow.slices == 1:
+        return Costs(means)
+    growing = dict[tuple[int, str], float]()
+    units = [Costs(dict.fromkeys(means, 1.0), growing_us=dict.fromkeys(means, part), slices=flow.slices,
+                   lengths=flow.lengths) for part in (0.0, 1.0)]  # fmt: skip
+    for key, pairs in found.items():
+        if key[1] in "FBIW":  # a time is linear in that of a mean slice and in what grows of it
+            fixed, grown = ([unit.time_us(action) for action, _ in pairs] for unit in units)
+            rows = torch.tensor([[a, b - a] for a, b in zip(fixed, grown, strict=True)], dtype=torch.float64)
+            times = torch.tensor([[time] for _, time in pairs], dtype=torch.float64)
+            means[key], growing[key] = torch.linalg.lstsq(rows, times).solution.flatten().tolist()
+    return Costs(means, growing_us=growing, slices=flow.slices, lengths=flow.lengths)
 
 
 def main() -> None:
@@ -100,7 +106,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
-    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--slices", type=read_slices, default=1, help="a number, or the positions of each: 512,256,256")
     options = Options(**vars(parser.parse_args()))
     mesh = parse_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +115,9 @@ def main() -> None:
         lists, flow = pickle.loads(Path(folder, "pipeline.pickle").read_bytes())
     # one rank of each place on the pipeline
     ranks = [everyone[mesh.rank({**dict.fromkeys(dict(mesh.axes), 0), PIPELINE: place})] for place in range(len(lists))]
-    costs = measured_costs(ranks, options.slices)
+    costs = measured_costs(ranks, flow)
+    if flow.slices > 1:
+        print(f"slices: {', '.join(map(str, flow.lengths)) or f'{flow.slices} of equal length'}")
     for (place, kind), time_us in sorted(costs.times_us.items()):
         print(f"{KINDS[kind]} {place}: {time_us / 1e3:.2f} ms")
     timelines = [Timeline(tuple(tuple(steps[i]) for steps in ranks)) for i in range(options.steps)]

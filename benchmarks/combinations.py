@@ -37,6 +37,7 @@ MESHES = ("dp=2", "dp=3", "tp=2", "fsdp=2", "dp=2,tp=2", "dp=3,tp=2", "dp=2,fsdp
 STAGED = ("pp=2", "pp=3", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2", "fsdp=2,pp=2", "cp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 SLICED = ("seq1f1b", "gpipe")
+LENGTHS = {2: ((5, 3), (6, 2)), 4: ((3, 2, 2, 1), (1, 3, 1, 3))}  # of slices, in eighths of a sequence
 
 
 class TooSlow(Exception):
@@ -73,16 +74,26 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
         options["specialize"] = True
     if staged and dice.random() < 0.3:  # last, so that the rows before it stay as they were
         options |= {"slices": dice.choice((2, 4)), "schedule": dice.choice(SLICED)}
+        if dice.random() < 0.5:
+            options["slices"] = dice.choice(LENGTHS[options["slices"]])
     return name, mesh, options
 
 
 def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     """The largest error. `rows` is the size of the batch, repeated as often as it takes."""
     model, loss_fn, batch = model_of(name)
+    if isinstance(slices := options.get("slices"), tuple):
+        options = {**options, "slices": _lengths(batch, slices)}
     report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
     if report.mismatch is not None:
         raise ArithmeticError(" ".join(str(report.mismatch).split()))
     return report.max_error
+
+
+def _lengths(batch: Any, shares: tuple[int, ...]) -> int | list[int]:
+    """Slices of so many eighths of a sequence, or as many equal ones where it has no eighths."""
+    positions = next((leaf.shape[1] for leaf in _leaves(batch) if leaf.ndim > 1), 1)
+    return len(shares) if positions % 8 else [share * positions // 8 for share in shares]
 
 
 def _grown(batch: Any, rows: int) -> Any:

@@ -80,7 +80,7 @@ def chunk_loss(program: Program, plan: Plan) -> Program:
     heads = [node.name for node, found in regions(program, plan) if isinstance(found, Region)]
     for name in heads:  # one after the other: what is cut for one may lie in the way of the next
         region = next((found for node, found in regions(program, plan) if node.name == name), None)
-        if isinstance(region, Region) and (count := _count(region, program, wanted)) > 1:
+        if isinstance(region, Region) and (count := _count(region, program, plan)) > 1:
             program = _Chunks(program, region, count).run()
     return program if heads or wanted == "auto" else program.with_(notes=(*program.notes, _why(program, plan)))
 
@@ -96,15 +96,20 @@ def _why(program: Program, plan: Plan) -> str:
     return f"chunked_loss: %{head.name} of {known.module} at {known.source} stays whole, since {reasons[head]}"
 
 
-def _count(region: Region, program: Program, wanted: bool | str | int) -> int:
-    """The number of chunks: the least divisor of the tokens that makes them small enough."""
+def _count(region: Region, program: Program, plan: Plan) -> int:
+    """The number of chunks: the least divisor of the tokens that makes them small enough. It divides those of slices of
+    all lengths that were asked for."""
+    wanted, lengths = plan.options.chunked_loss, plan.slice_lengths
     size = max(local_bytes(node, program.mesh) for node in region.large)
     if wanted == "auto" and size < AUTO_BYTES:
         return 1
     least = math.ceil(size / wanted) if not isinstance(wanted, (bool, str)) else max(LEAST, -(-size // CHUNK_BYTES))
     most = region.rest if not isinstance(wanted, (bool, str)) else min(region.rest, MOST)
     divisors = [n for n in range(1, most + 1) if region.rest % n == 0]
-    return next((n for n in divisors if n >= least), divisors[-1])
+    divisors = [
+        n for n in divisors if all(region.rest // n * one * len(lengths) % sum(lengths) == 0 for one in lengths)
+    ]
+    return next((n for n in divisors if n >= least), max(divisors, default=1))
 
 
 class _Chunks:

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import SLICE, Mesh
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
@@ -20,12 +20,13 @@ from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
 from autopar.passes.running_sums import with_sums_before
 from autopar.passes.search.states import by_outer, choices_of
+from autopar.passes.sized import Cut, Sized, sized_program
 
 MADE_BY = "partition"
-Cuts = dict[str, list[tuple[int, int, str]]]  # name -> (outer within the name, order of the axis, axis)
+Cuts = dict[str, list[Cut]]
 
 
-def partition(program: Program, plan: Plan) -> Program:
+def partition(program: Program, plan: Plan, length: int | None = None) -> Program:
     """EXPLICIT -> LOCAL. Shapes in arguments become local, lookups in a split table get the offset of their piece.
 
         EXPLICIT program on dp=3,tp=2
@@ -50,18 +51,28 @@ def partition(program: Program, plan: Plan) -> Program:
 
     Programs stay the same for every rank: an offset is a rank's coordinate on an axis times a size. What a piece needs
     of the pieces beside it, its rule says (`Halo`), and a collective brings.
+
+    length: of the slices of a sequence whose program this is, where the plan has them differ; by default a mean one.
     """
-    return _Partition(program, table_of(plan)).run()
+    if length is None:
+        return _Partition(program, table_of(plan)).run()
+    return _Partition(
+        program.with_(mesh=plan.layout_mesh), table_of(plan), sized_program(program, plan.layout_mesh, length)
+    ).run()
 
 
 class _Partition:
-    def __init__(self, program: Program, table: Table) -> None:
-        self.program, self.table, self.mesh = program, table, program.mesh
+    def __init__(self, program: Program, table: Table, sized: Sized | None = None) -> None:
+        self.program, self.table, self.mesh, self.sized = program, table, program.mesh, sized
         self.build = Builder(MADE_BY)
         self.coords: dict[str, fx.Node] = {}
 
     def run(self) -> Program:
         found = self.build.rewrite(self.program, self._put, level=Level.LOCAL)
+        if self.sized is not None:
+            found = found.with_(mesh=self.sized.mesh)
+            for old, new in self.build.value.items():
+                set_record(new, self.sized.record(record(new), self.sized.dims[old]))
         for coord in self.coords.values():
             if not coord.users:  # of a reading that no argument needed
                 found.graph.erase_node(coord)
@@ -85,10 +96,14 @@ class _Partition:
             for name, size in rule.sizes.items()
         }
         shapes = [local_shape(type_.shape, lay, self.mesh) for type_, lay in zip(call.results, layouts, strict=True)]
+        if self.sized is not None:
+            shapes = self.sized.shapes(node, shapes)
+            cuts = {} if self.sized.is_of_chunks(node) else cuts
+            sizes = {name: self.sized.size(size, cuts.get(name, ())) for name, size in sizes.items()}
         indexed = [name for name in rule.indexed if name in cuts]
         assert len(indexed) <= 1, (node, indexed)
         halos = halos_of(rule, cuts, self.mesh)
-        offset = self._times(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
+        offset = self._offset(cuts[indexed[0]][0][2], sizes[indexed[0]], found) if indexed else None
         read = cuts.keys() if row.local else cuts.keys() & rule.positional
         readings = {name: self._reading(rule.sizes[name], cuts[name], found) for name in cuts if name in read}
         starts = [
@@ -132,7 +147,7 @@ class _Partition:
             made = self.build.call(op("halo_sum"), made, *one.args, like=like, name="halo_sum")
         return made
 
-    def _reading(self, size: int, cut: list[tuple[int, int, str]], like: Record) -> Reading:
+    def _reading(self, size: int, cut: list[Cut], like: Record) -> Reading:
         """A name as dims of its own: whole ones and cut ones, major to minor."""
         dims: list[tuple[int, int, Any]] = []
         position = 1
@@ -142,10 +157,13 @@ class _Partition:
                 dims.append((blocks, blocks, 0))
                 position *= blocks
             size_ = self.mesh[axis]
-            dims.append((-size_ if outer < 0 and blocks > 1 else size_, 1, self._coord(axis, like)))
+            if self.sized is not None and axis == SLICE:
+                dims.append((self.sized.places, -self.sized.count, self._coord(axis, like)))
+            else:
+                dims.append((-size_ if outer < 0 and blocks > 1 else size_, 1, self._coord(axis, like)))
             position *= self.mesh[axis]
-        dims.append((size // position, size // position, 0))
-        return tuple(dims)
+        rest = size // position if self.sized is None else self.sized.size(size // position, cut)
+        return (*dims, (rest, rest, 0))
 
     def _position(self, position: Position, like: Record) -> fx.Node:
         """A number that differs from rank to rank."""
@@ -164,7 +182,10 @@ class _Partition:
             self.coords[axis] = self.build.call(op("coord"), axis, like=scalar, name=f"coord_{axis}")
         return self.coords[axis]
 
-    def _times(self, axis: str, size: int, like: Record) -> fx.Node:
+    def _offset(self, axis: str, size: int, like: Record) -> fx.Node:
+        """Where a piece of a name begins. size: of the piece."""
+        if self.sized is not None and axis == SLICE:
+            size //= self.sized.count
         scalar = Record((None,), module=like.module, source=like.source, phase=like.phase)
         return self.build.call(operator.mul, self._coord(axis, like), size, like=scalar, name="offset")
 

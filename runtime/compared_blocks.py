@@ -67,7 +67,8 @@ class Mask:
         """The mask of a call; what is causal in it is one more comparison."""
         condition, s, t = parse_condition(compare), q.shape[2], k.shape[2]
         vectors = {f"r{i}": row.unsqueeze(-1) for i, row in enumerate(rows)}
-        vectors |= {f"c{i}": column.unsqueeze(-2) for i, column in enumerate(columns)}
+        # of a slice of a sequence the keys behind it are not there, and no query of it would see them
+        vectors |= {f"c{i}": column[..., : k.shape[2]].unsqueeze(-2) for i, column in enumerate(columns)}
         runs = tuple(starts) or (0,)
         if causal:
             row, column = f"r{len(rows)}", f"c{len(columns)}"

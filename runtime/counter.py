@@ -48,7 +48,8 @@ class Runs:
     @staticmethod
     def of(whole: Sequence[int], local: Sequence[int], offsets: Sequence[int]) -> Runs:
         """The piece of sizes `local` at `offsets` of a tensor of sizes `whole`, with the fewest dims. A negative whole
-        size: in every second place of the dim before, the piece of 1 counts its offset from the end."""
+        size: in every second place of the dim before, the piece of 1 counts its offset from the end. A negative local
+        size: of so many places in a row, all of which the dims behind it read together."""
         start, stride, dims = 0, 1, [(1, 1)]
 
         def add(count: int, spacing: int) -> None:
@@ -60,8 +61,12 @@ class Runs:
 
         apart = 0  # two places of the next dim, as the mirrored one behind it has them
         for size, part, offset in zip(reversed(whole), reversed(local), reversed(offsets), strict=True):
+            if part < 0:
+                stride //= -part
             start += offset * stride
-            if size < 0:
+            if part < 0:
+                pass
+            elif size < 0:
                 apart = (-2 * size - 1 - 2 * offset) * stride
             elif apart:
                 add(2, apart)

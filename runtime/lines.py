@@ -18,6 +18,7 @@ from autopar.runtime.inputs import Key
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
 # before; or out of the step.
 VALUE, PART, TOTAL, FINAL = "value", "part", "total", "final"
+Place = tuple[int, str, int]  # of a graph: stage or rank, kind, length of its slices as in `Graph`
 _PLACES: Mapping[str, str] = {"saved": VALUE, "step": VALUE, "part": PART}
 
 
@@ -32,9 +33,9 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What the prologue needs of the whole batch: a graph, and what it reads for each micro-batch."""
+    """What the prologue needs of the whole batch: a graph for each micro-batch, and what that reads."""
 
-    executable: Executable
+    executables: tuple[Executable, ...]
     reads: tuple[tuple[Key, ...], ...]
     writes: tuple[Key, ...]
 
@@ -64,7 +65,7 @@ class RankCode:
     """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp"."""
 
     pipeline: Pipeline
-    executables: Mapping[tuple[int, str], Executable]
+    executables: Mapping[Place, Executable]
     lines: tuple[Line, ...]
 
 
@@ -72,9 +73,11 @@ def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, devi
     """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
     flow = pipeline.flow
     mine = {
-        key: Executable(program.graph, sums_of(program, pipeline).values(), _own(pipeline, rank, key), device, study)
-        for key, program in pipeline.graphs.items()
-        if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
+        (*one.key, one.length): Executable(
+            one.program.graph, sums_of(one.program, pipeline).values(), _own(pipeline, rank, one.key), device, study
+        )
+        for one in pipeline.every_graph()
+        if pipeline.place_of(one.key) == rank
     }
     steps = flow.step_values()
     lines = [_line(pipeline, mine, steps, instruction) for instruction in pipeline.lists[rank]]
@@ -111,7 +114,7 @@ def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.No
 
 def _line(
     pipeline: Pipeline,
-    executables: Mapping[tuple[int, str], Executable],
+    executables: Mapping[Place, Executable],
     steps: frozenset[str],
     instruction: Instruction,
 ) -> Line:
@@ -130,22 +133,28 @@ def _line(
     sums = tuple(sums_of(program, pipeline))
     writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
     count = None
-    if action.kind == "P" and (action.stage, "C") in executables:
+    if action.kind == "P" and (action.stage, "C") in pipeline.graphs:
+        counts = [Action(action.stage, "C", microbatch) for microbatch in range(pipeline.microbatches)]
         counting = pipeline.graphs[action.stage, "C"]
         count = Count(
-            executables[action.stage, "C"],
-            tuple(_inputs(counting, microbatch) for microbatch in range(pipeline.microbatches)),
+            tuple(executables[_place(pipeline, each)] for each in counts),
+            tuple(_inputs(counting, each.microbatch) for each in counts),
             tuple((out.name, ONCE) for out in counting.outputs),
         )
     return Line(
         instruction,
-        executables[action.stage, action.kind],
+        executables[_place(pipeline, action)],
         tuple((k, k in frees) for k in keys),
         sums,
         writes,
         frees=tuple(sorted(frees.difference(keys))),
         count=count,
     )
+
+
+def _place(pipeline: Pipeline, action: Action) -> Place:
+    """The graph that an action runs."""
+    return action.stage, action.kind, pipeline.length_of(action)
 
 
 def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:

@@ -9,12 +9,12 @@ An axis may be several, joined by ":" ("dp:cp"): their ranks as one group, the f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.ir.layout import mirrored
-from autopar.ir.mesh import Mesh, axes_of_group
+from autopar.ir.layout import cut_out, mirrored
+from autopar.ir.mesh import SLICE, Mesh, axes_of_group, group_name
 from autopar.ir.ops import op
 
 SHARD, KEEP_FIRST, COORD = op("shard"), op("keep_first"), op("coord")
@@ -65,16 +65,26 @@ def shard(x: torch.Tensor, size: int, place: int, dim: int, outer: int) -> torch
     return found.flatten(dim, dim + 2)
 
 
+def laid_side_by_side(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+    """As `join`, of parts that may differ in length: those of slices."""
+    if len({part.shape for part in parts}) == 1:
+        return join(torch.stack(list(parts)), dim, outer)
+    return torch.cat([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
 def keep_first(x: torch.Tensor, place: int) -> torch.Tensor:
     """x on the first rank of the group, zeros elsewhere, so that the sum over the group is x."""
     return x if place == 0 else torch.zeros_like(x)
 
 
 def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tuple[object, ...]) -> object:
-    """The result of a mesh op in which nothing moves: shard, keep_first or coord."""
+    """The result of a mesh op in which nothing moves: shard, keep_first or coord. Where slices of a sequence differ in
+    length, the coordinate of one is where it begins, in units that the lengths of all are multiples of."""
     if target == COORD:
         (axis,) = args
         assert isinstance(axis, str)
+        if axis == SLICE and mesh.lengths:
+            return sum(mesh.lengths[: coord[axis]]) // mesh.granule
         return axis_coord(mesh, coord, axis)
     x, axis, *rest = args
     assert isinstance(x, torch.Tensor) and isinstance(axis, str)
@@ -84,6 +94,12 @@ def local_answer(mesh: Mesh, coord: Mapping[str, int], target: object, args: tup
     assert target == SHARD, target
     dim, outer = rest
     assert isinstance(dim, int) and isinstance(outer, int)
+    if mesh.lengths and SLICE in axes_of_group(axis):
+        *others, last = axes_of_group(axis)
+        assert last == SLICE and outer > 0, args
+        x = local_answer(mesh, coord, SHARD, (x, group_name(others), dim, outer)) if others else x
+        assert isinstance(x, torch.Tensor)
+        return cut_out(x, dim, outer, mesh, coord[SLICE])
     return shard(x, mesh[axis], place, dim, outer)
 
 

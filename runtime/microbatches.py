@@ -13,10 +13,10 @@ from autopar.ir.ops import op
 from autopar.ir.pipeline import Join, Reduction
 from autopar.runtime.collectives import together
 from autopar.runtime.executor import Request
-from autopar.runtime.mesh_ops import COORD, axis_coord, is_local, join, local_answer
+from autopar.runtime.mesh_ops import COORD, axis_coord, is_local, laid_side_by_side, local_answer
 from autopar.runtime.slices import Carried
 
-EARLIER, LATER = op("earlier"), op("later")
+EARLIER, LATER, GATHER = op("earlier"), op("later"), op("all_gather")
 _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -97,7 +97,7 @@ def _grouped(time: Mesh, microbatches: Mapping[int, Any], axis: str) -> dict[int
 def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[int, torch.Tensor]:
     groups = _grouped(time, parts, how.axis)
     if how.kind == "gather":
-        return {first: join(torch.stack(found), how.dim, how.outer) for first, found in groups.items()}
+        return {first: laid_side_by_side(found, how.dim, how.outer) for first, found in groups.items()}
     found = {}
     for first, (total, *rest) in groups.items():
         for part in rest:
@@ -138,9 +138,18 @@ def side_by_side(runs: list[Any], time: Mesh) -> Generator[Any, Any, tuple[Any, 
         if outputs:
             return outputs[0]
         for group in _grouped(time, dict(enumerate(requests)), str(requests[0].args[1])).values():
-            results = together([(requests[number].op, requests[number].args) for number in group])
+            results = _met([requests[number] for number in group])
             for number, value in zip(group, results, strict=True):
                 answers[number] = [value]
+
+
+def _met(requests: list[Request]) -> list[torch.Tensor]:
+    """What each of some micro-batches gets of a collective among them."""
+    parts = [request.args[0] for request in requests]
+    if requests[0].op == GATHER and len({part.shape for part in parts}) > 1:  # slices of different length
+        _, _, dim, outer = requests[0].args
+        return [laid_side_by_side(parts, dim, outer) for _ in parts]
+    return together([(request.op, request.args) for request in requests])
 
 
 def _until_join(steps: Any, answer: list[Any] | None, microbatch: int, time: Mesh) -> Generator[Any, Any, Any]:

@@ -121,7 +121,7 @@ class _Step:
 
     def carried_by(self, action: Action) -> Carried:
         """What the slices of a stage keep for one another."""
-        return self.carried.setdefault(action.stage, Carried(self.flow.slices))
+        return self.carried.setdefault(action.stage, Carried(self.flow.lengths or (1,) * self.flow.slices))
 
     def goes_back(self, action: Action) -> bool:
         """True if the backward pass of a stage reads what its slices keep."""
@@ -134,7 +134,8 @@ class _Step:
 
     def counts(self, count: Count) -> list[Any]:
         """The runs of what the prologue needs of all micro-batches together."""
-        return [run(count.executable, [self.values[key] for key in reads]) for reads in count.reads]
+        each = zip(count.executables, count.reads, strict=True)
+        return [run(executable, [self.values[key] for key in reads]) for executable, reads in each]
 
     def counted(self, count: Count, outputs: tuple[Any, ...]) -> None:
         self.values.update(zip(count.writes, outputs, strict=True))

@@ -8,9 +8,8 @@ from typing import Protocol
 import torch
 
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.program import Output, Program
-from autopar.ir.schedule import KINDS
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable, Outputs, Study
 from autopar.runtime.inputs import StepInputs
@@ -64,7 +63,7 @@ class PipelineRunner:
     @property
     def source(self) -> str:
         named = self.code.executables.items()
-        return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
+        return "\n".join(f"# {graph_name(*place)}\n{code.source}" for place, code in named)
 
     def run(self, inputs: StepInputs) -> Outputs:
         return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)

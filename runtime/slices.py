@@ -7,6 +7,7 @@ backward pass has come, after those of the slices behind it (TeraPipe, arXiv 210
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +17,17 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Carried:
-    """The values that one stage keeps. pieces: of forward passes, by key and micro-batch, until its backward pass.
-    rests: sums of gradients of the slices that are still to come, by key and sequence."""
+    """The values that one stage keeps. lengths: of the slices, or how they compare. pieces: of forward passes, by key
+    and micro-batch, until its backward pass. rests: sums of gradients of the slices that are still to come, by key and
+    sequence."""
 
-    slices: int
+    lengths: Sequence[int]
     pieces: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     rests: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def slices(self) -> int:
+        return len(self.lengths)
 
     def earlier(self, x: torch.Tensor, dim: int, key: str, microbatch: int) -> torch.Tensor:
         """The slices of a sequence up to this one, side by side. The first x of a slice is kept as it is; others are
@@ -40,10 +46,11 @@ class Carried:
             total = x.float() if x.dtype in _SHORT else x if owned else x.clone()
         else:
             total += x.narrow(dim, 0, total.shape[dim])
-        size = total.shape[dim] // (slice_ + 1)
+        before, own = sum(self.lengths[:slice_]), self.lengths[slice_]
+        start = total.shape[dim] * before // (before + own)
         if slice_:
-            self.rests[key, sequence] = total.narrow(dim, 0, slice_ * size)
-        return total.narrow(dim, slice_ * size, size).to(x.dtype, copy=True)
+            self.rests[key, sequence] = total.narrow(dim, 0, start)
+        return total.narrow(dim, start, total.shape[dim] - start).to(x.dtype, copy=True)
 
     def end(self, kind: str, microbatch: int, *, goes_back: bool) -> None:
         """Drop what nothing reads after an action. goes_back: the backward pass reads what the forward pass kept."""

@@ -12,17 +12,17 @@ from torch import nn
 from autopar.capture import Captured, Earlier, capture
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
-from autopar.compiler.constraints import is_sequence_parallel, no_sequence
+from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
+from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.errors import CaptureError, LayoutError
+from autopar.errors import CaptureError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Fixed, Plan
-from autopar.passes import make_pipeline, run_passes
-from autopar.passes.search.step_cost import step_cost
+from autopar.ir.plan import Fixed
+from autopar.passes import make_pipeline
 from autopar.settings import Settings
 
 
@@ -78,43 +78,31 @@ def lower(
     settings: Settings | None = None,
 ) -> Lowered:  # fmt: skip
     """Take a captured program through the passes. fixed: what is decided already."""
-    plan = make_plan(captured, mesh, options or StepOptions(), fixed or Fixed())
-    is_open = plan.options.sequence_parallel == "auto" and plan.fixed.sequence is None
-    if plan.options.sequence_parallel == "auto" and plan.fixed.sequence is False:
-        plan = without_sequence(plan)
-    compiled = Lowered(plan, run_passes(check_calls(captured.program), plan))
-    if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
-        if plan.options.sequence_parallel != "auto":
-            raise LayoutError(no_sequence(captured.program, compiled.plan))
-        compiled = whole_sequence(compiled)
-    elif is_open:
-        compiled = cheaper(compiled, whole_sequence(compiled))
-    if compiled.plan.is_staged:
-        compiled = replace(compiled, pipeline=make_pipeline(compiled.program, compiled.plan))
+    wanted, known = options or StepOptions(), fixed or Fixed()
+    if wanted.slices == "auto":
+        compiled = best_sliced(lambda count: _lowered(captured, mesh, replace(wanted, slices=count), known))
+    else:
+        compiled = _lowered(captured, mesh, wanted, known)
     directory = (settings or Settings.read()).dump
     if directory is not None:
         compiled.dump(directory)
     return compiled
 
 
-def whole_sequence(compiled: Lowered) -> Lowered:
-    """The same program compiled without sequence parallelism."""
-    plan = without_sequence(compiled.plan)
-    return Lowered(plan, run_passes(compiled.history[0][1], plan))
+def _lowered(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed) -> Lowered:
+    compiled = through_passes(check_calls(captured.program), make_plan(captured, mesh, options, fixed))
+    return _staged(compiled) if compiled.plan.is_staged else compiled
 
 
-def without_sequence(plan: Plan) -> Plan:
-    """The plan without sequence parallelism."""
-    return replace(plan, options=replace(plan.options, sequence_parallel=False))
-
-
-def cheaper(split: Lowered, whole: Lowered) -> Lowered:
-    """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
-    costs = step_cost(split.program), step_cost(whole.program)
-    is_on = costs[0].total <= costs[1].total
-    chosen, said = (split, "on") if is_on else (whole, "off")
-    note = f"sequence_parallel='auto' is {said}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
-    return replace(chosen.with_note(note), sequence=is_on)
+def _staged(compiled: Lowered) -> Lowered:
+    """The same, cut into stages, with the lengths of slices in the plan."""
+    plan, history = compiled.plan, compiled.history
+    pipeline = make_pipeline(compiled.program, plan, dict(history)["chunk_loss"])
+    if pipeline.flow.lengths:
+        plan = replace(plan, slice_lengths=pipeline.flow.lengths)
+        *before, (name, last) = history
+        history = (*before, (name, last.with_(mesh=plan.layout_mesh)))
+    return replace(compiled, plan=plan, history=history, pipeline=pipeline)
 
 
 def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

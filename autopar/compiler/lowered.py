@@ -15,7 +15,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.measure import moved_type
 from autopar.ir.mesh import PIPELINE, Mesh, is_in_time
 from autopar.ir.ops import collective_of, is_collective, op
-from autopar.ir.pipeline import Pipeline, graph_name
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Decided, Plan
 from autopar.ir.program import Program, Record, TensorType, operand_nodes, record
 from autopar.ir.ring_ops import Ring, axes_of, is_ring, messages_of
@@ -128,9 +128,9 @@ class Lowered:
         if pipeline is None:
             return tuple(collectives_of(self.program))
         return tuple(
-            replace(row, graph=graph_name(*key), place=pipeline.place_of(key), times=row.times * pipeline.times_of(key))
-            for key, program in pipeline.graphs.items()
-            for row in collectives_of(program)
+            replace(row, graph=one.name, place=pipeline.place_of(one.key), times=row.times * one.times)
+            for one in pipeline.every_graph()
+            for row in collectives_of(one.program)
         )
 
     @property
@@ -169,7 +169,7 @@ class Lowered:
         if self.pipeline is None:
             return [self.text()]
         lists = ["\n".join(map(str, instructions)) for instructions in self.pipeline.lists]
-        return [*(print_program(graph) for graph in self.pipeline.graphs.values()), *lists]
+        return [*(print_program(one.program) for one in self.pipeline.every_graph()), *lists]
 
     @property
     def notes(self) -> tuple[str, ...]:

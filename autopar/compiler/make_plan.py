@@ -29,8 +29,9 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     batch_replicated = fixed.uneven and not divides_batch(program, mesh)
     if not batch_replicated:
         check_batch(program, mesh)
+    slices = Plan(mesh, options=options).slices
     count = microbatches_of(
-        program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven, slices=options.slices
+        program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven, slices=slices
     )
     plan = Plan(
         mesh,

@@ -30,7 +30,8 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     options = StepOptions(**keywords)
     check_schedule_name(options.schedule)
     stages = None if options.stages is None else tuple(options.stages)
-    return replace(options, shard=dict(options.shard or {}), stages=stages)
+    slices = options.slices if isinstance(options.slices, (int, str)) else tuple(options.slices)
+    return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices)
 
 
 def compiler_of(name: str | None) -> Compiler | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,11 +37,11 @@ def with_positions(plan: Plan, program: Program) -> Plan:
     axes = context_axes(plan.layout_mesh)
     size = math.prod(size for _, size in axes)
     found = positions_of(program, table_of(plan)) if axes else []
+    plan = _with_lengths(plan, found)
     if not found or any(one.count % size == 0 for one in found):
         return plan
     if plan.fixed.uneven:
-        whole = replace(plan, options=replace(plan.options, slices=1))  # slices are a matter of time alone
-        return with_positions(whole, program) if plan.slices > 1 else replace(plan, context_replicated=True)
+        return with_positions(_unsliced(plan), program) if plan.slices > 1 else replace(plan, context_replicated=True)
     count, padded = found[0].count, -(-found[0].count // size) * size
     names = ["slices" if axis == SLICE else axis for axis, _ in axes]
     spelled = " x ".join(f"{name}={ranks}" for name, (_, ranks) in zip(names, axes, strict=True))
@@ -49,6 +49,28 @@ def with_positions(plan: Plan, program: Program) -> Plan:
         f"{spelled} does not divide the {count} positions ({found[0].where}): pad to {padded}, or use "
         f"{'' if names == ['slices'] else 'a '}{' x '.join(names)} of {one_of(divisors(count))}."
     )
+
+
+def _with_lengths(plan: Plan, found: Sequence[Positions]) -> Plan:
+    """The plan with the lengths of slices that were asked for; without slices for what is not as long as they are.
+
+    Raises BatchError if that may be refused."""
+    lengths = plan.options.slices
+    if isinstance(lengths, (int, str)) or plan.slices == 1 or not found:
+        return plan
+    if any(one.count == sum(lengths) for one in found):
+        return replace(plan, slice_lengths=tuple(lengths) if len(set(lengths)) > 1 else ())
+    if plan.fixed.uneven:
+        return _unsliced(plan)
+    raise BatchError(
+        f"slices={list(lengths)} are {sum(lengths)} positions, but there are {found[0].count} ({found[0].where}). Give "
+        f"lengths that add up to {found[0].count}, or slices={len(lengths)}."
+    )
+
+
+def _unsliced(plan: Plan) -> Plan:
+    """The same without slices, which are a matter of time alone."""
+    return replace(plan, options=replace(plan.options, slices=1), slice_lengths=())
 
 
 def positions_of(program: Program, table: Table) -> list[Positions]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import LayoutError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import SLICE, Mesh
 
 Factor = str | int
 PARTIAL_KINDS = ("sum", "max", "min", "logsumexp")
@@ -164,6 +164,9 @@ def padded_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[in
 
 def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[str, int]) -> torch.Tensor:
     """What the rank at `coord` holds of a global value. Partial sums are held by coordinate 0."""
+    first = all(coord[axis] == 0 for axis, kind in layout.partial if kind == "sum")
+    if mesh.lengths:
+        value, layout = of_slice(value, layout, mesh, coord[SLICE])
     for dim, factors in enumerate(layout.dims):
         if not any(isinstance(f, str) for f in factors):
             continue
@@ -179,8 +182,25 @@ def local_part(value: torch.Tensor, layout: Layout, mesh: Mesh, coord: Mapping[s
             else:
                 kept += 1
         value = value.flatten(dim, dim + kept)
-    first = all(coord[axis] == 0 for axis, kind in layout.partial if kind == "sum")
     return value if first else torch.zeros_like(value)
+
+
+def of_slice(value: torch.Tensor, layout: Layout, mesh: Mesh, place: int) -> tuple[torch.Tensor, Layout]:
+    """What the slice at a place has of a global value, where slices differ in length; and its layout within that."""
+    dims = []
+    for dim, factors in enumerate(layout.dims):
+        if SLICE in factors:
+            at = factors.index(SLICE)
+            value = cut_out(value, dim, math.prod(factor_sizes(factors[:at], mesh)), mesh, place)
+            factors = (*factors[:at], *factors[at + 1 :])
+        dims.append(factors)
+    return value, Layout(tuple(dims), layout.partial)
+
+
+def cut_out(value: torch.Tensor, dim: int, outer: int, mesh: Mesh, place: int) -> torch.Tensor:
+    """The slice at a place of a dim that reads (outer, positions): a view where strides allow."""
+    value = value.unflatten(dim, (outer, -1))
+    return value.narrow(dim + 1, *mesh.run_of(place, value.shape[dim + 1])).flatten(dim, dim + 1)
 
 
 def combine(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:

@@ -21,13 +21,19 @@ GRADIENT_AXES = (*DATA_AXES, *CONTEXT_AXES)
 SHARDED = "fsdp"  # the data axis over which states are split, where there is one beside dp
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*\Z")
+_LENGTHS = re.compile(rf"\s*{SLICE}\s*=\s*(\d+(?:\+\d+)+)\s*\Z")  # sl=768+512
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named axes with their sizes, outermost first, e.g. `Mesh((("dp", 2), ("tp", 4)))`."""
+    """Named axes with their sizes, outermost first, e.g. `Mesh((("dp", 2), ("tp", 4)))`.
+
+    lengths: the positions of each slice of a sequence, where they differ, written `sl=768+512`; sizes of parts are then
+    those of a mean slice.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -36,6 +42,8 @@ class Mesh:
         for name, size in self.axes:
             if size < 1:
                 raise MeshError(f"mesh '{self}': axis '{name}' has size {size}; a size is 1 or more.")
+        if self.lengths and len(self.lengths) != dict(self.axes).get(SLICE):
+            raise MeshError(f"mesh '{self}' has {len(self.lengths)} lengths, but '{SLICE}' another size.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +72,19 @@ class Mesh:
         return axis in self.names
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axes)
+        lengths = "+".join(map(str, self.lengths))
+        return ",".join(f"{name}={lengths if name == SLICE and lengths else size}" for name, size in self.axes)
+
+    @property
+    def granule(self) -> int:
+        """The positions that the length of every slice is a multiple of."""
+        return math.gcd(*self.lengths)
+
+    def run_of(self, place: int, size: int) -> tuple[int, int]:
+        """Where the slice at a place begins and how long it is, along a dim of `size` that slices of different length
+        cut."""
+        total, before = sum(self.lengths), sum(self.lengths[:place])
+        return size * before // total, size * self.lengths[place] // total
 
     def coord(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
@@ -106,9 +126,9 @@ def is_in_time(group: str) -> bool:
     return set(axes_of_group(group)).issubset(TIME_AXES)
 
 
-def time_mesh(parts: int, slices: int) -> Mesh:
+def time_mesh(parts: int, slices: int, lengths: tuple[int, ...] = ()) -> Mesh:
     """The axes in time: the parts of a step by their numbers, micro-batch * slices + slice."""
-    return Mesh(((MICROBATCH, parts // slices), (SLICE, slices)))
+    return Mesh(((MICROBATCH, parts // slices), (SLICE, slices)), lengths)
 
 
 def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = None) -> Mesh:
@@ -117,18 +137,20 @@ def parse_mesh(mesh: str | Mapping[str, int] | Mesh, world_size: int | None = No
     One size may be -1: it takes what the other axes leave of `world_size`.
     Raises `MeshError` for anything else, or if the product is not `world_size`.
     """
+    lengths: tuple[int, ...] = ()
     if isinstance(mesh, Mesh):
-        axes = list(mesh.axes)
+        axes, lengths = list(mesh.axes), mesh.lengths
     elif isinstance(mesh, Mapping):
         axes = [(str(name), _size(name, size, mesh)) for name, size in mesh.items()]
     elif isinstance(mesh, str):
-        axes = _parse_axes(mesh)
+        axes, lengths = _parse_axes(mesh)
     else:
         raise MeshError(
             f"a mesh is a string such as 'dp=2,tp=2', a dict, a named DeviceMesh or an autopar.Mesh, "
             f"not {type(mesh).__name__}."
         )
-    return _fill(axes, mesh, world_size)
+    filled = _fill(axes, mesh, world_size)
+    return Mesh(filled.axes, lengths) if lengths else filled
 
 
 def _size(name: object, size: object, mesh: object) -> int:
@@ -137,16 +159,21 @@ def _size(name: object, size: object, mesh: object) -> int:
     return size
 
 
-def _parse_axes(text: str) -> list[tuple[str, int]]:
-    axes = []
+def _parse_axes(text: str) -> tuple[list[tuple[str, int]], tuple[int, ...]]:
+    """The axes, and the lengths of slices that differ."""
+    axes, lengths = [], tuple[int, ...]()
     for part in text.split(","):
+        if of_slices := _LENGTHS.match(part):
+            lengths = tuple(map(int, of_slices[1].split("+")))
+            axes.append((SLICE, len(lengths)))
+            continue
         match = _AXIS.match(part)
         if match is None:
             raise MeshError(
                 f"mesh '{text}': cannot read '{part.strip()}'. Write axis=size pairs with commas, e.g. 'dp=2,tp=2'."
             )
         axes.append((match[1], int(match[2])))
-    return axes
+    return axes, lengths
 
 
 def _fill(axes: list[tuple[str, int]], mesh: object, world_size: int | None) -> Mesh:

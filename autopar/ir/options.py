@@ -30,6 +30,7 @@ Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
 SequenceParallel = bool | Literal["auto"]
+Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
 UserSchedule = Callable[[int, int, int, Costs], Sequence[Sequence["Action | str"]]]
 ScheduleLike = str | Path | UserSchedule
@@ -49,6 +50,14 @@ def read_recompute(text: str) -> Recompute:
         return _policy(text)
     pairs = (entry.partition("=") for entry in text.split(","))
     return {pattern.strip(): _policy(policy) for pattern, _, policy in pairs}
+
+
+def read_slices(text: str) -> int | tuple[int, ...] | str:
+    """`4`, the positions of each slice: `1024,512,512`, or `auto`."""
+    with suppress(ValueError):
+        lengths = tuple(map(int, text.split(",")))
+        return lengths if len(lengths) > 1 else lengths[0]
+    return text
 
 
 def _policy(text: str) -> Policy:
@@ -100,6 +109,11 @@ def _is_list(value: Any) -> bool:
     return is_list and all(isinstance(entry, str) for entry in value)
 
 
+def _is_slices(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return value == "auto" or _is_count(value) or (is_list and all(map(_is_count, value)))
+
+
 def _is_policy(value: Any) -> bool:
     if isinstance(value, (bool, str)):
         return value in RECOMPUTE
@@ -129,7 +143,9 @@ class StepOptions:
       of the whole batch. Without pp: accumulation of gradients, 1 by default; with it up to four for each stage.
     slices: pieces of every sequence that a pipeline computes one after another, as it does micro-batches: attention
       reads the keys and values that earlier slices left on the stage (TeraPipe, arXiv 2102.07988). It must be causal,
-      and the schedule seq1f1b or gpipe, or one of your own.
+      and the schedule seq1f1b or gpipe, or one of your own. Their lengths are such that the pipeline does not wait for
+      the last ones, which attend to more; a list says them: `[1024, 512, 512]`. "auto" compiles 1, 2, 4 and 8 of them,
+      and takes what ends a step soonest by the simulation of the schedule.
     schedule: of a pipeline (an axis pp): gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, seq1f1b, or a CSV file of
       actions such as 0F0. In Python also a function, see docs/pipelines.md. (arXiv 1811.06965 for gpipe, 2104.04473
       for 1f1b and interleaved-1f1b, 2406.03488 for seq1f1b, 2401.10241 for the others.)
@@ -163,7 +179,11 @@ class StepOptions:
     )
     specialize: bool = option(False, flag=Flag())
     microbatches: int | None = option(None, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
-    slices: int = option(1, Valid(_is_count, _COUNT, BatchError), Flag(int, "N"))
+    slices: Slices = option(
+        1,
+        Valid(_is_slices, f'{_COUNT}, the positions of each: [1024, 512], or "auto"', BatchError),
+        Flag(str, "N|N,N,...|auto", read_slices),
+    )
     schedule: ScheduleLike = option("1f1b", flag=Flag(str, "NAME|FILE.csv"))
     chunks: int | None = option(None, Valid(_is_count, _COUNT, ScheduleError), Flag(int, "V"))
     stages: Sequence[str] | None = option(
@@ -251,7 +271,7 @@ class StepKeywords(TypedDict, total=False):
     sequence_parallel: SequenceParallel
     specialize: bool
     microbatches: int | None
-    slices: int
+    slices: Slices
     schedule: ScheduleLike
     stages: Sequence[str] | None
     chunks: int | None

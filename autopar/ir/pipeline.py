@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.ir.mesh import Mesh, axes_of_group, time_mesh
@@ -11,9 +11,21 @@ from autopar.ir.program import Program
 from autopar.ir.schedule import KINDS, Action, Costs, Flow, Instruction
 
 
-def graph_name(place: int, kind: str) -> str:
-    """`forward_0` of a stage, `epilogue` of a rank."""
-    return f"{KINDS[kind]}_{place}" if kind in "FBIW" else KINDS[kind]
+def graph_name(place: int, kind: str, length: int = 0) -> str:
+    """`forward_0` of a stage, `forward_0_of_512` for slices of another length, `epilogue` of a rank."""
+    return (f"{KINDS[kind]}_{place}" if kind in "FBIW" else KINDS[kind]) + (f"_of_{length}" if length else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A graph of a pipeline. length: of the slices that it is for, 0 for those of the first one and where they are all
+    alike. times: how often it runs in a step."""
+
+    name: str
+    key: tuple[int, str]
+    length: int
+    program: Program
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,8 @@ class Pipeline:
     P and E by rank. C is run for all micro-batches side by side, and gives the prologue what they add up to.
     reductions: the values of the step that micro-batches add up to. owners: the stage that keeps each parameter, by its
     first name.
-    lists: of each rank of the pipeline, empty before `schedule`.
+    lists: of each rank of the pipeline, empty before `schedule`. sized: where slices differ in length, the graphs of
+    each length but that of the first slice, whose graphs are among the others; what runs once a step has no others.
     """
 
     mesh: Mesh
@@ -59,6 +72,7 @@ class Pipeline:
     costs: Costs
     schedule: str = ""
     lists: tuple[tuple[Instruction, ...], ...] = ()
+    sized: Mapping[int, Mapping[tuple[int, str], Program]] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
@@ -67,13 +81,14 @@ class Pipeline:
     @property
     def time(self) -> Mesh:
         """The axes in time, whose coordinates the number of a micro-batch (or of its slice) tells."""
-        return time_mesh(self.flow.microbatches, self.flow.slices)
+        return time_mesh(self.flow.microbatches, self.flow.slices, self.flow.lengths)
 
     @property
     def parts_text(self) -> str:
         """`8 micro-batches`, or `8 micro-batches of 4 slices`: what a step consists of."""
         count, slices = self.flow.microbatches // self.flow.slices, self.flow.slices
-        return f"{count} micro-batch{'es' * (count > 1)}" + (f" of {slices} slices" if slices > 1 else "")
+        lengths = f" ({', '.join(map(str, self.flow.lengths))} positions)" if self.flow.lengths else ""
+        return f"{count} micro-batch{'es' * (count > 1)}" + (f" of {slices} slices{lengths}" if slices > 1 else "")
 
     def rank_of(self, parameter: str) -> int:
         """The rank of the pipeline that keeps a parameter."""
@@ -81,21 +96,37 @@ class Pipeline:
 
     def graphs_of(self, rank: int) -> dict[str, Program]:
         """The graphs that a rank runs, by name: `forward_0`, `backward_0`, ... and `epilogue`."""
-        return {graph_name(*key): program for key, program in self.graphs.items() if self.place_of(key) == rank}
+        return {one.name: one.program for one in self.every_graph() if self.place_of(one.key) == rank}
+
+    def every_graph(self) -> Iterator[Graph]:
+        """All graphs, those of slices of other lengths behind their first one."""
+        for key, program in self.graphs.items():
+            yield Graph(graph_name(*key), key, 0, program, self.times_of(key))
+            for length, graphs in self.sized.items():
+                if key in graphs:
+                    yield Graph(graph_name(*key, length), key, length, graphs[key], self.times_of(key, length))
 
     def place_of(self, key: tuple[int, str]) -> int:
         """The rank of the pipeline that runs a graph."""
         return self.flow.rank_of(Action(*key))
 
-    def times_of(self, key: tuple[int, str]) -> int:
-        """How often a graph runs in a step."""
-        return 1 if key[1] in "PE" else self.microbatches
+    def times_of(self, key: tuple[int, str], length: int = 0) -> int:
+        """How often a graph runs in a step. length: of the slices that it is for; 0 for those of the first one."""
+        if key[1] in "PE":
+            return 1
+        lengths = self.flow.lengths or (0,)
+        return self.microbatches // len(lengths) * lengths.count(length or lengths[0])
+
+    def length_of(self, action: Action) -> int:
+        """The slices whose graph an action runs: their length, or 0 for that of the first one."""
+        length = self.flow.length_of(action)
+        return length if (action.stage, action.kind) in self.sized.get(length, {}) else 0
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, owner in enumerate(self.flow.ranks) if owner == rank)
 
     def graph(self, action: Action) -> Program:
-        return self.graphs[action.stage, action.kind]
+        return self.sized.get(self.length_of(action), self.graphs)[action.stage, action.kind]
 
     def with_(self, **changes: Any) -> Pipeline:
         return replace(self, **changes)

@@ -53,7 +53,8 @@ class Plan:
     its error messages spell it; no pass reads them. options: of the step, with what the model and the batch decide in
     place of None and "auto". batch_replicated: every rank computes the whole batch, as its axes cannot divide it.
     context_replicated: every rank of cp computes all positions, as it cannot divide them.
-    frozen: parameters that are not trained, by first name. rules: the rows of the user's custom ops, by op, beside
+    slice_lengths: the positions of each slice, where they differ. frozen: parameters that are not trained, by first
+    name. rules: the rows of the user's custom ops, by op, beside
     those of `passes/rules`.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     fixed: Fixed = field(default_factory=Fixed)
     batch_replicated: bool = False
     context_replicated: bool = False
+    slice_lengths: tuple[int, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     rules: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -76,7 +78,9 @@ class Plan:
     @property
     def slices(self) -> int:
         """The pieces of a sequence that are computed one after another."""
-        return self.options.slices
+        wanted = self.options.slices
+        assert wanted != "auto", "a plan has a number of slices"
+        return wanted if isinstance(wanted, int) else len(wanted)
 
     @property
     def parts(self) -> int:
@@ -136,4 +140,4 @@ class Plan:
             data = (*DATA_AXES, MICROBATCH)
             place = next((i for i, (axis, _) in enumerate(inner) if axis not in data), len(inner))
             inner.insert(place, (SLICE, self.slices))
-        return Mesh(tuple(inner))
+        return Mesh(tuple(inner), self.slice_lengths if self.slices > 1 else ())

@@ -7,7 +7,7 @@ forward graph of stage 2 on micro-batch 5. An *instruction* of a rank runs an ac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.program import TensorType
@@ -88,6 +88,7 @@ class Flow:
     ranks: the rank of each stage. microbatches: how often each of its graphs runs; with `slices` of a sequence each
     micro-batch is so many of them in a row. works: by (stage, kind). types: of all values, with one rank's shapes.
     owners: the values of the step that are there before it (parameters), with the ranks that have them.
+    lengths: the positions of each slice, if they differ; sized: of those, the types of the values that differ too.
     """
 
     ranks: tuple[int, ...]
@@ -96,6 +97,19 @@ class Flow:
     types: Mapping[str, TensorType] = field(default_factory=dict)
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     slices: int = 1
+    lengths: tuple[int, ...] = ()
+    sized: Mapping[int, Mapping[str, TensorType]] = field(default_factory=dict)
+
+    def length_of(self, action: Action) -> int:
+        """The positions that an action computes, if slices differ; 0 for what is done once a step, and if they are
+        alike."""
+        is_sliced = self.lengths and action.microbatch != ONCE
+        return self.lengths[action.microbatch % self.slices] if is_sliced else 0
+
+    def types_of(self, action: Action, names: Iterable[str]) -> tuple[TensorType, ...]:
+        """The types of values that are there after an action."""
+        sized = self.sized.get(self.length_of(action), {})
+        return tuple(sized.get(name) or self.types[name] for name in names)
 
     def carrier(self, action: Action) -> Action | None:
         """The action that must have run before this one, since it leaves what this one takes over."""
@@ -127,23 +141,38 @@ class Flow:
 class Costs:
     """times_us: of a graph on one micro-batch, by (stage, kind); B is I + W where it is not given, anything else 0.
     A transfer takes latency_us and its bytes at bytes_per_us. growing_us: the part of a time, on average over the
-    `slices` of a sequence, that grows with the place of the slice: attention to what lies before it."""
+    `slices` of a sequence, that grows with the place of the slice: attention to what lies before it. lengths: of the
+    slices, if they differ; the times are then those of a slice of mean length."""
 
     times_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     latency_us: float = 0.0
     bytes_per_us: float = float("inf")
     growing_us: Mapping[tuple[int, str], float] = field(default_factory=dict)
     slices: int = 1
+    lengths: tuple[int, ...] = ()
 
     def time_us(self, action: Action) -> float:
         known = self.times_us.get((action.stage, action.kind))
         if known is None and action.kind == "B":
             return self.times_us.get((action.stage, "I"), 0.0) + self.times_us.get((action.stage, "W"), 0.0)
-        more = (2 * (action.microbatch % self.slices) + 1) / self.slices - 1  # of slice i the pairs are i + 1/2 squares
-        return (known or 0.0) + more * self.growing_us.get((action.stage, action.kind), 0.0)
+        growing, slice_ = self.growing_us.get((action.stage, action.kind), 0.0), action.microbatch % self.slices
+        if not self.lengths or action.microbatch == ONCE:
+            return (known or 0.0) + ((2 * slice_ + 1) / self.slices - 1) * growing  # the pairs are i + 1/2 squares
+        before, length, total = sum(self.lengths[:slice_]), self.lengths[slice_], sum(self.lengths)
+        return slice_us((known or 0.0) - growing, growing, before / total, length / total) * self.slices
+
+    def with_lengths(self, lengths: tuple[int, ...]) -> Costs:
+        """The same, of as many slices of these lengths."""
+        return replace(self, lengths=lengths)
 
     def transfer_us(self, types: tuple[TensorType, ...]) -> float:
         return self.latency_us + sum(type_.bytes_ for type_ in types) / self.bytes_per_us
+
+
+def slice_us(linear_us: float, growing_us: float, start: float, length: float) -> float:
+    """The time of a slice, of that of the whole sequence: of one part its length, of the other the pairs of a query and
+    a key that causal attention has in it. start, length: as parts of the sequence."""
+    return linear_us * length + growing_us * length * (2 * start + length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from autopar.ir.measure import human, local_bytes
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.program import root_of
+from autopar.ir.schedule import Action
 from autopar.passes.schedules import in_flight
 from autopar.report.inspection import Memory, bytes_text, collectives_text, memory_of
 from autopar.report.text import table_text
@@ -68,7 +69,8 @@ def transfers_of(pipeline: Pipeline, place: int) -> tuple[Transfer, ...]:
     for line in pipeline.lists[place]:
         if line.op != "RUN":
             bytes_ = sum(type_.bytes_ for type_ in line.types)
-            found[line.op, graph_name(line.action.stage, line.action.kind), line.peer, bytes_, line.values] += 1
+            name = graph_name(line.action.stage, line.action.kind, pipeline.length_of(line.action))
+            found[line.op, name, line.peer, bytes_, line.values] += 1
     return tuple(Transfer(*key, times) for key, times in found.items())
 
 
@@ -85,11 +87,15 @@ def transfers_text(compiled: Lowered, rank: int) -> str:
     return table_text(("after", "times", "transfer", "bytes", "values"), rows) if rows else "none"
 
 
-def saved_bytes(pipeline: Pipeline, stage: int) -> int:
-    """What a micro-batch leaves on a stage between its forward and its backward pass; memory that several values lie
-    in counts once, parameters and the batch not at all."""
-    works, types = pipeline.flow.works, pipeline.flow.types
-    graph = pipeline.graphs[stage, "F"]
+def saved_bytes(pipeline: Pipeline, stage: int, slice_: int = 0) -> int:
+    """What a micro-batch (or one slice of it) leaves on a stage between its forward and its backward pass; memory that
+    several values lie in counts once, parameters and the batch not at all."""
+    forward = Action(stage, "F", slice_)
+    works, types = (
+        pipeline.flow.works,
+        {**pipeline.flow.types, **pipeline.flow.sized.get(pipeline.flow.length_of(forward), {})},
+    )
+    graph = pipeline.graph(forward)
     made = {out.name: node for out, node in zip(graph.outputs, graph.results, strict=True) if out.kind == "saved"}
     entries = dict(graph.entries)
     elsewhere = {name for (_, kind), work in works.items() if kind == "F" for name in work.writes}
@@ -125,12 +131,13 @@ def memory_of_rank(compiled: Lowered, place: int) -> Memory:
 
 def _held(pipeline: Pipeline, place: int) -> Iterator[int]:
     """The bytes of activations after each action of a rank."""
-    saved = {stage: saved_bytes(pipeline, stage) for stage in pipeline.stages_of(place)}
+    slices = pipeline.flow.slices
+    saved = {(stage, i): saved_bytes(pipeline, stage, i) for stage in pipeline.stages_of(place) for i in range(slices)}
     held = 0
     for line in pipeline.lists[place]:
         action = line.action
         if line.op == "RUN" and action.kind in "FBW":
-            held += saved[action.stage] * (1 if action.kind == "F" else -1)
+            held += saved[action.stage, action.microbatch % slices] * (1 if action.kind == "F" else -1)
             yield held
 
 
@@ -150,5 +157,8 @@ def stages_text(pipeline: Pipeline, place: int) -> str:
         micro = f"{most} micro-batch{'es' * (most != 1)} at once"
         if pipeline.flow.slices > 1:
             micro = f"{most} slice{'s' * (most != 1)} ({most / pipeline.flow.slices:.3g} micro-batches) at once"
-        lines.append(f"  stage {stage}: {micro}, {human(saved_bytes(pipeline, stage))} each")
+        sizes = [saved_bytes(pipeline, stage, i) for i in range(pipeline.flow.slices)]
+        lines.append(
+            f"  stage {stage}: {micro}, {' to '.join(dict.fromkeys(map(human, (min(sizes), max(sizes)))))} each"
+        )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, axes_of, options_on
-from benchmarks.journeys.models import BLOCKS
+from benchmarks.journeys.models import BLOCKS, TIME
 from benchmarks.journeys.side import OPTIMIZERS
 
 COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2")
@@ -15,6 +15,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 CHUNKS = (True, "auto", 300)  # bytes of logits
+LENGTHS = [TIME - TIME // 3, TIME // 3]  # of slices
 SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
 
@@ -37,7 +38,7 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if "tp" in mesh and "tp=3" not in mesh and head == "gpt" and draw(st.booleans()):
         options["sequence_parallel"] = True
     if "pp" in mesh and head in SEQUENCES and draw(st.booleans()):
-        options |= {"slices": 2, "schedule": draw(st.sampled_from(SLICED))}
+        options |= {"slices": draw(st.sampled_from([2, LENGTHS])), "schedule": draw(st.sampled_from(SLICED))}
     allowed = [name for name in BLOCKS if "microbatches" not in options or name not in WHOLE_BATCH]
     made: dict[str, Any] = {
         "mesh": mesh,

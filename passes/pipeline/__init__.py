@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from autopar.errors import ScheduleError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
@@ -10,14 +13,17 @@ from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
 from autopar.passes.decompose import decompose
 from autopar.passes.overlap import overlap
+from autopar.passes.pipeline.pieces import Key
 from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.prefetch import prefetch
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers
+from autopar.passes.schedules.transfers import Lists
 
 __all__ = ["make_pipeline"]
 
 
-def make_pipeline(program: Program, plan: Plan) -> Pipeline:
+def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None) -> Pipeline:
     """LOCAL -> STAGED. The graphs of all stages, and the instruction list of each rank of the pipeline, with the proof
     that the lists run to their end. Two stages, forward only (a rank's list stands behind the graphs):
 
@@ -67,6 +73,8 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
           SEND 1F1 to rank 0: %all_reduce
           1E
 
+    explicit: the program before its partition; with it slices of a sequence may differ in length.
+
     Raises LayoutError for what cannot be cut, ScheduleError for what cannot be run.
     """
     ranks, trains = plan.ranks_of_pipeline, any(out.kind == "gradient" for out in program.outputs)
@@ -79,18 +87,39 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
         )
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
-    graphs = dict(pipeline.graphs)
-    for step in (prefetch, overlap, decompose, bucket):
-        graphs = {key: step(graph, plan) for key, graph in graphs.items()}
-    pipeline = pipeline.with_(graphs=graphs)
-    verify_pipeline(pipeline, program)
-    # once more, now that the times are known
-    orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
-    orders = orders if trains else forward_only(orders)
-    # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
-    lists = with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
+
+    def lists_of(pipeline: Pipeline) -> Lists:
+        # once more, now that the times are known
+        orders = parse_schedule(wanted, ranks, plan.parts, stages, pipeline.costs, plan.slices).orders
+        orders = orders if trains else forward_only(orders)
+        # posted early, a receive goes on beside the graph before it; Gloo moves nothing that nobody has asked for
+        return with_transfers(orders, pipeline.flow, pipeline.costs, prefetch=True)
+
+    if explicit is not None and plan.slices > 1:
+        is_open = isinstance(plan.options.slices, int)
+        lengths = slice_lengths(pipeline, plan, explicit, lists_of) if is_open else plan.slice_lengths
+        if lengths:
+            plan = replace(plan, slice_lengths=lengths)
+            pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)
+    pipeline = _rewritten(pipeline, plan)
+    for graphs in (pipeline.graphs, *({**pipeline.graphs, **sized} for sized in pipeline.sized.values())):
+        verify_pipeline(pipeline.with_(graphs=graphs), program)
+    lists = lists_of(pipeline)
     check_schedule(lists, pipeline.flow)
     return pipeline.with_(lists=lists, schedule=schedule.name)
+
+
+def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
+    """The same, with the graphs as the passes make them that come after the cut."""
+
+    def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
+        found = dict(graphs)
+        for step in (prefetch, overlap, decompose, bucket):
+            found = {key: step(graph, plan) for key, graph in found.items()}
+        return found
+
+    sized = {length: rewritten(graphs) for length, graphs in pipeline.sized.items()}
+    return pipeline.with_(graphs=rewritten(pipeline.graphs), sized=sized)
 
 
 def _stages(plan: Plan) -> int | None:

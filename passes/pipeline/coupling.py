@@ -13,8 +13,8 @@ from autopar.ir.program import is_getitem, is_view, record
 from autopar.passes.rules import TABLE
 
 _SLICED = (
-    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, "
-    "not a mask in its place), and not in what pools, adds up or mixes positions. Use slices=1."
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
+    "a mask that compares positions so), and not in what pools, adds up or mixes positions. Use slices=1."
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -110,7 +110,8 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
     """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
     program = program if plan.parts > 1 else with_reductions(program)
     if plan.gathers_again:
-        program = gathered_late(program, times_of(program, plan.parts, plan.zero_axes, both=True))
+        times = times_of(program, plan.parts, plan.zero_axes, both=True, sized=bool(plan.slice_lengths))
+        program = gathered_late(program, times)
     times = _times(program, plan)
     forward = with_attention(_cut(program, times, plan, places))
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
@@ -129,14 +130,15 @@ def _keep_across(staged: _Staged) -> _Staged:
     return staged.moved_to(*kept_across(staged.program, staged.all))
 
 
-def _accumulate_per_stage(staged: _Staged, microbatches: int) -> _Staged:
+def _accumulate_per_stage(staged: _Staged, plan: Plan) -> _Staged:
     """Let each stage add up its own micro-batches before stages add to one another."""
-    times = times_of(staged.program, microbatches)
+    times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
     return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
 
 
 def _times(program: Program, plan: Plan) -> Times:
-    return times_of(program, plan.parts, plan.zero_axes if plan.gathers_again else ())
+    regathered = plan.zero_axes if plan.gathers_again else ()
+    return times_of(program, plan.parts, regathered, sized=bool(plan.slice_lengths))
 
 
 class _Partition:
@@ -145,7 +147,7 @@ class _Partition:
         self.ranks, self.count = places.ranks, len(places.ranks)
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan.parts)
+        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan)
         self.program, self.forward = staged.program, staged.forward
         self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
         self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}
@@ -315,9 +317,7 @@ class _Partition:
             counting = graphs.get((rank, "C")) if key[1] == "P" else None
             counted = {out.name for out in counting.outputs} if counting is not None else set()
             works[key] = _work(graph, tuple(foreign), counted)
-            types.update((node.name, local_type(node, graph.mesh)) for node in graph.placeholders)
-            leaving = ((out.name, result) for out, result in zip(graph.outputs, graph.results, strict=True))
-            types.update((name, local_type(node, graph.mesh)) for name, node in leaving if node is not None)
+            types.update(border_types(graph))
         flow = Flow(self.ranks, self.plan.parts, works, types, owners, self.plan.slices)
         found = [node for node in self.program.nodes if node in self.times.reductions]
         reductions = {node.name: reduction_of(node) for node in found}
@@ -333,6 +333,13 @@ class _Partition:
             for node, entry in graph.entries
             if entry.kind == "parameter" and self.ranks[self.owners[entry.name]] != rank
         }
+
+
+def border_types(graph: Program, kinds: Collection[str] | None = None) -> dict[str, TensorType]:
+    """The types of what enters and leaves a graph, by name. kinds: of inputs and outputs, all by default."""
+    found = [(node.name, node) for node, entry in graph.entries if kinds is None or entry.kind in kinds]
+    found += [(out.name, node) for node, out in graph.leaving if node is not None and (not kinds or out.kind in kinds)]
+    return {name: local_type(node, graph.mesh) for name, node in found}
 
 
 def _is_free(node: fx.Node, mesh: Mesh) -> bool:

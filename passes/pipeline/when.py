@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import LayoutError
-from autopar.ir.mesh import TIME_AXES, axes_of_group, is_in_time
+from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
 from autopar.passes.pipeline.coupling import coupled
@@ -46,12 +46,14 @@ class Times:
     late: frozenset[fx.Node] = frozenset()
 
 
-def times_of(program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False) -> Times:
+def times_of(
+    program: Program, microbatches: int, regathered: Collection[str] = (), *, both: bool = False, sized: bool = False
+) -> Times:
     """Sort the nodes of a LOCAL program by time; its layouts name the axis of micro-batches, if there are several.
 
     regathered: the axes over which each micro-batch gathers parameters anew (ZeRO-3); none: once for all of them. both:
     what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
-    end (see `late.py`).
+    end (see `late.py`). sized: slices differ in length, and so does what they cut.
 
     Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
@@ -89,13 +91,12 @@ def times_of(program: Program, microbatches: int, regathered: Collection[str] = 
             joins = [operand for operand in operands if operand in partway]
             raise LayoutError(coupled(node, joins, partway, program.notes))
         gathers = _gathers(node, regathered) and is_given(operands[0])
-        differs = gathers or _is_cut(node) or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         after = [operand for operand in operands if of[operand] is When.AFTER]
-        if gathers or (
-            differs and not _is_cut(node) and all(o in renewed or of[o] is When.INVARIANT for o in operands)
-        ):
+        is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
+        differs = gathers or is_cut or any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
+        if gathers or (differs and not is_cut and all(o in renewed or of[o] is When.INVARIANT for o in operands)):
             renewed.add(node)
-        if differs and after and not _is_cut(node):
+        if differs and after and not is_cut:
             behind = made_among(operands, renewed)
             late |= behind
             if both:
@@ -158,6 +159,11 @@ def _is_cut(node: fx.Node) -> bool:
     if not is_mesh_op(node.target) or is_collective(node.target):
         return False
     return is_in_time(_axis(node))
+
+
+def _is_sliced(node: fx.Node) -> bool:
+    """True for a value of which slices have parts."""
+    return any(layout is not None and SLICE in layout.axes for layout in record(node).layouts)
 
 
 def _axis(node: fx.Node) -> str:

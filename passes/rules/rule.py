@@ -110,7 +110,8 @@ class Rule:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
 # A name as dims of its own, major to minor: (whole size, size of the piece, offset of the piece in the whole). The
 # offset may be a node. ((3, 3, 0), (8, 4, 4)): the second half of every third of a name of size 24. A negative whole
-# size: in every second place of the dim before, the offset counts from the end.
+# size: in every second place of the dim before, the offset counts from the end. A negative size of the piece: of so
+# many places in a row, all of which the dims behind it read together.
 Reading = tuple[tuple[int, int, Any], ...]
 # A position in the whole: a number, and (factor, offset) terms to be added to it. The offset may be a node.
 Position = tuple[int, tuple[tuple[int, Any], ...]]
@@ -129,7 +130,8 @@ def starts_of(reading: Reading) -> tuple[Position, ...]:
         if size < 0:
             mirror = -size, stride, offset
         elif part < size:
-            assert part == 1, reading
+            assert part <= 1, reading
+            stride //= abs(part)
             found = [(first, (*terms, (stride, offset))) for first, terms in found]
         else:
             found = [

@@ -65,7 +65,7 @@ class _Run:
         for stage, kind in flow.works:
             if kind not in "IW" or stage not in self.split:
                 self.parts.update(dict.fromkeys(flow.works[stage, kind].sums, flow.microbatches))
-        self.known_types: dict[tuple[str, ...], tuple[TensorType, ...]] = {}
+        self.known_types: dict[tuple[int, tuple[str, ...]], tuple[TensorType, ...]] = {}
 
     def fault(self, rank: int, text: str) -> None:
         spot = (rank, self.at[rank])
@@ -153,11 +153,11 @@ class _Run:
         if not ONCE <= k < self.flow.microbatches:
             self.fault(source, "the flow has no such micro-batch")
             return False
-        types = self.known_types.get(send.values)
+        known = (self.flow.length_of(send.action), send.values)
+        types = self.known_types.get(known)
         if types is None:
-            types = self.known_types[send.values] = tuple(
-                self.flow.types[name] for name in send.values if name in self.flow.types
-            )
+            names = (name for name in send.values if name in self.flow.types)
+            types = self.known_types[known] = self.flow.types_of(send.action, names)
         if send.types != types:
             self.fault(source, f"the flow knows other types than {_texts(send)}")
         here, step = self.values[source][k], self.values[source][ONCE]

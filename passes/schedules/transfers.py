@@ -137,7 +137,7 @@ class _Replay:
             self.send(rank, target, Action(rank, "P"), names)
 
     def send(self, rank: int, target: int, action: Action, names: Sequence[str]) -> None:
-        types = tuple(self.flow.types[name] for name in names)
+        types = self.flow.types_of(action, names)
         arrival = self.clock[rank] + self.costs.transfer_us(types)
         for name in names:
             self.arrival[target][self.key(name, action)] = arrival

@@ -83,6 +83,14 @@ def test_windows_chunks_and_padding_of_transformers(name: str) -> None:
         assert conditions(found) == wanted
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_slices_of_transformers(name: str) -> None:
+    """Through a pipeline, slice after slice: their masks are tensors, and known to be causal."""
+    options = {"microbatches": 2, "slices": [10, 6, 5, 3], "schedule": "seq1f1b"}
+    ((_, found),) = verified(made(name, **MODELS[name][0]), ["pp=2"], loss, (tokens(), seen()), **options)
+    assert conditions(found) == MODELS[name][1] and not found.notes
+
+
 def test_what_transformers_spells_out_stays_right() -> None:
     """gpt_oss has a sink beside the keys: products and a softmax, with the mask as a tensor."""
     sizes = {"sliding_window": 5, "layer_types": LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}

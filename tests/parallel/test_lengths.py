@@ -151,7 +151,7 @@ def _never(*_: Any) -> Any:
 
 
 def _passes_of_auto(rank: int) -> None:
-    compiler = importlib.import_module("autopar.compiler.compile")
+    compiler = importlib.import_module("autopar.compiler.sequence")
     passes, runs = compiler.run_passes, []
 
     def counted(program: Any, plan: Any) -> Any:

@@ -36,7 +36,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def sliced(slices: int, microbatches: int = 2, schedule: str = "seq1f1b", **more: Any) -> dict[str, Any]:
+def sliced(slices: Any, microbatches: int = 2, schedule: str = "seq1f1b", **more: Any) -> dict[str, Any]:
     return {"slices": slices, "microbatches": microbatches, "schedule": schedule, **more}
 
 
@@ -204,8 +204,8 @@ def test_a_last_batch_that_does_not_divide_is_not_cut() -> None:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 HINT = (
-    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, "
-    "not a mask in its place), and not in what pools, adds up or mixes positions. Use slices=1."
+    "A slice sees the slices before it in causal attention alone (scaled_dot_product_attention with is_causal=True, or "
+    "a mask that compares positions so), and not in what pools, adds up or mixes positions. Use slices=1."
 )
 
 
@@ -272,7 +272,11 @@ def test_errors() -> None:
         "slices=3 does not divide the 8 positions (dim 1 of batch tensor 0): pad to 9, or use slices of 1, 2, 4 or 8.",
         lambda: compiled(**sliced(3)),
     )
-    refused(BatchError, "slices=0: write a number of 1 or more.", lambda: StepOptions(slices=0))
+    refused(
+        BatchError,
+        'slices=0: write a number of 1 or more, the positions of each: [1024, 512], or "auto".',
+        lambda: StepOptions(slices=0),
+    )
     parts_of_b = "0F0,0F1,0I1,0I0,0W1,0W0\n1F0,1F1,1B1,1B0\n"
     refused(
         ScheduleError,

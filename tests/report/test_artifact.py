@@ -141,8 +141,8 @@ def test_changed_index(saved: Path):
 
 def test_wrong_version(saved: Path):
     text = (saved / INDEX).read_text()
-    (saved / INDEX).write_text(text.replace('"version": 3', '"version": 7'))
-    with pytest.raises(ArtifactError, match="written in version 7 of the format; this autopar reads version 3"):
+    (saved / INDEX).write_text(text.replace('"version": 4', '"version": 7'))
+    with pytest.raises(ArtifactError, match="written in version 7 of the format; this autopar reads version 4"):
         load_programs(saved)
 
 

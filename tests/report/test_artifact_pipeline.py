@@ -94,7 +94,7 @@ def test_instructions_read_as_they_are_written(compiled: Compiled):
     assert compiled.pipeline is not None
     for lines in compiled.pipeline.lists:
         for line in lines:
-            assert parse_instruction(print_instruction(line), compiled.pipeline.flow.types) == line
+            assert parse_instruction(print_instruction(line), compiled.pipeline.flow) == line
 
 
 Change = Callable[[dict[str, Any]], None]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import ArtifactError, AutoparError, BatchError
+from autopar.errors import ArtifactError, AutoparError, BatchError, MeshError
 from autopar.ir.mesh import PIPELINE, Mesh, parse_mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.pipeline import Pipeline
@@ -34,7 +34,7 @@ from autopar.report.artifact.pipeline import parse_pipeline, pipeline_json
 from autopar.report.artifact.readable import parse_ranges, python_text, rank_ranges
 
 FORMAT = "autopar artifact"
-VERSION = 3
+VERSION = 4
 INDEX, PIPELINE_FILE, WHOLE = "index.json", "pipeline.json", "step"
 _FILE = re.compile(r"(program_\d+_\w+\.(py|json)|pipeline\.json|step\.(py|json))\Z", re.ASCII)
 
@@ -56,12 +56,13 @@ class Artifact:
         if self.pipeline is None:
             return self.mesh
         flow = self.pipeline.flow
-        return _plan(self.mesh, flow.microbatches, flow.slices).layout_mesh
+        return _plan(self.mesh, flow.microbatches, flow.slices, flow.lengths).layout_mesh
 
 
-def _plan(mesh: Mesh, microbatches: int, slices: int) -> Plan:
+def _plan(mesh: Mesh, microbatches: int, slices: int, lengths: tuple[int, ...] = ()) -> Plan:
     """What is known of the plan of a pipeline, whose micro-batches count each slice."""
-    return Plan(mesh, options=StepOptions(microbatches=microbatches // slices, slices=slices))
+    options = StepOptions(microbatches=microbatches // slices, slices=slices)
+    return Plan(mesh, options=options, slice_lengths=lengths)
 
 
 def save_programs(directory: str | os.PathLike[str], artifact: Artifact) -> None:
@@ -105,7 +106,7 @@ def _write(folder: Path, artifact: Artifact) -> None:
 
     def write_graph(stem: str, graph: str, program: Program, ranks: tuple[int, ...]) -> None:
         assert graph.isidentifier() and graph.isascii(), graph
-        assert program.mesh == artifact.layout_mesh, (str(program.mesh), str(artifact.layout_mesh))
+        assert program.mesh.axes == artifact.layout_mesh.axes, (str(program.mesh), str(artifact.layout_mesh))
         write(f"{stem}.py", python_text(program, graph, rank_ranges(ranks)))
         write(f"{stem}.json", _json({"graph": graph, "program": print_program(program).splitlines()}))
 
@@ -152,13 +153,13 @@ def load_programs(directory: str | os.PathLike[str], custom_ops: frozenset[str] 
         meta = {str(key): str(value) for key, value in index["meta"].items()}
         content = _read_json(folder / PIPELINE_FILE, files[PIPELINE_FILE]) if PIPELINE_FILE in files else None
         counts = (1, 1) if content is None else (int(content["microbatches"]), int(content["slices"]))
-        plan = _plan(mesh, *counts)
+        plan = _plan(mesh, *counts, () if content is None else tuple(map(int, content["lengths"])))
         inner = mesh if content is None else plan.layout_mesh
         programs = []
         for number, entry in enumerate(index["programs"]):
             graphs = {graph: load_graph(f"program_{number}_{graph}", graph, inner) for graph in entry["graphs"]}
             programs.append((parse_ranges(entry["ranks"], mesh), graphs))
-    except (KeyError, TypeError, ValueError, AttributeError, BatchError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, BatchError, MeshError) as error:
         raise ArtifactError(f"'{folder / INDEX}' has a wrong entry: {type(error).__name__} {error}.") from None
     everyone = [rank for ranks, _ in programs for rank in ranks]
     if not programs:
@@ -223,7 +224,7 @@ def _load_graph(path: Path, digest: str, mesh: Mesh, custom_ops: frozenset[str])
         raise ArtifactError(f"'{path}' does not hold a program.") from None
     except AutoparError as error:
         raise ArtifactError(f"'{path}': {error}") from None
-    if program.mesh != mesh:
+    if program.mesh.axes != mesh.axes:  # a graph of one slice knows nothing of the lengths of the others
         raise ArtifactError(f"'{path}' is a program for mesh '{program.mesh}', but the index says '{mesh}'.")
     return program
 

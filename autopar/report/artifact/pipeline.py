@@ -29,6 +29,7 @@ _MESSAGE = re.compile(r"(SEND|RECV) (\S+) (?:to|from) rank (\d+): ([^;]*)\Z", re
 _TYPE = re.compile(r"(\w+)\[([\d,]*)\]\Z", re.ASCII)
 _NAME = re.compile(r"%[^\s,;%]+\Z")
 
+Key = tuple[int, str]
 Graphs = Sequence[Mapping[str, Program]]  # of each rank of the pipeline, by name
 
 
@@ -39,15 +40,15 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
         "schedule": pipeline.schedule,
         "microbatches": flow.microbatches,
         "slices": flow.slices,
+        "lengths": list(flow.lengths),
+        "sized": {str(length): _types_json(types) for length, types in flow.sized.items()},
         "stages": list(flow.ranks),
         "parameters": dict(pipeline.owners),
         "flow": {
             f"{place}{kind}": {field: list(names) for field in _FIELDS if (names := getattr(work, field))}
             for (place, kind), work in flow.works.items()
         },
-        "types": {
-            name: f"{dtype_name(type_.dtype)}[{','.join(map(str, type_.shape))}]" for name, type_ in flow.types.items()
-        },
+        "types": _types_json(flow.types),
         "owners": {name: list(ranks) for name, ranks in flow.owners.items()},
         "reductions": {
             name: [[one.kind, one.axis, one.dim, one.outer] for one in how.joins]
@@ -65,24 +66,26 @@ def pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _types_json(types: Mapping[str, TensorType]) -> dict[str, str]:
+    return {name: f"{dtype_name(one.dtype)}[{','.join(map(str, one.shape))}]" for name, one in types.items()}
+
+
 def print_instruction(line: Instruction) -> str:
     """`SEND 0F3 to rank 1: %x; free %x`: an instruction with the values that it ends."""
     return f"{line}; free {', '.join(f'%{name}' for name in line.frees)}" if line.frees else str(line)
 
 
-def parse_instruction(text: str, types: Mapping[str, TensorType]) -> Instruction:
+def parse_instruction(text: str, flow: Flow) -> Instruction:
     """The inverse of `print_instruction`; raises ValueError for what is no instruction."""
     body, _, frees = text.partition("; free ")
     gone = _names(frees) if frees else ()
     if not (match := _MESSAGE.match(body)):
         return Instruction("RUN", parse_action(body), frees=gone)
-    values = _names(match[4])
-    unknown = [name for name in values if name not in types]
+    values, action = _names(match[4]), parse_action(match[2])
+    unknown = [name for name in values if name not in flow.types]
     if unknown:
         raise ValueError(f"'{text}': '%{unknown[0]}' has no type")
-    return Instruction(
-        match[1], parse_action(match[2]), int(match[3]), values, tuple(types[name] for name in values), gone
-    )
+    return Instruction(match[1], action, int(match[3]), values, flow.types_of(action, values), gone)
 
 
 def parse_pipeline(content: Any, mesh: Mesh, graphs: Graphs, program: Program) -> Pipeline:
@@ -95,7 +98,8 @@ def parse_pipeline(content: Any, mesh: Mesh, graphs: Graphs, program: Program) -
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ArtifactError(f"it has a wrong entry: {type(error).__name__} {error}.") from None
     try:
-        verify_pipeline(pipeline, program)
+        for sized in ({}, *pipeline.sized.values()):
+            verify_pipeline(pipeline.with_(graphs={**pipeline.graphs, **sized}), program)
         check_schedule(pipeline.lists, pipeline.flow)
     except AutoparError as error:
         raise ArtifactError(str(error)) from None
@@ -103,24 +107,20 @@ def parse_pipeline(content: Any, mesh: Mesh, graphs: Graphs, program: Program) -
 
 
 def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
-    types = {str(name): _type(text) for name, text in content["types"].items()}
+    types = _types(content["types"])
     works = {_key(text): Work(**{field: tuple(names) for field, names in work.items()})
              for text, work in content["flow"].items()}  # fmt: skip
     owners = {str(name): tuple(map(int, ranks)) for name, ranks in content["owners"].items()}
     stages = tuple(map(int, content["stages"]))
-    flow = Flow(stages, int(content["microbatches"]), works, types, owners, int(content["slices"]))
-    found: dict[tuple[int, str], Program] = {}
-    for text in content["graphs"]:
-        key = _key(text)
-        rank = flow.rank_of(Action(*key))
-        found[key] = graphs[rank][graph_name(*key)]
-        if key in works:
-            _check_work(text, works[key], found[key])
-    if missing := [f"'{name}' of rank {rank}" for rank, named in enumerate(graphs) for name, graph in named.items()
-                   if not any(graph is known for known in found.values())]:  # fmt: skip
-        raise ValueError(f"no action runs the graph {missing[0]}")
+    lengths = tuple(map(int, content["lengths"]))
+    sized = {int(length): _types(named) for length, named in content["sized"].items()}
+    flow = Flow(stages, int(content["microbatches"]), works, types, owners, int(content["slices"]), lengths, sized)
+    found, others = _graphs(content["graphs"], flow, graphs)
     if lost := sorted(set(works) - set(found)):
         raise ValueError(f"there is no graph of {lost[0][0]}{lost[0][1]}")
+    lost_lengths = sorted({*lengths} - {*lengths[:1], *others})
+    if len(lengths) not in (0, flow.slices) or {*sized} != {*lengths} or lost_lengths:
+        raise ValueError(f"there are {flow.slices} slices of lengths {list(lengths)}, with types of {sorted(sized)}")
     times, bytes_per_us = content["costs"]["times_us"], content["costs"]["bytes_per_us"]
     costs = Costs(
         {_key(text): float(time) for text, time in times.items()},
@@ -128,9 +128,10 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
         math.inf if bytes_per_us is None else float(bytes_per_us),
         {_key(text): float(time) for text, time in content["costs"]["growing_us"].items()},
         flow.slices,
+        lengths,
     )
     lists = tuple(
-        tuple(parse_instruction(line, types) for line in content["instructions"][str(rank)])
+        tuple(parse_instruction(line, flow) for line in content["instructions"][str(rank)])
         for rank in range(len(content["instructions"]))
     )
     if len(lists) != len(graphs) or flow.size > len(graphs):
@@ -145,7 +146,30 @@ def _parse(content: Any, mesh: Mesh, graphs: Graphs) -> Pipeline:
     parameters = {str(name): int(stage) for name, stage in content["parameters"].items()}
     if wrong := [name for name, stage in parameters.items() if not 0 <= stage < len(stages)]:
         raise ValueError(f"'{wrong[0]}' is kept by stage {parameters[wrong[0]]}, which does not exist")
-    return Pipeline(mesh, flow, found, reductions, parameters, costs, str(content["schedule"]), lists)
+    return Pipeline(mesh, flow, found, reductions, parameters, costs, str(content["schedule"]), lists, others)
+
+
+def _graphs(
+    names: Sequence[str], flow: Flow, graphs: Graphs
+) -> tuple[dict[Key, Program], dict[int, dict[Key, Program]]]:
+    """The graphs by what they are, and those of slices of other lengths than the first."""
+    found: dict[Key, Program] = {}
+    others: dict[int, dict[Key, Program]] = {length: {} for length in flow.lengths if length != flow.lengths[0]}
+    for text in names:
+        key = _key(text)
+        named = graphs[flow.rank_of(Action(*key))]
+        found[key] = named[graph_name(*key)]
+        for length, of_length in others.items():
+            if key[1] not in "PE":
+                of_length[key] = named[graph_name(*key, length)]
+        for one in (found, *others.values()):
+            if key in flow.works and key in one:
+                _check_work(text, flow.works[key], one[key])
+    every = [graph for one in (found, *others.values()) for graph in one.values()]
+    if missing := [f"'{name}' of rank {rank}" for rank, named in enumerate(graphs) for name, graph in named.items()
+                   if not any(graph is known for known in every)]:  # fmt: skip
+        raise ValueError(f"no action runs the graph {missing[0]}")
+    return found, others
 
 
 def _check_work(text: str, work: Work, graph: Program) -> None:
@@ -161,7 +185,7 @@ def _check_work(text: str, work: Work, graph: Program) -> None:
             raise ValueError(f"the flow of {text} has {sorted(names)}, but its graph {actual}")
 
 
-def _key(text: str) -> tuple[int, str]:
+def _key(text: str) -> Key:
     action = parse_action(text)
     return action.stage, action.kind
 
@@ -179,6 +203,10 @@ def _names(text: str) -> tuple[str, ...]:
         if not _NAME.match(name):
             raise ValueError(f"'{name}' is not a value such as %x")
     return tuple(name[1:] for name in names)
+
+
+def _types(named: Mapping[str, str]) -> dict[str, TensorType]:
+    return {str(name): _type(text) for name, text in named.items()}
 
 
 def _type(text: str) -> TensorType:

@@ -89,7 +89,7 @@ class _Categories:
     def __init__(self, compiled: Lowered, trace: Trace) -> None:
         self.gradients, self.saved = set(trace.gradients), trace.saved
         pipeline = compiled.pipeline
-        programs = [compiled.program] if pipeline is None else list(pipeline.graphs.values())
+        programs = [compiled.program] if pipeline is None else [one.program for one in pipeline.every_graph()]
         self.of_gradients = {node for program in programs for node in _gradients(program)}
 
     def of(self, block: Block) -> str:

@@ -9,7 +9,6 @@ from torch import fx
 
 from autopar.compiler.lowered import STEP, Lowered
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.pipeline import graph_name
 from autopar.ir.program import record
 from autopar.ir.schedule import Span
 from autopar.report.memory.track import Block, Tracker
@@ -35,7 +34,7 @@ class Position:
         self.names: dict[fx.Graph, str] = {compiled.program.graph: STEP}
         self.actions: tuple[str, ...] = ()  # of a pipeline, in order
         if pipeline is not None:
-            self.names = {graph.graph: graph_name(*key) for key, graph in pipeline.graphs.items()}
+            self.names = {one.program.graph: one.name for one in pipeline.every_graph()}
             self.actions = tuple(map(str, pipeline.lists[coord.get(PIPELINE, 0)]))
         self.action, self.line, self.begun, self.crossed = "", 0, 0, False
 

@@ -18,7 +18,7 @@ from autopar.report.timeline.svg import style
 def stages_data(pipeline: Pipeline) -> dict[str, Any]:
     """The schedule, and a row for each stage."""
     rows = [
-        {"rank": rank, "saved": saved_bytes(pipeline, stage), "held": in_flight(pipeline.lists[rank], stage)}
+        {"rank": rank, "saved": _largest(pipeline, stage), "held": in_flight(pipeline.lists[rank], stage)}
         for stage, rank in enumerate(pipeline.flow.ranks)
     ]
     return {
@@ -27,6 +27,11 @@ def stages_data(pipeline: Pipeline) -> dict[str, Any]:
         "parts": pipeline.parts_text,
         "rows": rows,
     }
+
+
+def _largest(pipeline: Pipeline, stage: int) -> int:
+    """What a micro-batch leaves on a stage, or the slice that leaves most."""
+    return max(saved_bytes(pipeline, stage, i) for i in range(pipeline.flow.slices))
 
 
 def stage_of_names(compiled: Lowered) -> dict[str, int]:
@@ -44,7 +49,8 @@ def stage_of_names(compiled: Lowered) -> dict[str, int]:
 
 def collectives_with_names(compiled: Lowered) -> Iterable[tuple[Collective, str]]:
     """All collectives of a step with the name of their node."""
-    graphs = [compiled.program] if compiled.pipeline is None else compiled.pipeline.graphs.values()
+    pipeline = compiled.pipeline
+    graphs = [compiled.program] if pipeline is None else [one.program for one in pipeline.every_graph()]
     names = [node.name for graph in graphs for node in moving_nodes(graph)]
     return zip(compiled.collectives, names, strict=True)
 

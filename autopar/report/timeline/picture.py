@@ -24,7 +24,7 @@ Colour = tuple[int, int, int]
 @dataclass(frozen=True, slots=True)
 class Block:
     """An action, or a message, in time. chunk: which of its rank's stages it is of, of `chunks`. slices: into how many
-    its micro-batch is cut."""
+    its micro-batch is cut. length: of its slice, where they differ."""
 
     action: Action
     start_us: float
@@ -33,6 +33,7 @@ class Block:
     chunk: int = 0
     chunks: int = 1
     slices: int = 1
+    length: int = 0
 
     @property
     def label(self) -> str:
@@ -60,7 +61,8 @@ class Block:
         action = self.action
         of = f" of stage {action.stage}" if action.kind in "FBIW" else ""
         number, slice_ = divmod(action.microbatch, self.slices)
-        of_sequence = f", slice {slice_}" if self.slices > 1 else ""
+        positions = f" ({self.length} positions)" if self.length else ""
+        of_sequence = f", slice {slice_}{positions}" if self.slices > 1 else ""
         micro = f", micro-batch {number}{of_sequence}" if action.microbatch != ONCE else ""
         what = self.text or f"{action}: {KIND_NAMES[action.kind]}{of}{micro}"
         times = f"{time_text(self.start_us)} to {time_text(self.end_us)}"
@@ -132,7 +134,8 @@ def _lanes(pipeline: Pipeline, timeline: Timeline, measured: bool) -> Iterator[L
             if span.instruction.op == "RUN":
                 chunk = stages.index(action.stage) if action.kind in "FBIW" else 0
                 if end > start:
-                    blocks.append(Block(action, start, end, "", chunk, len(stages), pipeline.flow.slices))
+                    slices, length = pipeline.flow.slices, pipeline.flow.length_of(action)
+                    blocks.append(Block(action, start, end, "", chunk, len(stages), slices, length))
             elif span.instruction.op == "RECV":
                 messages.append(Block(action, start, end, _message(span)))
         yield Lane(rank, tuple(blocks), tuple(messages), timeline.bubble(rank), measured)

@@ -131,7 +131,7 @@ def _steps(events: Sequence[Mapping[str, Any]], ranks: list[int], pipeline: Pipe
             continue
         spans = found.setdefault(int(event["args"]["step"]), [[] for _ in ranks])
         if event["cat"] == WAITED:
-            line = parse_instruction(event["args"]["instruction"], pipeline.flow.types)
+            line = parse_instruction(event["args"]["instruction"], pipeline.flow)
         else:
             line = Instruction("RUN", parse_action(event["name"]))
             if (line.action.stage, line.action.kind) not in pipeline.flow.works:

@@ -1,0 +1,47 @@
+"""Take a program through the passes, with or without sequence parallelism: what was asked for, or is cheaper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.compiler.constraints import is_sequence_parallel, no_sequence
+from autopar.compiler.lowered import Lowered
+from autopar.errors import LayoutError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import run_passes
+from autopar.passes.search.step_cost import step_cost
+
+
+def through_passes(captured: Program, plan: Plan) -> Lowered:
+    """A captured program after all passes, "auto" decided. Raises LayoutError where sequence parallelism is asked for
+    and cannot be."""
+    is_open = plan.options.sequence_parallel == "auto" and plan.fixed.sequence is None
+    if plan.options.sequence_parallel == "auto" and plan.fixed.sequence is False:
+        plan = without_sequence(plan)
+    compiled = Lowered(plan, run_passes(captured, plan))
+    if plan.sequence_parallel and not is_sequence_parallel(compiled.program):
+        if plan.options.sequence_parallel != "auto":
+            raise LayoutError(no_sequence(captured, compiled.plan))
+        return whole_sequence(compiled)
+    return cheaper(compiled, whole_sequence(compiled)) if is_open else compiled
+
+
+def whole_sequence(compiled: Lowered) -> Lowered:
+    """The same program compiled without sequence parallelism."""
+    plan = without_sequence(compiled.plan)
+    return Lowered(plan, run_passes(compiled.history[0][1], plan))
+
+
+def without_sequence(plan: Plan) -> Plan:
+    """The plan without sequence parallelism."""
+    return replace(plan, options=replace(plan.options, sequence_parallel=False))
+
+
+def cheaper(split: Lowered, whole: Lowered) -> Lowered:
+    """The cheaper one of the plans with and without sequence parallelism, with a note that says why."""
+    costs = step_cost(split.program), step_cost(whole.program)
+    is_on = costs[0].total <= costs[1].total
+    chosen, said = (split, "on") if is_on else (whole, "off")
+    note = f"sequence_parallel='auto' is {said}: with it a step is {costs[0]} on a rank, without it {costs[1]}"
+    return replace(chosen.with_note(note), sequence=is_on)
