@@ -22,9 +22,10 @@ from autopar.ir.layout import local_part, parse_layout
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.ir.options import read_slices
-from autopar.ir.plan import CPU, Fixed
+from autopar.ir.plan import Fixed
 from autopar.ir.program import record
 from autopar.ir.schedule import Action
+from autopar.machines import named
 from autopar.passes.rules.rule import Reading, starts_of
 from autopar.report.inspection_pipeline import saved_bytes
 from autopar.report.timeline.show import picture_of
@@ -183,7 +184,7 @@ def test_lengths_are_chosen_where_they_gain(schedule: str) -> None:
 
 def test_a_choice_is_that_of_one_device() -> None:
     batch = (torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(0)),)
-    ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=CPU), **sliced(4, 2))
+    ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=named("cpu")), **sliced(4, 2))
     assert len(set(found.plan.slice_lengths)) > 1
 
 
@@ -202,7 +203,7 @@ def test_the_number_is_chosen() -> None:
 
 def test_a_chosen_number_is_that_of_one_device() -> None:
     batch = (torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(0)),)
-    ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=CPU), **sliced("auto", 2))
+    ((_, found),) = verified(Long(), ["pp=2"], None, batch, fixed=Fixed(machine=named("cpu")), **sliced("auto", 2))
     assert found.plan.slices > 1
     ((_, found),) = verified(Long(), ["dp=2"], None, batch, slices="auto")
     assert found.plan.slices == 1
