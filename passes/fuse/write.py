@@ -55,7 +55,7 @@ class Writer:
                 todo.pop()
             elif unit in self.fused:
                 self._need_group(unit)
-                assert one in self.build.value, one
+                assert one in self.build.value, (one, unit.calls, unit.fit.results, unit.gone, unit.copies)
             elif missing := [read for read in one.all_input_nodes if read not in self.build.value]:
                 todo += missing
             else:
