@@ -11,7 +11,7 @@ from autopar.ir.fused import Fused, fused_of
 from autopar.ir.fusible import fusible
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import is_getitem, is_view, record
+from autopar.ir.program import is_getitem, is_view, record, set_record
 
 
 def unfused(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -23,10 +23,11 @@ def unfused(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     if not any(isinstance(node.target, Fused) for node in graph.nodes):
         return graph, {node: node for node in graph.nodes}
     plain = fx.Graph()
+    names = {node.name for node in graph.nodes}
     for node in graph.nodes:
         fused, source = fused_of(node), node.args[0] if is_getitem(node) else None
         if fused is not None:
-            value[node] = _copy_body(fused, [value[operand] for operand in node.args], plain)  # type: ignore[index]
+            value[node] = _copy_body(fused, [value[operand] for operand in node.args], plain, names)  # type: ignore[index]
         elif isinstance(source, fx.Node) and isinstance(source.target, Fused):
             value[node] = value[source][node.args[1]]
         else:
@@ -34,10 +35,15 @@ def unfused(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return plain, {node: made for node, made in value.items() if isinstance(made, fx.Node)}
 
 
-def _copy_body(fused: Fused, operands: list[fx.Node], graph: fx.Graph) -> tuple[fx.Node, ...]:
+def _copy_body(fused: Fused, operands: list[fx.Node], graph: fx.Graph, names: set[str]) -> tuple[fx.Node, ...]:
+    """Copy the calls of a group under their own names; what another group computes too gets one of its own."""
     value = dict(zip(fused.placeholders, operands, strict=True))
     for node in fused.calls:
-        value[node] = graph.node_copy(node, value.__getitem__)
+        name = node.name if node in fused.results or node.name not in names else f"{node.name}_again"
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value.__getitem__)
+        value[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
+        set_record(value[node], record(node))
+        names.add(name)
     return tuple(value[result] for result in fused.results)
 
 

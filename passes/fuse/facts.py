@@ -24,6 +24,8 @@ MOST_PIECES = 8  # that one call puts together: each is a branch in the kernel
 _COORD = op("coord")
 _JOINS = frozenset((aten.cat.default, aten.stack.default))
 _CAST = aten._to_copy.default
+_ADD = aten.add.Tensor
+_ADDING = frozenset((op("einsum"), op("embedding_backward")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Read:
 @dataclass(slots=True)
 class Facts:
     """how: of each call, how a kernel computes it. place: where each node stands. joins: the calls that a group may
-    hold. added: those that are not theirs, since sums over micro-batches take them in. slot: the places of the calls
+    hold. added: those that are not theirs, since sums over micro-batches or products take them in. slot: the places of the calls
     that stay where they are (products, collectives, whatever no kernel computes) among one another.
     """
 
@@ -53,7 +55,7 @@ class Facts:
 
     @classmethod
     def of(cls, program: Program) -> Facts:
-        facts = cls(program, added=frozenset(_added(program)))
+        facts = cls(program, added=frozenset((*_added(program), *_summed_by_products(program))))
         for place, node in enumerate(program.graph.nodes):
             facts.place[node] = place
             if node.op == "call_function":
@@ -145,3 +147,22 @@ def _added(program: Program) -> Iterator[fx.Node]:
     for node, out in program.leaving:
         if node is not None and out.kind == "part" and node.target is _CAST:
             yield node
+
+
+def _summed_by_products(program: Program) -> Iterator[fx.Node]:
+    """Sums of several products, each right behind its last term: the executor lets a product add to what is there
+    (`_terms` of runtime/executor.py), which moves no more than a kernel that adds, and keeps one term at a time."""
+    firsts: dict[fx.Node, fx.Node] = {}  # of a sum, its first term
+    sums: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.calls():
+        total, term = (*node.args, None, None)[:2]
+        if node.target is not _ADD or node.kwargs or not isinstance(total, fx.Node) or not isinstance(term, fx.Node):
+            continue
+        first = firsts.get(total, total)
+        is_product = term.target in _ADDING and first.target is term.target and first.args[2:] == term.args[2:]
+        if is_product and term.next is node and len(term.users) == 1 and record(first).types == record(term).types:
+            firsts[node] = first
+            sums.setdefault(first, []).append(node)
+    for found in sums.values():
+        if len(found) > 1:
+            yield from found

@@ -29,7 +29,7 @@ class Writer:
     fused: dict[Unit, str]  # the groups that become one node, each with its reason
     build: Builder = field(default_factory=lambda: Builder(MADE_BY))
     done: set[Unit] = field(default_factory=set)
-    leaving: dict[fx.Node, fx.Node] = field(default_factory=dict)  # results that leave as a permutation
+    turned: set[fx.Node] = field(default_factory=set)  # values that leave their group as a permutation
 
     def run(self) -> Program:
         program, facts = self.groups.facts.program, self.groups.facts
@@ -55,7 +55,8 @@ class Writer:
                 todo.pop()
             elif unit in self.fused:
                 self._need_group(unit)
-                assert one in self.build.value, (one, unit.calls, unit.fit.results, unit.gone, unit.copies)
+                assert one in self.build.value or one in self.turned, one
+                todo.pop()
             elif missing := [read for read in one.all_input_nodes if read not in self.build.value]:
                 todo += missing
             else:
@@ -102,6 +103,7 @@ class Writer:
         for value in fit.results:
             users = [user for user in value.users if user not in fit.calls]
             while len(users) == 1 and users[0].target in _PERMUTES and self.groups.facts.is_view(users[0]):
+                self.turned.add(value)
                 value = users[0]
                 users = list(value.users)
             found.append(value)
