@@ -30,8 +30,8 @@ class Fused:
     """What a fused node computes.
 
     graph: its placeholders stand for the node's operands, in order, each with the record of its operand (type None for
-    an integer); its calls are calls of the program with their LOCAL records; it returns a tuple of results. No result
-    is a view of another value, nor an operand: each is memory of its own.
+    an integer); its calls are calls of the program with their LOCAL records; it returns a tuple of results. A result
+    may be a permutation of an inner value that is no result; none shares memory with another, nor with an operand.
     name: of what it does, e.g. `rms_norm_add`. kind: points (element by element), rows (with reductions along the last
     dim or dims) or columns (with sums along all leading dims, too). mesh: of the program, which gives the local shape
     of a value (`measure.local_type`).

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.compiler.lowered import STEP, Lowered
-from autopar.compiler.options import compiler_of
 from autopar.errors import CompileError
+from autopar.ir.options import Compiler
 from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.bindings import Bindings
 from autopar.parallel.variants import Constants
@@ -42,25 +42,22 @@ class Running:
         return own_memory(outputs, self.shared)
 
 
-def check_compiler(name: str | None, device: torch.device) -> None:
-    """Raise CompileError for a compiler that there is not, or not on this machine."""
-    if compiler_of(name) is None:
-        return
-    from autopar.runtime.inductor import check_toolchain
+def check_compiler(name: Compiler | None, device: torch.device) -> None:
+    """Raise CompileError for a compiler that is not to be had on this machine."""
+    if name == "inductor":
+        from autopar.runtime.inductor import check_toolchain
 
-    check_toolchain(device)
+        check_toolchain(device)
 
 
-def make_runner(
-    compiled: Lowered, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
-) -> Runner:
+def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
     program, pipeline = compiled.program, compiled.pipeline
-    if compiler is None:
+    if compiled.plan.options.compile != "inductor":
         return executor_runner(program, pipeline, DistributedDriver(compiled.mesh, groups), device)
     if pipeline is not None:
         raise CompileError(
-            f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
+            f'compile="inductor" takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, '
             f"{pipeline.parts_text}). Leave compile out, or pp and microbatches."
         )
     from autopar.runtime.inductor import compile_program  # and with it Inductor

@@ -16,7 +16,8 @@ from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import options_of
-from autopar.ir.options import StepKeywords
+from autopar.errors import CompileError
+from autopar.ir.options import Compiler, StepKeywords
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.dtypes import cast, module_in
@@ -48,13 +49,15 @@ def verify(
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`), and every sum of gradients must be in `reduce_dtype`
     (see `sums.py`). The model is copied and not changed; `optimizer` makes
-    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`.
+    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
+    what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within `NOISE` times that is right, if it is right too from weights and a batch that rounding moves less
     (see `noise.py`). On a difference the report names the first node that differs.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
+    _check_compiler(chosen.compile)
     is_exact = short_of(chosen) is None
     model = copied(model)
     if is_exact:
@@ -92,6 +95,16 @@ def verify_compiled(
     return Report(
         str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, wrong_sums(compiled)
     )
+
+
+def _check_compiler(name: Compiler | None) -> None:
+    """Raise CompileError for a compiler whose code runs on processes alone."""
+    if name == "inductor":
+        raise CompileError(
+            'compile="inductor" compiles what a process runs, collectives included, and verify plays all ranks in one '
+            "process. Verify it on processes: `autopar verify TARGET --mesh MESH --backend gloo --compile inductor`; "
+            "or leave compile out."
+        )
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

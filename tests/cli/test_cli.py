@@ -256,10 +256,13 @@ BAD = {
     "pass": (("inspect", "job", "--mesh", "dp=2", "--pass", "x"), "there is no program after pass 'x'"),
     "no mesh": (("inspect", "job"), "a TARGET needs --mesh"),
     "compiler": (
-        ("run", "job", "--mesh", "dp=2", "--compile", "triton"),
-        "compile='triton': write \"inductor\", or leave",
+        ("run", "job", "--mesh", "dp=2", "--compile", "gcc"),
+        'compile=\'gcc\': write "inductor" or "triton", or leave',
     ),
-    "virtual compiler": (("verify", "job", "--mesh", "dp=2", "--compile", "inductor"), "add --backend gloo."),
+    "virtual compiler": (
+        ("verify", "job", "--mesh", "dp=2", "--compile", "inductor"),
+        "--backend gloo --compile inductor",
+    ),
     "virtual graphs": (("verify", "job", "--mesh", "dp=2", "--cuda-graphs"), "add --backend gloo."),
     "backend": (("verify", "job", "--mesh", "dp=2", "--backend", "mpi"), "--backend mpi: write virtual or gloo."),
 }

@@ -297,9 +297,10 @@ def small(compile: Any) -> ParallelModule:
 
 def test_an_unknown_compiler(alone: None) -> None:
     with pytest.raises(CompileError) as caught:
-        small("triton")
+        small("gcc")
     assert str(caught.value) == (
-        "compile='triton': write \"inductor\", or leave it out: the programs then run on autopar's own executor."
+        'compile=\'gcc\': write "inductor" or "triton", or leave it out: '
+        "the programs then run on autopar's own executor."
     )
 
 
