@@ -21,7 +21,7 @@ from autopar.runtime.triton.writer import Term, Writer
 
 Strides = tuple[tuple[int, ...] | None, ...]
 _BOTH = frozenset((ROW, COLUMN))
-_FAR = 2**31  # elements: beyond, a place needs 64 bits
+FAR = 2**31  # elements: beyond, a place needs 64 bits
 _NEUTRAL = {"sum": "0.0", "max": "-float('inf')", "min": "float('inf')"}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from autopar.ir.fused import Fused
 from autopar.runtime.triton.configuration import programs_of
-from autopar.runtime.triton.emit import _FAR, Kernel, Strides, emit
+from autopar.runtime.triton.emit import FAR, Kernel, Strides, emit
 from autopar.runtime.triton.lower import Lowered, Result, lower
 from autopar.runtime.triton.source import load, name_of
 from autopar.runtime.triton.values import CannotEmit, wide
@@ -80,7 +80,7 @@ class FusedKernel:
             self._memory(i, result, kernel, operands, programs) for i, result in enumerate(lowered.results)
         ]
         grid = (programs, kernel.tile.across) if kernel.tile.is_persistent else (programs,)
-        is_far = max(lowered.rows * lowered.width, *(_reach(o) for o in operands)) >= _FAR
+        is_far = max(lowered.rows * lowered.width, *(_reach(o) for o in operands)) >= FAR
         with torch.cuda.device_of(results[0]):
             function[grid](*operands, *results, lowered.rows, is_far, num_warps=kernel.tile.warps)
         return tuple(_whole(r, made) for r, made in zip(lowered.results, results, strict=True))
@@ -113,6 +113,8 @@ def _reach(operand: Any) -> int:
 
 def _whole(result: Result, made: torch.Tensor) -> torch.Tensor:
     """A result; of partial sums their sum, in an order that is always the same."""
-    if result.extent != "columns":
-        return made
-    return made.sum(0).to(result.type.dtype).view(result.type.shape)
+    if result.extent == "columns":
+        made = made.sum(0).to(result.type.dtype).view(result.type.shape)
+    for order in result.orders:
+        made = made.permute(order)
+    return made

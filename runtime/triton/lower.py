@@ -22,6 +22,7 @@ from autopar.runtime.triton.views import shaped
 RULES: Mapping[Any, views.Rule] = MappingProxyType(
     {**rules_points.RULES, **views.RULES, **rules_rows.RULES, **rules_draws.RULES}
 )
+_aten = torch.ops.aten
 REDUCTIONS = ("sum", "max", "min")
 _TILE_WIDTH = 64  # columns that a domain without reductions has at least, if its dims allow
 _LONGEST_OF_VECTOR = 1024
@@ -29,11 +30,15 @@ _LONGEST_OF_VECTOR = 1024
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that the kernel writes: its local type, and what it is of the domain: "all", "rows" or "columns"."""
+    """A tensor that the kernel writes: its local type, and what it is of the domain: "all", "rows" or "columns".
+
+    orders: the permutations of its dims that follow, innermost first; a kernel writes rows where they are.
+    """
 
     value: Value
     type: TensorType
     extent: str
+    orders: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +90,34 @@ def lower(fused: Fused, exact: bool = False) -> Lowered:
         made[node] = _operand(place, node, fused.mesh)
     for node in fused.calls:
         made[node] = _call(node, made, fused.mesh, exact)
-    values = [made[node] for node in fused.results]
-    types = [local_type(node, fused.mesh) for node in fused.results]
+    has_rows = any(v.op in (*REDUCTIONS, "column") for v in walk([made[node] for node in fused.results]))
+    peeled = [_peeled(node) if has_rows else (node, ()) for node in fused.results]
+    values = [made[node] for node, _ in peeled]
+    types = [local_type(node, fused.mesh) for node, _ in peeled]
     rows, width = _domain(values, types)
-    results = tuple(_result(v, t, rows, width) for v, t in zip(values, types, strict=True))
+    results = tuple(
+        replace(_result(v, t, rows, width), orders=orders)
+        for v, t, (_, orders) in zip(values, types, peeled, strict=True)
+    )
     operands = tuple(_type_of_operand(node, fused.mesh) for node in fused.placeholders)
     described = tuple(_described(node, fused.mesh) for node in (*fused.placeholders, *fused.results))
     return Lowered(fused.name, operands, results, rows, width, described)
+
+
+def _peeled(node: fx.Node) -> tuple[fx.Node, tuple[tuple[int, ...], ...]]:
+    """The value of which a result is a permutation, and the orders of its dims."""
+    orders: list[tuple[int, ...]] = []
+    while node.target in (_aten.transpose.int, _aten.permute.default):
+        source: Any = node.args[0]
+        dims = list(range(len(record(node).type.shape)))
+        if node.target is _aten.transpose.int:
+            a, b = node.args[1:]
+            dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        else:
+            dims = [dim % len(dims) for dim in node.args[1]]  # type: ignore[union-attr,operator]
+        orders.insert(0, tuple(dims))
+        node = source
+    return node, tuple(orders)
 
 
 def _type_of_operand(node: fx.Node, mesh: Mesh) -> TensorType | None:
