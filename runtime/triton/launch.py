@@ -76,9 +76,7 @@ class FusedKernel:
         lowered = self.lowered
         assert lowered is not None
         programs = programs_of(kernel.tile, lowered.rows, self.device)
-        results = [
-            self._memory(i, result, kernel, operands, programs) for i, result in enumerate(lowered.results)
-        ]
+        results = [self._memory(i, result, kernel, operands, programs) for i, result in enumerate(lowered.results)]
         grid = (programs, kernel.tile.across) if kernel.tile.is_persistent else (programs,)
         is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
         with torch.cuda.device_of(results[0]):

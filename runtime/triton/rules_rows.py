@@ -12,7 +12,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.runtime.triton.rules_points import one_hot, tl_abs
 from autopar.runtime.triton.values import Operand, Value, cast, mean, point, reduced, summed_rows, where, wide
-from autopar.runtime.triton.views import shaped, trailing
+from autopar.runtime.triton.views import shaped
 
 _aten = torch.ops.aten
 Types = Sequence[TensorType]
