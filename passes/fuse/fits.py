@@ -54,9 +54,7 @@ class Fit:
         fit.inside = frozenset((*made, *(value for node in copies for value in facts.values(node))))
         own = {*fit.inside, *calls}
         fit.results = [
-            value
-            for value in made
-            if value not in gone and any(user not in own for user in facts.users[value])
+            value for value in made if value not in gone and any(user not in own for user in facts.users[value])
         ]
         return fit._domain() or fit._column_values() or fit._levels() or fit._limits() or fit
 
