@@ -15,7 +15,7 @@ from autopar.ir.program import is_getitem, is_view, record, set_record
 
 
 def unfused(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph with the bodies of its groups in place of these, and what each of its nodes became; itself without groups.
+    """A graph with the bodies of its groups in place of these, and what each of its nodes became; itself without.
 
     A group has no value of its own there: its results have.
     """

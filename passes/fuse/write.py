@@ -13,7 +13,6 @@ from autopar.ir.program import Builder, Program, Record, is_getitem, operand_nod
 from autopar.passes.fuse.facts import Facts, aten
 from autopar.passes.fuse.fits import Fit
 from autopar.passes.fuse.groups import Groups, Unit
-from autopar.passes.fuse.reasons import reason_of
 
 MADE_BY = "fuse"
 MOST_WORDS = 4  # of a group's name
