@@ -28,7 +28,7 @@ from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.runtime.groups import make_groups
-from autopar.runtime.inductor import InductorProgram
+from autopar.runtime.inductor import Code, InductorProgram
 from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler
 from autopar.verification.verify import Plain
@@ -338,7 +338,7 @@ def test_a_wrong_index_is_an_error_with_its_place(alone: None) -> None:
 
 def test_nothing_watches_what_inductor_wrote() -> None:
     with pytest.raises(CompileError, match=r"a trace is of autopar's own executor, .* leave compile out"):
-        InductorProgram(lambda: (), "", 0).record(Recorder())
+        InductorProgram(Code(lambda values: (), "", 0)).record(Recorder())
 
 
 def _leave(rank: int) -> float:
