@@ -210,3 +210,21 @@ def test_a_rank_that_cannot_compile_ends_all(two: Ranks) -> None:
     assert second.error is not None and second.error.startswith("CompileError: Inductor cannot compile graph '")
     assert "of rank 1 on mesh" in second.error
     assert first.error == f"RankError: the compilation failed on some ranks, not on this one:\n  rank 1: {second.error}"
+
+
+def _forward(rank: int) -> None:
+    """A forward pass alone, and a batch of another size, in the same stages."""
+    plain, loss_fn, (x, y) = models.mlp()
+    with torch.no_grad():
+        want = plain(x)
+    model = autopar.parallelize(plain, "pp=2", loss_fn=loss_fn, compile="inductor", microbatches=3)
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(x[:5]), want[:5], rtol=1e-5, atol=1e-6)
+    assert "async_compile.cpp_pybinding" in str(model.programs[-1].runner.source)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.gloo
+def test_a_forward_pass_and_another_batch(two: Ranks) -> None:
+    two.run(_forward, timeout=200)

@@ -168,6 +168,21 @@ def llama_block() -> Any:
     return _on_meta(lambda: LlamaBlock(4096, 32, 32, 11008)), _loss, (x, angles, angles)
 
 
+def t5_block() -> Any:
+    """Its kind of norm and of MLP, and a bias of the scores that is learned by distance: attention is products."""
+    import torch
+    from transformers.models.t5.configuration_t5 import T5Config
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    config = T5Config(d_model=1024, d_kv=64, d_ff=2816, num_heads=16, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    x = torch.empty(2, 4096, 1024, dtype=torch.bfloat16, device="meta")
+    return _on_meta(lambda: T5Block(config, has_relative_attention_bias=True)), _first, (x,)
+
+
+def _first(model: Any, x: Any) -> Any:
+    return model(x)[0].float().square().mean()
+
+
 def _loss(model: Any, *inputs: Any) -> Any:
     return model(*inputs).float().square().mean()
 
@@ -179,7 +194,7 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make().bfloat16()
 
 
-BLOCKS = {"gpt": gpt_block, "llama": llama_block}
+BLOCKS = {"gpt": gpt_block, "llama": llama_block, "t5": t5_block}
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "examples"), str(Path(__file__).parent)]
