@@ -63,7 +63,7 @@ class PipelineRunner:
 
     @property
     def source(self) -> str:
-        named = self.code.executables.items()
+        named = self.code.graphs.items()
         return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
 
     def run(self, inputs: StepInputs) -> Outputs:
