@@ -208,6 +208,7 @@ _POINTS = (
     _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.logical_not.default, _aten.logical_and.default,
     _aten.logical_or.default, _aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.clone.default,
     _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+    _aten.scalar_tensor.default,
     *(
         getattr(getattr(_aten, name), of)
         for name in ("eq", "ne", "lt", "le", "gt", "ge")
