@@ -14,7 +14,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,10 +44,11 @@ Steps = Generator["Request", list[Any] | None, Outputs]
 @dataclass(frozen=True, slots=True)
 class Study:
     """For those who ask what a graph holds, and not what it computes. enter: told of every node before it runs.
-    instead: functions in place of others, for tensors without data."""
+    instead: functions in place of others, for tensors without data. home: the node to tell of, if it is not itself."""
 
     enter: Callable[[fx.Node], None]
     instead: Mapping[Any, Callable[..., Any]]
+    home: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -88,10 +89,12 @@ class Executable:
         self, graph: fx.Graph, sums: Collection[fx.Node] = (), given: Collection[fx.Node] = (),
         device: torch.device = CPU, study: Study | None = None, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
-        self.device, self.kernels = device, kernels
-        self.graph, became = unfused(graph) if kernels is None else (graph, {node: node for node in graph.nodes})
-        self.sums = tuple(became[node] for node in sums)
-        given = {became[node] for node in given}
+        self.device, self.kernels, self.graph, self.sums = device, kernels, graph, tuple(sums)
+        if kernels is None:
+            plain = unfused(graph)
+            self.graph, self.sums = plain.graph, tuple(plain.became[node] for node in self.sums)
+            given = {plain.became[node] for node in given}
+            study = study and replace(study, home=plain.home)
         self.code = _generate(self.graph, lifetimes(self.graph, given), self.sums, device, study, kernels)
 
     @property
@@ -230,7 +233,7 @@ def _generate(
             continue
         value = writer.value[node]
         if study is not None:
-            writer.line(f"    {writer.bind(study.enter)}({writer.bind(node)})")
+            writer.line(f"    {writer.bind(study.enter)}({writer.bind(study.home.get(node, node))})")
         if node in totals:
             writer.line(f"    {value} = {_addition(writer, node, totals[node])}  # {node.name}", node)
         elif node in terms:

@@ -12,8 +12,9 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
-from autopar.runtime.executor import CPU, Executable, Study
+from autopar.runtime.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.inputs import Key
+from autopar.runtime.microbatches import ExecutorGraph, StageGraph
 
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
 # before; or out of the step.
@@ -49,7 +50,7 @@ class Line:
     """
 
     instruction: Instruction
-    executable: Executable | None = None
+    graph: StageGraph | None = None
     reads: tuple[tuple[Key, bool], ...] = ()
     sums: tuple[str, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -64,21 +65,35 @@ class RankCode:
     """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp"."""
 
     pipeline: Pipeline
-    executables: Mapping[tuple[int, str], Executable]
+    graphs: Mapping[tuple[int, str], StageGraph]
     lines: tuple[Line, ...]
 
 
-def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU) -> RankCode:
-    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
-    flow = pipeline.flow
-    mine = {
-        key: Executable(program.graph, sums_of(program, pipeline).values(), _own(pipeline, rank, key), device, study)
-        for key, program in pipeline.graphs.items()
-        if (flow.ranks[key[0]] if key[1] in "FBIW" else key[0]) == rank
-    }
-    steps = flow.step_values()
-    lines = [_line(pipeline, mine, steps, instruction) for instruction in pipeline.lists[rank]]
-    return RankCode(pipeline, mine, _with_waits(lines))
+def compile_rank(
+    pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> RankCode:  # fmt: skip
+    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie.
+    kernels: of its groups."""
+    mine = [key for key in pipeline.graphs if pipeline.place_of(key) == rank]
+    return code_of(pipeline, rank, {key: on_executor(pipeline, key, study, device, kernels) for key in mine})
+
+
+def on_executor(
+    pipeline: Pipeline, key: tuple[int, str], study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> ExecutorGraph:  # fmt: skip
+    """A graph of a pipeline on our executor."""
+    program, own = pipeline.graphs[key], _own(pipeline, pipeline.place_of(key), key)
+    sums = sums_of(program, pipeline)
+    return ExecutorGraph(Executable(program.graph, sums.values(), own, device, study, kernels), tuple(sums))
+
+
+def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[tuple[int, str], StageGraph]) -> RankCode:
+    """The list of a rank, over its graphs. Those of kind C are on our executor."""
+    steps = pipeline.flow.step_values()
+    lines = [_line(pipeline, graphs, steps, instruction) for instruction in pipeline.lists[rank]]
+    return RankCode(pipeline, graphs, _with_waits(lines))
 
 
 def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:
@@ -110,10 +125,7 @@ def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.No
 
 
 def _line(
-    pipeline: Pipeline,
-    executables: Mapping[tuple[int, str], Executable],
-    steps: frozenset[str],
-    instruction: Instruction,
+    pipeline: Pipeline, graphs: Mapping[tuple[int, str], StageGraph], steps: frozenset[str], instruction: Instruction
 ) -> Line:
     action = instruction.action
 
@@ -127,21 +139,22 @@ def _line(
         return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
     program = pipeline.graph(action)
     keys = _inputs(program, action.microbatch)
-    sums = tuple(sums_of(program, pipeline))
-    writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
+    graph = graphs[action.stage, action.kind]
+    writes = tuple(_write(out.kind, out.name, action, graph.sums) for out in program.outputs)
     count = None
-    if action.kind == "P" and (action.stage, "C") in executables:
+    counted = graphs.get((action.stage, "C"))
+    if action.kind == "P" and isinstance(counted, ExecutorGraph):
         counting = pipeline.graphs[action.stage, "C"]
         count = Count(
-            executables[action.stage, "C"],
+            counted.executable,
             tuple(_inputs(counting, microbatch) for microbatch in range(pipeline.microbatches)),
             tuple((out.name, ONCE) for out in counting.outputs),
         )
     return Line(
         instruction,
-        executables[action.stage, action.kind],
+        graph,
         tuple((k, k in frees) for k in keys),
-        sums,
+        graph.sums,
         writes,
         frees=tuple(sorted(frees.difference(keys))),
         count=count,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -14,28 +16,41 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import is_getitem, is_view, record, set_record
 
 
-def unfused(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph with the bodies of its groups in place of these, and what each of its nodes became; itself without groups.
+@dataclass(frozen=True, slots=True)
+class Unfused:
+    """A graph with the bodies of its groups in place of these. became: its node for each of the program's; a group has
+    no value of its own there, its results have. home: the node of the program that each of its nodes is of."""
 
-    A group has no value of its own there: its results have.
-    """
+    graph: fx.Graph
+    became: Mapping[fx.Node, fx.Node]
+    home: Mapping[fx.Node, fx.Node]
+
+
+def unfused(graph: fx.Graph) -> Unfused:
+    """A graph without its groups; the graph itself if it has none."""
     value: dict[fx.Node, Any] = {}
+    same = {node: node for node in graph.nodes}
     if not any(isinstance(node.target, Fused) for node in graph.nodes):
-        return graph, {node: node for node in graph.nodes}
+        return Unfused(graph, same, same)
     plain = fx.Graph()
-    names = {node.name for node in graph.nodes}
+    names, home = {node.name for node in graph.nodes}, dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         fused, source = fused_of(node), node.args[0] if is_getitem(node) else None
         if fused is not None:
-            value[node] = _copy_body(fused, [value[operand] for operand in node.args], plain, names)  # type: ignore[index]
+            body = _copy_body(fused, [value[operand] for operand in node.args], plain, names)  # type: ignore[index]
+            home.update(dict.fromkeys((body[call] for call in fused.calls), node))
+            value[node] = tuple(body[result] for result in fused.results)
         elif isinstance(source, fx.Node) and isinstance(source.target, Fused):
             value[node] = value[source][node.args[1]]
         else:
             value[node] = plain.node_copy(node, value.__getitem__)
-    return plain, {node: made for node, made in value.items() if isinstance(made, fx.Node)}
+            home[value[node]] = node
+    return Unfused(plain, {node: made for node, made in value.items() if isinstance(made, fx.Node)}, home)
 
 
-def _copy_body(fused: Fused, operands: list[fx.Node], graph: fx.Graph, names: set[str]) -> tuple[fx.Node, ...]:
+def _copy_body(
+    fused: Fused, operands: list[fx.Node], graph: fx.Graph, names: set[str]
+) -> dict[fx.Node, fx.Node]:  # fmt: skip
     """Copy the calls of a group under their own names; what another group computes too gets one of its own."""
     value = dict(zip(fused.placeholders, operands, strict=True))
     for node in fused.calls:
@@ -44,7 +59,7 @@ def _copy_body(fused: Fused, operands: list[fx.Node], graph: fx.Graph, names: se
         value[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
         set_record(value[node], record(node))
         names.add(name)
-    return tuple(value[result] for result in fused.results)
+    return value
 
 
 def in_place(fused: Fused) -> tuple[tuple[int, ...], ...]:

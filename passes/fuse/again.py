@@ -25,7 +25,9 @@ def recompute(groups: Groups) -> None:
     while changed:
         changed = False
         for value in sorted(again.candidates(), key=lambda node: -groups.facts.place[node]):
-            changed |= again.everywhere(value) or any([again.here(value, unit) for unit in again.readers_of(value)])
+            changed |= again.everywhere(value)
+            for unit in again.readers_of(value):
+                changed |= again.here(value, unit)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What `fuse` reads off a program once: which calls a kernel may hold, who reads whom through views, and what stays put.
+"""What `fuse` reads off a program once: which calls a kernel may hold, who reads whom through views, what stays put.
 
 Views show memory that is there: a group takes in those between its calls as index arithmetic, and all others cost
 nothing. So the graph of groups is one of values: `reads` looks through views.
@@ -39,8 +39,8 @@ class Read:
 @dataclass(slots=True)
 class Facts:
     """how: of each call, how a kernel computes it. place: where each node stands. joins: the calls that a group may
-    hold. added: those that are not theirs, since sums over micro-batches or products take them in. slot: the places of the calls
-    that stay where they are (products, collectives, whatever no kernel computes) among one another.
+    hold. added: those that are not theirs, since sums over micro-batches or products take them in. slot: the places of
+    the calls that stay where they are (products, collectives, whatever no kernel computes) among one another.
     """
 
     program: Program

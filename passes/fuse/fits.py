@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,16 @@ from torch import fx
 from autopar.ir.ops import op, semantic_of
 from autopar.ir.program import is_getitem
 from autopar.passes.fuse.facts import Facts, Read, aten
+from autopar.passes.fuse.shapes import (
+    ends_in,
+    first_moved,
+    is_vector,
+    leading,
+    moves_ones_only,
+    rows_align,
+    source_of,
+    views_between,
+)
 
 MOST_VALUES = 32  # operands and results of a kernel
 REGISTERS = 65_536 * 4  # bytes of registers of a multiprocessor: what a program of a row kernel may keep at most
@@ -54,9 +64,7 @@ class Fit:
         fit.inside = frozenset((*made, *(value for node in copies for value in facts.values(node))))
         own = {*fit.inside, *calls}
         fit.results = [
-            value
-            for value in made
-            if value not in gone and any(user not in own for user in facts.users[value])
+            value for value in made if value not in gone and any(user not in own for user in facts.users[value])
         ]
         return fit._domain() or fit._column_values() or fit._levels() or fit._limits() or fit
 
@@ -218,76 +226,3 @@ def read_bytes(facts: Facts, value: fx.Node, reads: Collection[Read]) -> int:
 
 def is_several(node: fx.Node) -> bool:
     return any(is_getitem(user) for user in node.users)
-
-
-def views_between(read: Read) -> Iterator[fx.Node]:
-    """The views through which a value is read."""
-    node = read.seen
-    while node is not read.value:
-        yield node
-        node = node.args[0]  # type: ignore[assignment]
-
-
-def source_of(view: fx.Node) -> fx.Node:
-    """What a view shows; of a part of a split what was split."""
-    source = view.args[0]
-    assert isinstance(source, fx.Node)
-    return source.args[0] if is_getitem(view) else source  # type: ignore[return-value]
-
-
-def first_moved(node: fx.Node, rank: int) -> int:
-    """The first dim along which a call moves elements."""
-    match node.target:
-        case aten.constant_pad_nd.default:
-            return rank - len(node.args[1]) // 2  # type: ignore[arg-type]
-        case aten.flip.default:
-            return min(dim % rank for dim in node.args[1])  # type: ignore[union-attr,operator]
-        case aten.cat.default | aten.stack.default:
-            place = 1
-        case aten.slice_backward.default | aten.select_backward.default:
-            place = 2
-        case _:
-            return 0
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    return dim % rank  # type: ignore[operator,no-any-return]
-
-
-def ends_in(shape: tuple[int, ...], width: int) -> bool:
-    """True if a row of `width` elements is some whole last dims."""
-    return width in (math.prod(shape[place:]) for place in range(len(shape)))
-
-
-def leading(shape: tuple[int, ...]) -> list[int]:
-    """The sizes of the leading dims together."""
-    return [math.prod(shape[:place]) for place in range(len(shape) + 1)]
-
-
-def is_vector(shape: tuple[int, ...], width: int) -> bool:
-    """True for the elements of a row, the same for all rows."""
-    return all(size == 1 or math.prod(shape[place:]) <= width for place, size in enumerate(shape))
-
-
-def rows_align(seen: tuple[int, ...], shape: tuple[int, ...], rows: int) -> bool:
-    """True if, broadcast to `shape`, each row reads what belongs to it: all leading dims are there."""
-    aligned = (1,) * (len(shape) - len(seen)) + seen
-    for place in range(len(shape) + 1):
-        if math.prod(shape[:place]) == rows and aligned[:place] == shape[:place]:
-            return True
-    return False
-
-
-def moves_ones_only(view: fx.Node, shape: tuple[int, ...]) -> bool:
-    """True for a permutation that leaves all dims but those of size 1 in order."""
-    order = _order(view, len(shape))
-    kept = [dim for dim in order if shape[dim] != 1]
-    return kept == sorted(kept)
-
-
-def _order(view: fx.Node, rank: int) -> list[int]:
-    if view.target is aten.permute.default:
-        return [dim % rank for dim in view.args[1]]  # type: ignore[union-attr,operator]
-    order = list(range(rank))
-    a, b = (0, -1) if view.target is aten.t.default else (view.args[1], view.args[2])
-    if rank > 1:
-        order[a], order[b] = order[b], order[a]  # type: ignore[index]
-    return order

@@ -18,6 +18,7 @@ PASSES = {
     op("cross_entropy_backward"): 4, op("pick_backward"): 2,
 }  # fmt: skip
 _ATTENTION = ("attention", "compared_attention", "dropped_attention")
+_PRODUCTS = ("einsum", "expert_mm", "expert_mm_backward", "mm", "bmm", "convolution", "convolution_backward")
 _WORDS = {
     BETWEEN: "a call that must run between", CYCLE: "a cycle: it reads what the group makes, and makes what it reads",
     PHASE: "forward and backward stay apart", "other rows": "other rows or columns",
@@ -69,7 +70,7 @@ def _why(groups: Groups, unit: Unit, node: fx.Node) -> str:
         return "a collective"
     if op_name(call.target).removesuffix("_backward") in _ATTENTION:
         return "attention"
-    if record(call).flops:
+    if record(call).flops or op_name(call.target) in _PRODUCTS:
         return "a product"
     other = groups.of.get(node)
     if other is None or other.fit is None:

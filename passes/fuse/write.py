@@ -57,7 +57,7 @@ class Writer:
                 assert one in self.build.value or one in self.turned, one
                 todo.pop()
             elif missing := [read for read in one.all_input_nodes if read not in self.build.value]:
-                todo += missing
+                todo += reversed(missing)
             else:
                 self.build.copy(one)
 
@@ -148,7 +148,8 @@ class Body:
         if self.facts.value_of(node) in self.fit.inside or node in self.value:
             return
         made = self.graph.create_node("placeholder", node.name, name=node.name)
-        set_record(made, record(node).with_(operands=(), reason="", flops=0))
+        known = record(node)
+        set_record(made, Record(known.types, layouts=known.layouts))
         self.value[node] = made
         self.operands.append(node)
 
