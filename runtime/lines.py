@@ -12,7 +12,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
-from autopar.runtime.executor import CPU, Executable, Study
+from autopar.runtime.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.inputs import Key
 from autopar.runtime.microbatches import ExecutorGraph, StageGraph
 
@@ -69,19 +69,24 @@ class RankCode:
     lines: tuple[Line, ...]
 
 
-def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU) -> RankCode:
-    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
+def compile_rank(
+    pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> RankCode:  # fmt: skip
+    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie.
+    kernels: of its groups."""
     mine = [key for key in pipeline.graphs if pipeline.place_of(key) == rank]
-    return code_of(pipeline, rank, {key: on_executor(pipeline, key, study, device) for key in mine})
+    return code_of(pipeline, rank, {key: on_executor(pipeline, key, study, device, kernels) for key in mine})
 
 
 def on_executor(
-    pipeline: Pipeline, key: tuple[int, str], study: Study | None = None, device: torch.device = CPU
-) -> ExecutorGraph:
+    pipeline: Pipeline, key: tuple[int, str], study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> ExecutorGraph:  # fmt: skip
     """A graph of a pipeline on our executor."""
     program, own = pipeline.graphs[key], _own(pipeline, pipeline.place_of(key), key)
     sums = sums_of(program, pipeline)
-    return ExecutorGraph(Executable(program.graph, sums.values(), own, device, study), tuple(sums))
+    return ExecutorGraph(Executable(program.graph, sums.values(), own, device, study, kernels), tuple(sums))
 
 
 def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[tuple[int, str], StageGraph]) -> RankCode:

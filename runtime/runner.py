@@ -12,7 +12,7 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Output, Program
 from autopar.ir.schedule import KINDS
 from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable, Outputs, Study
+from autopar.runtime.executor import Executable, Kernels, Outputs, Study
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.pipeline import RankCode, Watch, compile_rank, outputs_of
 from autopar.runtime.recorder import Recorder
@@ -75,10 +75,11 @@ class PipelineRunner:
 
 def executor_runner(
     program: Program, pipeline: Pipeline | None, driver: DistributedDriver, device: torch.device,
-    study: Study | None = None, watch: Watch | None = None,
+    study: Study | None = None, watch: Watch | None = None, kernels: Kernels | None = None,
 ) -> Runner:  # fmt: skip
-    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds."""
+    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds.
+    kernels: of its groups."""
     if pipeline is None:
-        return ExecutorRunner(Executable(program.graph, study=study, device=device), driver)
-    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device)
+        return ExecutorRunner(Executable(program.graph, study=study, device=device, kernels=kernels), driver)
+    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device, kernels)
     return PipelineRunner(code, driver, program.outputs, device, watch)

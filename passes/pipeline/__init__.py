@@ -9,6 +9,7 @@ from autopar.ir.program import Program
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
 from autopar.passes.decompose import decompose
+from autopar.passes.fuse import fuse
 from autopar.passes.overlap import overlap
 from autopar.passes.pipeline.stages import Places, split_into_stages
 from autopar.passes.prefetch import prefetch
@@ -80,7 +81,7 @@ def make_pipeline(program: Program, plan: Plan) -> Pipeline:
     places = Places(schedule.ranks, bool(schedule.kinds & {"I", "W"}), _held(schedule))
     pipeline = split_into_stages(program, plan, places)
     graphs = dict(pipeline.graphs)
-    for step in (prefetch, overlap, decompose, bucket):
+    for step in (prefetch, overlap, decompose, bucket, fuse):
         graphs = {key: step(graph, plan) for key, graph in graphs.items()}
     pipeline = pipeline.with_(graphs=graphs)
     verify_pipeline(pipeline, program)
