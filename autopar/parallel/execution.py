@@ -19,11 +19,13 @@ from autopar.parallel.bindings import Bindings
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Outputs
+from autopar.runtime.fused import kernels_for
 from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.pipeline import RankCode
 from autopar.runtime.runner import PipelineRunner, Runner, executor_runner
+from autopar.settings import Settings
 
 # A compiler may reorder. It never did: but ranks that wait for different things would hang.
 _ORDER = "order of collectives that Inductor wrote"
@@ -59,8 +61,11 @@ def check_compiler(name: Compiler | None, device: torch.device) -> None:
 def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
     program, pipeline, driver = compiled.program, compiled.pipeline, DistributedDriver(compiled.mesh, groups)
-    if compiled.plan.options.compile != "inductor":
-        return executor_runner(program, pipeline, driver, device)
+    compiler = compiled.plan.options.compile
+    if compiler != "inductor":
+        settings = Settings.read()
+        kernels = kernels_for(compiler, device, settings.interpret, settings.kernels)
+        return executor_runner(program, pipeline, driver, device, kernels=kernels)
     if pipeline is None:
         return _compiled_program(program, groups, agreement, device)
     return _compiled_pipeline(program, pipeline, driver, groups, agreement, device)

@@ -17,8 +17,10 @@ from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
 from autopar.parallel.padding import beginning
 from autopar.runtime.executor import Executable, Outputs
+from autopar.runtime.fused import kernels_for
 from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
+from autopar.settings import Settings
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
@@ -35,6 +37,8 @@ class Virtual:
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
         self.dtype, self.device = dtype_of(model), parameter.device
+        settings, compiler = Settings.read(), compiled.plan.options.compile
+        self.kernels = kernels_for(compiler, self.device, settings.interpret, settings.kernels)
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
@@ -65,9 +69,9 @@ class Virtual:
         mesh, program, pipeline = self.compiled.mesh, self.compiled.program, self.compiled.pipeline
         inputs = scattered(program, pipeline, mesh, whole)
         if pipeline is None:
-            executable = Executable(program.graph, device=self.device)
+            executable = Executable(program.graph, device=self.device, kernels=self.kernels)
             return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
-        codes = [compile_rank(pipeline, place, device=self.device) for place in range(pipeline.flow.size)]
+        codes = [compile_rank(pipeline, place, None, self.device, self.kernels) for place in range(pipeline.flow.size)]
         return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
 
     def _update(self, found: Values) -> None:
