@@ -62,11 +62,12 @@ def programs_of(tile: Tile, rows: int, device: torch.device) -> int:
 
 
 def _columns(width: int) -> int:
-    """The widest power of two of which at most an eighth lies beyond the domain; of a narrow one the next."""
-    if width < 16:
-        return _power_of_two(width)
+    """A row as one tile, if at most a third lies beyond it; else the widest power of two with at most an eighth."""
+    whole = _power_of_two(width)
+    if whole <= _WIDEST_TILE and 3 * (whole - width) <= width:
+        return whole
     sizes = (1024, 512, 256, 128, 64, 32)
-    return next((size for size in sizes if -width % size * 8 <= width), min(_power_of_two(width), _WIDEST_TILE))
+    return next((size for size in sizes if -width % size * 8 <= width), min(whole, _WIDEST_TILE))
 
 
 def _warps(elements: int, per_thread: int) -> int:

@@ -177,9 +177,10 @@ class _Emitter:
             mask = "inside" if is_all and self.is_padded else "rows_in"
             if not is_all and self.tile.across > 1:
                 mask = "rows_in & (tl.program_id(1) == 0)" if self.tile.is_persistent else f"rows_in & (tl.program_id(0) % {self.tile.across} == 0)"
-            text = term.text if result.type.dtype == result.value.dtype else f"{term.text}.to({TYPES[result.type.dtype]})"
-            if not term.axes:
-                text = f"tl.full((1, 1), {term.text}, {TYPES[result.type.dtype]})" if result.value.op == "constant" else text
+            dtype = TYPES[result.type.dtype]
+            text = term.text if result.type.dtype == result.value.dtype else f"{term.text}.to({dtype})"
+            if _is_constant(result.value):
+                text = f"tl.full((1, 1), {term.text}, {dtype})"
             self.writer.line(f"tl.store(out{i} + {self._text(place)}, {text}, mask={mask})")
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -351,6 +352,10 @@ def _neutral(value: Value) -> str:
         return _NEUTRAL[value.op]
     info = torch.iinfo(value.dtype)
     return {"sum": "0", "max": str(info.min), "min": str(info.max)}[value.op]
+
+
+def _is_constant(value: Value) -> bool:
+    return value.op == "constant" or (value.op == "view" and _is_constant(value.args[0]))
 
 
 def _literal(value: Value) -> str:

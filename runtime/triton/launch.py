@@ -80,7 +80,7 @@ class FusedKernel:
             self._memory(i, result, kernel, operands, programs) for i, result in enumerate(lowered.results)
         ]
         grid = (programs, kernel.tile.across) if kernel.tile.is_persistent else (programs,)
-        is_far = max(lowered.rows * lowered.width, *(_reach(o) for o in operands)) >= FAR
+        is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
         with torch.cuda.device_of(results[0]):
             function[grid](*operands, *results, lowered.rows, is_far, num_warps=kernel.tile.warps)
         return tuple(_whole(r, made) for r, made in zip(lowered.results, results, strict=True))

@@ -1,14 +1,16 @@
 """Triton's interpreter made as strict as a GPU is: what it would hide, it shows.
 
 bfloat16 arithmetic raises (the interpreter computes with its bits), casts to bfloat16 round to nearest even, masked-off
-lanes of a load without `other` are NaN, stores and loads outside of the tensors raise. The patches are for a process of
-its own, with TRITON_INTERPRET=1.
+lanes of a load without `other` are NaN, sums halve what they sum until one is left. The patches are for a process of its
+own, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +20,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 _Builder: Any = interpreter.InterpreterBuilder
+Places = np.ndarray[Any, Any]
 _ARITHMETIC = (
     "create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_fneg", "create_fma", "create_fcmpOLT",
     "create_fcmpOGT", "create_fcmpOLE", "create_fcmpOGE", "create_fcmpOEQ", "create_fcmpUNE",
@@ -28,9 +31,19 @@ def install() -> None:
     """Make the interpreter of this process strict."""
     interpreter._convert_float = _exact_casts(interpreter._convert_float)
     _Builder.create_masked_load = _poisoned(_Builder.create_masked_load)
+    interpreter.ReduceOps.sum = _tree_sum
     for name in _ARITHMETIC:
         if hasattr(_Builder, name):
             setattr(_Builder, name, _without_bfloat16(name, getattr(_Builder, name)))
+
+
+def _tree_sum(self: Any, input: Any) -> Any:
+    """As the threads of a GPU do; numpy adds one after another along all axes but the last."""
+    data = np.moveaxis(input.handle.data, self.axis, 0)
+    while len(data) > 1:
+        half = len(data) // 2
+        data = data[:half] + data[half:]
+    return self.to_tensor(np.moveaxis(data, 0, self.axis) if self.keep_dims else data[0], input.dtype)
 
 
 def _exact_casts(old: Any) -> Any:
@@ -69,73 +82,77 @@ def _without_bfloat16(name: str, old: Any) -> Any:
 
 
 class Accesses:
-    """What the programs of a launch read and write of given tensors, counted by element; nothing else may be touched.
+    """What the programs of a launch read and write of some tensors; nothing else may be touched.
 
-    `read[i]`, `written[i]`: how often each element of tensor i is, where a program that reads it several times counts
-    once.
+    tensors: gives them once the kernel runs. `read[i]`, `written[i]`: by how many programs each element of tensor i is.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = [t for t in tensors if t.numel()]
-        self.starts = np.array([t.data_ptr() for t in self.tensors], dtype=np.uint64)
-        self.sizes = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in self.tensors]
-        self.read = [np.zeros(size, dtype=np.int64) for size in self.sizes]
-        self.written = [np.zeros(size, dtype=np.int64) for size in self.sizes]
-        self._program: list[tuple[list[np.ndarray[Any, Any]], int, np.ndarray[Any, Any]]] = []
+    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._program: dict[tuple[bool, int], list[Places]] = {}
+        self.read: list[Places] = []
+        self.written: list[Places] = []
 
-    def add(self, counts: list[np.ndarray[Any, Any]], pointers: np.ndarray[Any, Any]) -> None:
-        """Count the elements at some addresses."""
-        for address in (pointers[:1] if pointers.size else ()):
-            which = max((i for i, start in enumerate(self.starts) if start <= address), key=lambda i: self.starts[i])
-            places = (pointers - self.starts[which]) // np.uint64(self.tensors[which].element_size())
-            if pointers.min() < self.starts[which] or places.max() >= self.sizes[which]:
-                raise IndexError(f"an access outside of tensor {which}, of {self.sizes[which]} elements")
-            self._program.append((counts, which, places.astype(np.int64)))
+    @functools.cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        found = list(self._tensors())
+        sizes = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in found]
+        self.read, self.written = ([np.zeros(size, dtype=np.int64) for size in sizes] for _ in range(2))
+        return found
+
+    def add(self, is_read: bool, pointers: Places) -> None:
+        """Count the elements at some addresses, all of one tensor."""
+        if not self.tensors or not pointers.size:
+            return
+        starts = [t.data_ptr() for t in self.tensors]
+        which = max((i for i, start in enumerate(starts) if start <= pointers[0]), key=starts.__getitem__)
+        places = (pointers.astype(np.int64) - starts[which]) // self.tensors[which].element_size()
+        if places.min() < 0 or places.max() >= len(self.read[which]):
+            raise IndexError(f"an access outside of tensor {which}, of {len(self.read[which])} elements")
+        self._program.setdefault((is_read, which), []).append(places)
 
     def end_program(self) -> None:
         """Several accesses of one program to an element count once."""
-        merged: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}
-        for counts, which, places in self._program:
-            merged.setdefault((id(counts), which), []).append(places)
-        for (kind, which), places in merged.items():
-            counts = self.read if kind == id(self.read) else self.written
-            counts[which][np.unique(np.concatenate(places))] += 1
-        self._program = []
+        for (is_read, which), places in self._program.items():
+            (self.read if is_read else self.written)[which][np.unique(np.concatenate(places))] += 1
+        self._program = {}
 
 
 @contextmanager
-def watched(tensors: Sequence[torch.Tensor], seed: int | None = None) -> Iterator[Accesses]:
+def watched(tensors: Callable[[], Sequence[torch.Tensor]], seed: int | None = None) -> Iterator[Accesses]:
     """Count accesses to tensors, and run the programs of each launch in a shuffled order if there is a seed."""
-    accesses, old_load, old_store = Accesses(tensors), _Builder.create_masked_load, _Builder.create_masked_store
-    old_grid = _Builder.set_grid_idx
-    order: dict[Any, tuple[int, int, int]] = {}
+    accesses = Accesses(tensors)
+    names = ("create_masked_load", "create_masked_store", "set_grid_idx")
+    old = {name: getattr(_Builder, name) for name in names}
 
-    def lanes(pointers: Any, mask: Any) -> np.ndarray[Any, Any]:
-        data = np.broadcast_to(mask.data, pointers.data.shape)
-        return np.ascontiguousarray(pointers.data[data].astype(np.uint64).ravel())
+    def lanes(pointers: Any, mask: Any) -> Places:
+        kept = np.broadcast_to(mask.data, pointers.data.shape)
+        return np.ascontiguousarray(pointers.data[kept].astype(np.uint64).ravel())
 
     def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        accesses.add(accesses.read, lanes(pointers, mask))
-        return old_load(self, pointers, mask, *rest)
+        accesses.add(True, lanes(pointers, mask))
+        return old["create_masked_load"](self, pointers, mask, *rest)
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        accesses.add(accesses.written, lanes(pointers, mask))
-        return old_store(self, pointers, value, mask, *rest)
+        accesses.add(False, lanes(pointers, mask))
+        return old["create_masked_store"](self, pointers, value, mask, *rest)
 
-    def place(self: Any, x: int, y: int, z: int) -> Any:
+    def place(self: Any, *index: int) -> Any:
         accesses.end_program()
-        size = self.grid_dim
-        if seed is not None and len(order) != size[0] * size[1] * size[2]:
-            all_ = [(i, j, k) for i in range(size[0]) for j in range(size[1]) for k in range(size[2])]
-            shuffled = random.Random(seed).sample(all_, len(all_))
-            order.clear()
-            order.update(zip(all_, shuffled, strict=True))
-        return old_grid(self, *order.get((x, y, z), (x, y, z)))
+        return old["set_grid_idx"](self, *(index if seed is None else _shuffled(self.grid_dim, seed)[index]))
 
-    _Builder.create_masked_load, _Builder.create_masked_store, _Builder.set_grid_idx = load, store, place
+    for name, new in zip(names, (load, store, place), strict=True):
+        setattr(_Builder, name, new)
     try:
         yield accesses
     finally:
         accesses.end_program()
-        _Builder.create_masked_load, _Builder.create_masked_store = old_load, old_store
-        _Builder.set_grid_idx = old_grid
+        for name, function in old.items():
+            setattr(_Builder, name, function)
+
+
+@functools.cache
+def _shuffled(grid: tuple[int, int, int], seed: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Another place for each place of a grid."""
+    places = list(itertools.product(*map(range, grid)))
+    return dict(zip(places, random.Random(seed).sample(places, len(places)), strict=True))

@@ -301,5 +301,6 @@ CASES = (
     Case("router", "columns", router, _x(1)),
 )  # fmt: skip
 LOOPED = ("softmax", "cross_entropy", "layer_norm", "cross_entropy_backward", "softmax_backward", "amax_amin")
+MOVING = ("flip_add", "pad_shift", "class_token")  # elements come from other rows
 DIMS: tuple[Dims, ...] = ((3, 5, 40), (2, 7, 130), (1, 19, 265))
 WIDTH_OF_LOOPS = 16_384 + 37
