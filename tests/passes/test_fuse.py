@@ -386,7 +386,7 @@ def test_without_kernels_the_calls_of_a_group_run_as_if_there_were_none() -> Non
 def test_memory_on_a_gpu_holds_results_of_groups_alone() -> None:
     """What the forward pass keeps falls: a gate is computed again."""
     before, after = (compiled("llama", "dp=2", double=False, compile=one) for one in (None, "triton"))
-    kept = [found.memory(device="cuda").saved for found in (before, after)]
+    kept = [found.memory(device="cuda").categories["saved activations"] for found in (before, after)]
     assert kept[1] < kept[0]
 
 
