@@ -56,6 +56,10 @@ def check_compiler(name: Compiler | None, device: torch.device) -> None:
         from autopar.runtime.inductor import check_toolchain
 
         check_toolchain(device)
+    elif name == "triton":
+        from autopar.runtime.triton import toolchain
+
+        toolchain.check_toolchain(device, Settings.read().interpret)
 
 
 def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:

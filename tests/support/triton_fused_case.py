@@ -23,6 +23,7 @@ from autopar.ir.fused import Fused
 from autopar.runtime.fused import plain
 from autopar.runtime.triton.emit import Kernel
 from autopar.runtime.triton.launch import FusedKernel
+from autopar.runtime.triton.library import Library
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +93,7 @@ class Made:
         self.eager, self.want = plain(self.fused)(*self.operands), reference(self.fused, self.operands)
 
     def kernel(self, over: Sequence[int | None] = ()) -> FusedKernel:
-        return FusedKernel(self.fused, plain(self.fused), self.folder, CPU, over=over)
+        return Library(self.folder, CPU, plain)(self.fused, tuple(over))
 
     def check(self, kernel: FusedKernel, operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         got = kernel(*operands)
@@ -126,10 +127,10 @@ def _counted(made: Made, moves: bool) -> None:
     from strict_triton import watched
 
     kernel = made.kernel()
-    lowered, results = kernel.lowered, []
+    lowered, results = kernel.lowered, list[torch.Tensor]()
     assert lowered is not None
-    memory = kernel._memory
-    kernel._memory = lambda *args: results.append(memory(*args)) or results[-1]  # type: ignore[method-assign,func-returns-value]
+    allocate = kernel._allocate
+    kernel._allocate = lambda *args: results.extend(allocate(*args)) or results  # type: ignore[method-assign,func-returns-value]
     tensors = [o for o in made.operands if isinstance(o, torch.Tensor)]
     with watched(lambda: [*tensors, *results]) as accesses:
         made.check(kernel, made.operands)
@@ -173,9 +174,10 @@ def programs() -> None:
     strict_triton.install()
     count = 0
     with tempfile.TemporaryDirectory() as folder:
+        library = Library(Path(folder), CPU, plain)
         for name, fused in groups():
             operands = operands_of(fused)
-            kernel = FusedKernel(fused, plain(fused), Path(folder), CPU)
+            kernel = library(fused)
             got = kernel(*operands)
             assert not kernel.reason, (name, kernel.reason)
             compare(name, got, plain(fused)(*operands), reference(fused, operands))
@@ -185,18 +187,6 @@ def programs() -> None:
 
 
 # -- faults that the checks must see -----------------------------------------------------------------------------------
-
-
-class _Faulty(FusedKernel):
-    """A kernel with a fault put into its text."""
-
-    fault: Callable[[Kernel], Kernel]
-
-    def _variant(self, strides: Any) -> Any:
-        from autopar.runtime.triton.source import load, name_of
-
-        kernel = self.fault(super()._variant(strides)[0])
-        return kernel, getattr(load([kernel], self.directory), name_of(kernel))
 
 
 def _replaced(old: str, new: str) -> Callable[[Kernel], Kernel]:
@@ -215,8 +205,9 @@ def _sees(case_name: str, check: Callable[[Made, bool], None], fault: Callable[[
         made = Made(case, (3, 50, 40), torch.float32, Path(folder))  # several programs
 
         def kernel(over: Sequence[int | None] = ()) -> FusedKernel:
-            found = _Faulty(made.fused, plain(made.fused), made.folder, CPU, over=over)
-            found.fault = fault  # type: ignore[method-assign]
+            library = Library(made.folder, CPU, plain)
+            found = library(made.fused, tuple(over))
+            found.compiled = lambda kernel: library._function(fault(kernel))
             return found
 
         check(made, False)
