@@ -136,7 +136,10 @@ def _reach(operand: Any) -> int:
 def _whole(result: Result, made: torch.Tensor) -> torch.Tensor:
     """A result; of partial sums their sum, in an order that is always the same."""
     if result.extent == "columns":
-        made = made.sum(0).to(result.type.dtype).view(result.type.shape)
+        made = made.sum(0)
+        if result.type.numel == 1:  # the sum of all elements
+            made = made.sum()
+        made = made.to(result.type.dtype).view(result.type.shape)
     for order in result.orders:
         made = made.permute(order)
     return made

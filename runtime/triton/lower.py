@@ -151,6 +151,8 @@ def _call(node: fx.Node, made: Mapping[fx.Node, Any], mesh: Mesh, exact: bool) -
 
 def _finished(value: Value, type_: TensorType, node: fx.Node, exact: bool) -> Value:
     """The result of an op: computed in what its dtype is computed in, and rounded to that if asked to."""
+    if type_.numel == 1 and _column_of(value) is not None:  # the sum of all elements, whose columns are added up later
+        return value if value.name else replace(value, name=_named(node))
     assert value.shape == type_.shape or math.prod(value.shape) == 1 or value.op == "load", (node, value.shape, type_)
     value = cast(value, wide(type_.dtype))
     if exact and type_.dtype in SHORT and value.op not in ("view", "parts", "load"):

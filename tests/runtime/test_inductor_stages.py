@@ -214,7 +214,7 @@ def test_a_rank_that_cannot_compile_ends_all(two: Ranks) -> None:
 
 def _forward(rank: int) -> None:
     """A forward pass alone, and a batch of another size, in the same stages."""
-    plain, loss_fn, (x, y) = models.mlp()
+    plain, loss_fn, (x, _) = models.mlp()
     with torch.no_grad():
         want = plain(x)
     model = autopar.parallelize(plain, "pp=2", loss_fn=loss_fn, compile="inductor", microbatches=3)
