@@ -104,13 +104,16 @@ def _last_dim(place: int = 1) -> _How:
 
 
 def _reduction(sums: bool) -> _How:
-    """Over the last dims a row op; over all but these a column op, for a sum."""
+    """Over the last dims a row op; over all but these a column op, for a sum. So is that of all elements, whose columns
+    are added up at the end."""
 
     def how(node: fx.Node, type_: TensorType) -> Fusible | None:
         rank = len(type_.shape)
         dims = _dims(_argument(node, 1), rank)
         if not dims or rank == 0:
             return None
+        if sums and len(dims) == rank:
+            return Fusible("column", columns=(0,), width=type_.shape[-1])
         if dims == list(range(rank - len(dims), rank)) and len(dims) < rank:
             return Fusible("row", width=math.prod(type_.shape[rank - len(dims) :]))
         if sums and dims == list(range(len(dims))) and len(dims) < rank:
@@ -158,6 +161,12 @@ def _power(node: fx.Node, type_: TensorType) -> Fusible | None:
 
 def _of_floats(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("point") if type_.dtype.is_floating_point else None
+
+
+def _sum_of_all(node: fx.Node, type_: TensorType) -> Fusible | None:
+    if node.kwargs or not type_.shape:
+        return None
+    return Fusible("column", columns=(0,), width=type_.shape[-1])
 
 
 def _true_division(node: fx.Node, type_: TensorType) -> Fusible | None:
@@ -246,6 +255,7 @@ _TABLE: Mapping[Any, Fusible | _How] = MappingProxyType(
         _aten.slice.Tensor: _step_of_one(4),
         _aten.slice_backward.default: _step_of_one(5),
         _aten.sum.dim_IntList: _reduction(sums=True),
+        _aten.sum.default: _sum_of_all,
         _aten.mean.dim: _reduction(sums=False),
         _aten.amax.default: _reduction(sums=False),
         _aten.amin.default: _reduction(sums=False),

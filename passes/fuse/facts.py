@@ -98,12 +98,13 @@ class Facts:
         return is_getitem(node) and node.args[0] in self.joins  # type: ignore[arg-type]
 
     def _may_join(self, node: fx.Node) -> bool:
-        if self.how.get(node) is None or self.is_view(node) or node in self.added or is_getitem(node):
+        how = self.how.get(node)
+        if how is None or self.is_view(node) or node in self.added or is_getitem(node):
             return False
         if node.target in _JOINS and len(node.all_input_nodes) > MOST_PIECES:
             return False
         types = [self.types[each] for each in self.values(node)]
-        return all(type_.shape and type_.numel for type_ in types)
+        return all((type_.shape or how.columns) and type_.numel for type_ in types)
 
     def values(self, node: fx.Node) -> Iterator[fx.Node]:
         """The tensors that a call makes: itself, or its parts."""

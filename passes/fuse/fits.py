@@ -40,7 +40,8 @@ _PERMUTES = frozenset((aten.permute.default, aten.transpose.int, aten.t.default)
 class Fit:
     """A set of calls, in order, looked at as one kernel. copies: those among them that stand elsewhere too, and whose
     values are not given here. gone: values that nobody outside reads any longer. rows, width: of its domain.
-    columns: the values that are sums over all rows, and the casts of these."""
+    has_rows: some call reads rows, or sums over all of them; reads_rows: the former. columns: the values that are sums
+    over all rows, and the casts of these."""
 
     facts: Facts
     calls: Collection[fx.Node]
@@ -51,6 +52,7 @@ class Fit:
     rows: int = 0
     width: int = 0
     has_rows: bool = False
+    reads_rows: bool = False
     columns: frozenset[fx.Node] = frozenset()
     levels: dict[fx.Node, Level] = field(default_factory=dict)
 
@@ -88,6 +90,7 @@ class Fit:
         facts = self.facts
         domains = {facts.rows(node) for node in self.calls if facts.how[node].width}  # type: ignore[union-attr]
         self.has_rows = bool(domains)
+        self.reads_rows = any(facts.how[node].kind == "row" for node in self.calls)  # type: ignore[union-attr]
         if not domains:
             shapes = [facts.types[value].shape for value in self.results]
             domains = {(math.prod(shape[:-1]), shape[-1]) for shape in shapes}
@@ -204,8 +207,10 @@ class Fit:
         operands = self.operands()
         if len(operands) + len(self.results) > MOST_VALUES:
             return f"more than {MOST_VALUES} operands and results"
-        calls = sum(not self.facts.is_view(node) for node in self.calls)
-        if calls > 1 and self.has_rows and self.width <= KEPT_WIDTH and self.kept() > REGISTERS * USABLE:
+        if len(self.calls) < 2 or not self.has_rows:
+            return ""
+        is_long = self.width > KEPT_WIDTH
+        if self.reads_rows and (self.columns if is_long else self.kept() > REGISTERS * USABLE):
             return "the register budget"
         return ""
 

@@ -33,6 +33,11 @@ class Tile:
     is_looped: bool
     is_persistent: bool
 
+    @property
+    def keeps(self) -> bool:
+        """Whether registers are left for what all rows of a persistent kernel read: weights."""
+        return self.rows * self.columns <= 32 * self.warps * _PER_THREAD
+
 
 def tile_of(lowered: Lowered) -> Tile:
     """The tile of a kernel."""

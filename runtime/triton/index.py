@@ -1,7 +1,8 @@
 """Where an element lies: integer forms of the row and the column of a kernel's domain, simplified as they are made.
 
-A form is a sum of digits with factors: the digit (base // div) % size of the row, the column, or another form. Splitting
-a flat place into the places along dims, and joining these again, gives back what was there: a reshape costs nothing.
+A form is a sum of digits with factors: the digit (base // div) % size of the row, the column, or another form.
+Splitting a flat place into the places along dims, and joining these again, gives back what was there: a reshape costs
+nothing.
 """
 
 from __future__ import annotations

@@ -108,14 +108,16 @@ def _peeled(node: fx.Node) -> tuple[fx.Node, tuple[tuple[int, ...], ...]]:
     """The value of which a result is a permutation, and the orders of its dims."""
     orders: list[tuple[int, ...]] = []
     while node.target in (_aten.transpose.int, _aten.permute.default):
-        source: Any = node.args[0]
+        source, *rest = (*node.args,)
         dims = list(range(len(record(node).type.shape)))
+        given: Any = rest
         if node.target is _aten.transpose.int:
-            a, b = node.args[1:]
-            dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+            a, b = given
+            dims[a], dims[b] = dims[b], dims[a]
         else:
-            dims = [dim % len(dims) for dim in node.args[1]]  # type: ignore[union-attr,operator]
+            dims = [dim % len(dims) for dim in given[0]]
         orders.insert(0, tuple(dims))
+        assert isinstance(source, fx.Node)
         node = source
     return node, tuple(orders)
 
@@ -133,7 +135,7 @@ def _operand(place: int, node: fx.Node, mesh: Mesh) -> Value:
 
 
 def _call(node: fx.Node, made: Mapping[fx.Node, Any], mesh: Mesh, exact: bool) -> Any:
-    args = fx.node.map_arg(node.args, lambda n: made[n])
+    args: Any = fx.node.map_arg(node.args, lambda n: made[n])
     if is_getitem(node):
         return args[0][args[1]]
     rule = RULES.get(node.target)
@@ -149,6 +151,8 @@ def _call(node: fx.Node, made: Mapping[fx.Node, Any], mesh: Mesh, exact: bool) -
 
 def _finished(value: Value, type_: TensorType, node: fx.Node, exact: bool) -> Value:
     """The result of an op: computed in what its dtype is computed in, and rounded to that if asked to."""
+    if type_.numel == 1 and _column_of(value) is not None:  # the sum of all elements, whose columns are added up later
+        return value if value.name else replace(value, name=_named(node))
     assert value.shape == type_.shape or math.prod(value.shape) == 1 or value.op == "load", (node, value.shape, type_)
     value = cast(value, wide(type_.dtype))
     if exact and type_.dtype in SHORT and value.op not in ("view", "parts", "load"):
@@ -159,7 +163,9 @@ def _finished(value: Value, type_: TensorType, node: fx.Node, exact: bool) -> Va
 
 def _named(node: fx.Node) -> str:
     known = record(node)
-    return "  ".join(part for part in (f"%{node.name}", str(node.target).removesuffix(".default"), known.source) if part)
+    return "  ".join(
+        part for part in (f"%{node.name}", str(node.target).removesuffix(".default"), known.source) if part
+    )
 
 
 def _described(node: fx.Node, mesh: Mesh) -> str:
@@ -176,7 +182,9 @@ def _domain(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[int, 
         for width in [math.prod(v.args[0].shape[len(v.args[0].shape) - v.data :])]
     }
     if len(found) > 1:
-        raise CannotEmit(f"it reads rows of {' and of '.join(sorted(f'{w:,} elements, {r:,} of them' for r, w in found))}")
+        raise CannotEmit(
+            f"it reads rows of {' and of '.join(sorted(f'{w:,} elements, {r:,} of them' for r, w in found))}"
+        )
     if found:
         return found.pop()
     shape = max((t.shape for t in types), key=lambda s: (math.prod(s), len(s)))

@@ -1,4 +1,4 @@
-"""Element-wise ops in primitive expressions. NaN goes through comparisons as in eager: minimum, relu and clamp keep it."""
+"""Element-wise ops in primitive expressions. NaN goes through comparisons as in eager: relu and clamp keep it."""
 
 from __future__ import annotations
 

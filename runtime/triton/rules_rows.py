@@ -12,7 +12,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import TensorType
 from autopar.runtime.triton.rules_points import one_hot, tl_abs
 from autopar.runtime.triton.values import Operand, Value, cast, mean, point, reduced, summed_rows, where, wide
-from autopar.runtime.triton.views import shaped, trailing
+from autopar.runtime.triton.views import shaped
 
 _aten = torch.ops.aten
 Types = Sequence[TensorType]
@@ -28,8 +28,10 @@ def _count(x: Value, dims: Any) -> int:
     return 1 if isinstance(dims, int) else len(dims or x.shape)
 
 
-def _sum(types: Types, x: Value, dims: Any, *_: Any, **__: Any) -> Value:
+def _sum(types: Types, x: Value, dims: Any = None, *_: Any, **__: Any) -> Value:
     x, count, rank = cast(x, wide(types[0].dtype)), _count(x, dims), len(x.shape)
+    if count == rank:
+        return summed_rows(x, 1)  # of which whoever launches it adds up the columns
     given = sorted(dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank)))
     if given == list(range(rank - count, rank)):
         return shaped(reduced("sum", x, count), types[0].shape)
@@ -123,6 +125,7 @@ def _layer_norm_backward(
 
 RULES: Mapping[Any, Rule] = {
     _aten.sum.dim_IntList: _sum,
+    _aten.sum.default: _sum,
     _aten.mean.dim: _mean,
     _aten.amax.default: _extreme("max"),
     _aten.amin.default: _extreme("min"),

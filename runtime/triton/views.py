@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autopar.ir.program import TensorType
-from autopar.runtime.triton.index import ZERO, Form, contiguous, flat, places
+from autopar.runtime.triton.index import ZERO, contiguous, flat, places
 from autopar.runtime.triton.values import Index, Value, view
 
 _aten = torch.ops.aten
@@ -75,7 +74,7 @@ def joined(parts: Sequence[Value], dim: int, starts: Sequence[int], size: int, f
 
 def _cat(types: Types, parts: Sequence[Value], dim: int = 0) -> Value:
     dim %= len(types[0].shape)
-    parts = [part for part in parts if part.shape != (0,) and math.prod(part.shape)]
+    parts = [part for part in parts if 0 not in part.shape]
     starts = [sum(part.shape[dim] for part in parts[:i]) for i in range(len(parts))]
     return joined(parts, dim, starts, types[0].shape[dim])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +24,12 @@ class Term:
 
 @dataclass(slots=True)
 class Writer:
-    """The text of a kernel's body. `loop` is the axis that the loop being written goes along, "" outside of one."""
+    """The text of a kernel's body.
 
+    keeps: whether a program keeps what does not change in a loop, if it has columns, rather than read it again.
+    """
+
+    keeps: bool = True
     lines: list[tuple[str, str]] = field(default_factory=list)
     _inner: list[tuple[str, str]] = field(default_factory=list)
     _loop: str = ""
@@ -38,8 +42,12 @@ class Writer:
 
     def keep(self, key: Any, term: Term) -> Term:
         """Remember what stands for a value, as long as it is in scope."""
-        (self._known_inside if self._loop in term.axes else self._known)[key] = term
+        (self._known_inside if self._is_inside(term.axes) else self._known)[key] = term
         return term
+
+    def _is_inside(self, axes: frozenset[str]) -> bool:
+        """True for what stands in the loop that is being written: along the axis `_loop`, "" outside of one."""
+        return bool(self._loop) and (self._loop in axes or (COLUMN in axes and not self.keeps))
 
     def name(self, word: str) -> str:
         """A name that no other line has."""
@@ -59,19 +67,19 @@ class Writer:
         return self.keep(text, Term(name, axes))
 
     def line(self, text: str, axes: frozenset[str] = frozenset((ROW, COLUMN)), comment: str = "") -> None:
-        if self._loop and self._loop in axes:
+        if self._is_inside(axes):
             self._inner.append(("    " + text, comment))
         else:
             self.lines.append((text, comment))
 
     @contextmanager
-    def loop(self, axis: str, header: str, first: str, last: str = "") -> Iterator[None]:
+    def loop(self, axis: str, header: str, first: Sequence[str], last: str = "") -> Iterator[None]:
         """Lines along an axis go into a loop; what does not change in it stands before it."""
         assert not self._loop
         self._loop = axis
         yield
         self._loop = ""
-        body = [(f"    {text}", "") for text in first.splitlines()] + self._inner
+        body = [(f"    {text}", "") for text in first] + self._inner
         body += [(f"    {last}", "")] if last else []
         self.lines += [(header, ""), *body]
         self._inner, self._known_inside = [], {}

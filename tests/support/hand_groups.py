@@ -20,7 +20,8 @@ _NUMBER = 2**40  # from here on integers stand for operands
 def group(function: Callable[..., Any], operands: Sequence[Any], name: str = "group", kind: str = "rows") -> Fused:
     """What a function does with tensors of these shapes and dtypes, and with integers, as a group."""
     examples = [
-        torch.empty_like(o, device="meta") if isinstance(o, torch.Tensor) else _NUMBER + i for i, o in enumerate(operands)
+        torch.empty_like(o, device="meta") if isinstance(o, torch.Tensor) else _NUMBER + i
+        for i, o in enumerate(operands)
     ]
 
     def flat(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -33,7 +34,8 @@ def group(function: Callable[..., Any], operands: Sequence[Any], name: str = "gr
         if node.op == "call_function":
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
             node.args, node.kwargs = fx.node.map_aggregate(
-                (node.args, node.kwargs), lambda a: inputs[a - _NUMBER] if type(a) is int and a - _NUMBER in range(len(inputs)) else a
+                (node.args, node.kwargs),
+                lambda a: inputs[a - _NUMBER] if type(a) is int and a - _NUMBER in range(len(inputs)) else a,
             )
     for node in list(graph.nodes):
         if node.op == "call_function" and not node.users:

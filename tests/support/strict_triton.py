@@ -1,8 +1,8 @@
 """Triton's interpreter made as strict as a GPU is: what it would hide, it shows.
 
 bfloat16 arithmetic raises (the interpreter computes with its bits), casts to bfloat16 round to nearest even, masked-off
-lanes of a load without `other` are NaN, sums halve what they sum until one is left. The patches are for a process of its
-own, with TRITON_INTERPRET=1.
+lanes of a load without `other` are NaN, sums halve what they sum until one is left. The patches are for a process of
+its own, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
