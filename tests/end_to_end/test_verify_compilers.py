@@ -1,4 +1,4 @@
-"""`verify` of programs that a compiler runs: what it can run in one process, and in what words it sends the rest away."""
+"""`verify` of programs that a compiler runs: what one process can run, and in what words it sends the rest away."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_kernels_that_are_interpreted_need_triton(monkeypatch: pytest.MonkeyPatc
         importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name, *rest)
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(CompileError, match="TRITON_INTERPRET=1 needs Triton 3.6 or newer, which is not installed"):
+    with pytest.raises(CompileError, match=r"TRITON_INTERPRET=1 needs Triton 3\.6 or newer, which is not installed"):
         autopar.verify(nn.Linear(4, 4), "dp=1", batch=torch.ones(4, 4), compile="triton")
