@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inductor_count import MEASURED, Counted, counted
+from inductor_count import BLOCKS, MEASURED, Counted, counted, graphs, ours
 
 needs_triton = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),
@@ -48,3 +48,21 @@ def test_the_other_blocks() -> None:
     pytest.importorskip("triton")
     found = {one.name: (one.kernels, one.bytes_) for one in counted("gpt", "t5")}
     assert found == {name: row for name, row in MEASURED.items() if not name.startswith("llama ")}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_our_groups_move_at_most_as_much_in_at_most_as_many_kernels(block: str) -> None:
+    """The step as one graph, and its forward and backward pass alone, beside what was measured of Inductor."""
+    found = {name: ours(name, program) for name, program in graphs(block, compile="triton")}
+    more = {
+        name: (one.kernels, one.bytes_, MEASURED[name])
+        for name, one in found.items()
+        if one.kernels > MEASURED[name][0] or one.bytes_ > MEASURED[name][1]
+    }
+    assert len(found) == 3 and more == {}
+
+
+def test_without_groups_there_would_be_more() -> None:
+    for name, program in graphs("llama"):
+        one = ours(name, program)
+        assert one.kernels > 2 * MEASURED[name][0] and one.bytes_ > 1.2 * MEASURED[name][1], one
