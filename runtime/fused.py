@@ -34,9 +34,6 @@ def kernels_for(compiler: str | None, device: torch.device, interpret: bool, dir
     """
     if compiler != "triton" or not (interpret or device.type == "cuda"):
         return None
-    from autopar.runtime.triton.launch import FusedKernel  # and with it Triton
+    from autopar.runtime.triton.library import Library
 
-    def kernel(fused: Fused, over: tuple[int | None, ...]) -> FusedKernel:
-        return FusedKernel(fused, plain(fused, device), directory, device, over=over)
-
-    return kernel
+    return Library(directory, device, lambda fused: plain(fused, device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -33,6 +33,14 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class Written(Protocol):
+    """Kernels of groups, with the Python that they are."""
+
+    @property
+    def source(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class ExecutorRunner:
     """A program of one graph on our executor."""
@@ -42,7 +50,7 @@ class ExecutorRunner:
 
     @property
     def source(self) -> str:
-        return self.executable.source
+        return _with_kernels(self.executable.source, self.executable.kernels)
 
     def run(self, inputs: StepInputs) -> Outputs:
         return self.driver.run(self.executable, inputs.values())
@@ -53,24 +61,31 @@ class ExecutorRunner:
 
 @dataclass(frozen=True)
 class PipelineRunner:
-    """A rank's instruction list on our executor. watch: told of each instruction at its end."""
+    """A rank's instruction list on our executor. watch: told of each instruction at its end. kernels: of its groups."""
 
     code: RankCode
     driver: DistributedDriver
     outputs: tuple[Output, ...]
     device: torch.device
     watch: Watch | None = None
+    kernels: Kernels | None = None
 
     @property
     def source(self) -> str:
         named = self.code.graphs.items()
-        return "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
+        text = "\n".join(f"# {KINDS[kind]} {place}\n{code.source}" for (place, kind), code in named)
+        return _with_kernels(text, self.kernels)
 
     def run(self, inputs: StepInputs) -> Outputs:
         return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)
 
     def record(self, recorder: Recorder | None) -> None:
         self.driver.recorder = recorder
+
+
+def _with_kernels(source: str, kernels: Kernels | None) -> str:
+    """A program, and the kernels that it calls, if they are written and not only stand for them."""
+    return f"{source}\n\n{kernels.source}" if isinstance(kernels, Written) and kernels.source else source
 
 
 def executor_runner(
@@ -82,4 +97,4 @@ def executor_runner(
     if pipeline is None:
         return ExecutorRunner(Executable(program.graph, study=study, device=device, kernels=kernels), driver)
     code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device, kernels)
-    return PipelineRunner(code, driver, program.outputs, device, watch)
+    return PipelineRunner(code, driver, program.outputs, device, watch, kernels)

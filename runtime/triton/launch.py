@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,92 +14,116 @@ from autopar.ir.fused import Fused
 from autopar.runtime.triton.configuration import programs_of
 from autopar.runtime.triton.emit import FAR, Kernel, Strides, emit
 from autopar.runtime.triton.lower import Lowered, Result, lower
-from autopar.runtime.triton.source import load, name_of
 from autopar.runtime.triton.values import CannotEmit, wide
 
 _log = logging.getLogger("autopar")
-Function = Callable[..., tuple[torch.Tensor, ...]]
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel for operands of some strides, ready to run: how many programs, and whether places need 64 bits."""
+
+    kernel: Kernel
+    function: Any
+    programs: int
+    is_far: bool
 
 
 class FusedKernel:
     """A group ready to run: called with its operands it gives its results, in memory of their own.
 
-    plain: computes the group op by op, for what has no kernel. directory: where kernels are written. over: for each
-    result the operand over which it may be written, None for memory of its own.
+    plain: computes the group op by op, for what has no kernel. compiled: gives the function of a kernel. over: for each
+    result the operand over which it may be written, None for memory of its own. reason: why it has no kernel, if so.
     """
 
     def __init__(
-        self, fused: Fused, plain: Function, directory: Path, device: torch.device, exact: bool = False,
-        over: Sequence[int | None] = (),
+        self, fused: Fused, plain: Function, compiled: Callable[[Kernel], Any], device: torch.device,
+        exact: bool = False, over: Sequence[int | None] = (),
     ) -> None:  # fmt: skip
-        self.fused, self.plain, self.directory, self.device = fused, plain, directory, device
+        self.fused, self.plain, self.compiled, self.device = fused, plain, compiled, device
         self.over = tuple(over) or (None,) * len(fused.results)
         self.reason = ""
-        self._variants: dict[Strides, tuple[Kernel, Any]] = {}
+        self.lowered: Lowered | None = None
+        self.kernel: Kernel | None = None
+        self._launches: dict[Strides, Launch] = {}
         try:
-            self.lowered: Lowered | None = lower(fused, exact)
-            self.kernel: Kernel | None = emit(self.lowered)
+            self.lowered = lower(fused, exact)
+            self.kernel = emit(self.lowered)
         except CannotEmit as error:
-            self.lowered, self.kernel = None, None
             self._give_up(str(error))
 
-    def __call__(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *operands: Any) -> Sequence[torch.Tensor]:
         if self.lowered is None or self.lowered.rows * self.lowered.width == 0:
             return self.plain(*operands)
         strides = tuple(o.stride() if isinstance(o, torch.Tensor) else None for o in operands)
+        known = self._launches.get(strides)
+        if known is None:
+            return self._first(strides, operands)
+        return self._run(known, operands, self._allocate(self.lowered, known, operands))
+
+    def _first(self, strides: Strides, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """The first call with operands of some strides: what Triton or the driver refuse, they refuse here."""
+        assert self.lowered is not None
         try:
-            kernel, function = self._variants.get(strides) or self._variant(strides)
+            made = self._launch(self.lowered, strides, operands)
         except CannotEmit as error:
             self._give_up(str(error))
             return self.plain(*operands)
-        if strides in self._variants:
-            return self._launch(kernel, function, operands)
+        results = self._allocate(self.lowered, made, operands)
         try:
-            results = self._launch(kernel, function, operands)
-        except Exception as error:  # whatever Triton or the driver say of a kernel that they do not take
-            self._give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}")
+            found = self._run(made, operands, results)
+        except Exception as error:  # of any kind: the compiler's, the assembler's, the driver's
+            last = str(error).strip().splitlines()[-1:]
+            self._give_up(" ".join((f"{type(error).__name__}:", *last)))
             return self.plain(*operands)
-        self._variants[strides] = kernel, function
-        return results
+        self._launches[strides] = made
+        return found
 
-    def _variant(self, strides: Strides) -> tuple[Kernel, Any]:
-        """The kernel for operands of some strides."""
-        assert self.lowered is not None
-        kernel = emit(self.lowered, strides)
-        return kernel, getattr(load([kernel], self.directory), name_of(kernel))
+    def _launch(self, lowered: Lowered, strides: Strides, operands: Sequence[Any]) -> Launch:
+        for i, (operand, type_) in enumerate(zip(operands, lowered.operands, strict=True)):
+            if type_ is not None and (operand.dtype, tuple(operand.shape)) != (type_.dtype, type_.shape):
+                raise CannotEmit(
+                    f"operand {i} is {operand.dtype} {list(operand.shape)}, not {type_.dtype} {list(type_.shape)}"
+                )
+        kernel = emit(lowered, strides)
+        is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
+        return Launch(kernel, self.compiled(kernel), programs_of(kernel.tile, lowered.rows, self.device), is_far)
 
     def _give_up(self, reason: str) -> None:
         self.lowered, self.reason = None, reason
-        _log.warning("the group %s runs op by op: %s", self.fused.name, reason)
+        _say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
 
-    def _launch(self, kernel: Kernel, function: Any, operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        lowered = self.lowered
-        assert lowered is not None
-        programs = programs_of(kernel.tile, lowered.rows, self.device)
-        results = [self._memory(i, result, kernel, operands, programs) for i, result in enumerate(lowered.results)]
-        grid = (programs, kernel.tile.across) if kernel.tile.is_persistent else (programs,)
-        is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
-        with torch.cuda.device_of(results[0]):
-            function[grid](*operands, *results, lowered.rows, is_far, num_warps=kernel.tile.warps)
-        return tuple(_whole(r, made) for r, made in zip(lowered.results, results, strict=True))
+    def _allocate(self, lowered: Lowered, launch: Launch, operands: Sequence[Any]) -> list[torch.Tensor]:
+        """Where the kernel writes."""
+        return [self._memory(i, result, lowered, launch, operands) for i, result in enumerate(lowered.results)]
 
     def _memory(
-        self, which: int, result: Result, kernel: Kernel, operands: Sequence[Any], programs: int
+        self, which: int, result: Result, lowered: Lowered, launch: Launch, operands: Sequence[Any]
     ) -> torch.Tensor:
-        """Where the kernel writes a result: a row for each program that sums, new memory, or that of an operand."""
+        """Of sums over rows a row for each program; of others new memory, or that of an operand."""
         if result.extent == "columns":
-            shape = (programs, self._width)
+            shape = launch.programs, lowered.width
             return torch.empty(shape, dtype=wide(result.type.dtype), device=self.device)
         over = self.over[which]
-        if over is not None and over in kernel.in_place[which]:
+        if over is not None and over in launch.kernel.in_place[which]:
             found: torch.Tensor = operands[over].view(result.type.shape)
             return found
         return torch.empty(result.type.shape, dtype=result.type.dtype, device=self.device)
 
-    @functools.cached_property
-    def _width(self) -> int:
-        assert self.lowered is not None
-        return self.lowered.width
+    def _run(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        lowered, tile = self.lowered, launch.kernel.tile
+        assert lowered is not None
+        grid = (launch.programs, tile.across) if tile.is_persistent else (launch.programs,)
+        with torch.cuda.device_of(results[0]):  # a launch of Triton's goes to the current device
+            launch.function[grid](*operands, *results, lowered.rows, launch.is_far, num_warps=tile.warps)
+        return [_whole(result, made) for result, made in zip(lowered.results, results, strict=True)]
+
+
+@functools.cache
+def _say(what: str) -> None:
+    """Log a warning, once in a process: layers are alike."""
+    _log.warning("%s", what)
 
 
 def _reach(operand: Any) -> int:

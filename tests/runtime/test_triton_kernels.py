@@ -33,6 +33,12 @@ def test_kernels_of_real_programs_are_right_in_the_interpreter() -> None:
     assert _run("programs", TRITON_INTERPRET="1").endswith("kernels right\n")
 
 
+def test_a_training_step_runs_its_groups_as_kernels(tmp_path: Path) -> None:
+    assert _run("step", TRITON_INTERPRET="1", AUTOPAR_KERNELS=str(tmp_path)).endswith("a step of kernels\n")
+    (file,) = tmp_path.glob("kernels_*.py")
+    assert "gpt.py:" in file.read_text()
+
+
 def test_faults_in_kernels_are_seen() -> None:
     assert _run("faults", TRITON_INTERPRET="1").endswith("faults seen\n")
 

@@ -3,6 +3,7 @@
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py interpret   # by hand: numbers, bytes, orders, places
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py programs    # of real programs: numbers
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py faults      # kernels with a fault are seen
+TRITON_INTERPRET=1 python tests/support/triton_fused_case.py step        # a step of `autopar.parallelize`
 python tests/support/triton_fused_case.py compile                        # machine code for GPUs that are not here
 """
 
@@ -23,6 +24,7 @@ from autopar.ir.fused import Fused
 from autopar.runtime.fused import plain
 from autopar.runtime.triton.emit import Kernel
 from autopar.runtime.triton.launch import FusedKernel
+from autopar.runtime.triton.library import Library
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +94,7 @@ class Made:
         self.eager, self.want = plain(self.fused)(*self.operands), reference(self.fused, self.operands)
 
     def kernel(self, over: Sequence[int | None] = ()) -> FusedKernel:
-        return FusedKernel(self.fused, plain(self.fused), self.folder, CPU, over=over)
+        return Library(self.folder, CPU, plain)(self.fused, tuple(over))
 
     def check(self, kernel: FusedKernel, operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         got = kernel(*operands)
@@ -115,7 +117,29 @@ def interpret() -> None:
             if case.name in LOOPED:
                 made = Made(case, (1, 3, WIDTH_OF_LOOPS), DTYPES[i % 3], Path(folder))
                 made.check(made.kernel(), made.operands)
+        _exact(Path(folder))
+        _far(Path(folder))
     print(len(CASES), "kernels right")
+
+
+def _exact(folder: Path) -> None:
+    """With `exact` every op rounds as eager does: the same bits, which a kernel that rounds once does not give."""
+    x, y = (torch.randn(5, 40, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))
+    fused = group(lambda x, y: (x * y + x) * y - x, [x, y], "chain", "points")
+    (want,), (once,) = plain(fused)(x, y), Library(folder, CPU, plain)(fused)(x, y)
+    (each,) = Library(folder, CPU, plain, exact=True)(fused)(x, y)
+    assert torch.equal(each, want) and not torch.equal(once, want)
+
+
+def _far(folder: Path) -> None:
+    """With places of 64 bits, as tensors of more than 2^31 elements need them."""
+    for name in ("rms_norm_backward", "rope", "dropout_piece"):
+        case = next(case for case in CASES if case.name == name)
+        made = Made(case, DIMS[0], torch.float32, folder)
+        kernel = made.kernel()
+        launch = kernel._launch
+        kernel._launch = lambda *args, launch=launch: replace(launch(*args), is_far=True)  # type: ignore[method-assign,misc]
+        made.check(kernel, made.operands)
 
 
 def _counted(made: Made, moves: bool) -> None:
@@ -126,10 +150,10 @@ def _counted(made: Made, moves: bool) -> None:
     from strict_triton import watched
 
     kernel = made.kernel()
-    lowered, results = kernel.lowered, []
+    lowered, results = kernel.lowered, list[torch.Tensor]()
     assert lowered is not None
-    memory = kernel._memory
-    kernel._memory = lambda *args: results.append(memory(*args)) or results[-1]  # type: ignore[method-assign,func-returns-value]
+    allocate = kernel._allocate
+    kernel._allocate = lambda *args: results.extend(allocate(*args)) or results  # type: ignore[method-assign,func-returns-value]
     tensors = [o for o in made.operands if isinstance(o, torch.Tensor)]
     with watched(lambda: [*tensors, *results]) as accesses:
         made.check(kernel, made.operands)
@@ -173,9 +197,10 @@ def programs() -> None:
     strict_triton.install()
     count = 0
     with tempfile.TemporaryDirectory() as folder:
+        library = Library(Path(folder), CPU, plain)
         for name, fused in groups():
             operands = operands_of(fused)
-            kernel = FusedKernel(fused, plain(fused), Path(folder), CPU)
+            kernel = library(fused)
             got = kernel(*operands)
             assert not kernel.reason, (name, kernel.reason)
             compare(name, got, plain(fused)(*operands), reference(fused, operands))
@@ -184,19 +209,28 @@ def programs() -> None:
     print(count, "kernels right")
 
 
+def step() -> None:
+    """A training step whose groups are kernels, beside the plain model; the kernels are shown with the user's lines."""
+    import models
+    import strict_triton
+
+    import autopar
+
+    strict_triton.install()
+    model, loss_fn, batch = models.short_gpt()
+    want = loss_fn(model, *batch)
+    want.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    parallel = autopar.parallelize(model, "dp=1", loss_fn=loss_fn, compile="triton")
+    torch.testing.assert_close(parallel.forward_backward(*batch), want.detach())
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+    code = parallel.generated_code
+    assert code is not None and code.count("@triton.jit") >= 5 and "aten.gelu  gpt.py:" in code, code
+    print("a step of kernels")
+
+
 # -- faults that the checks must see -----------------------------------------------------------------------------------
-
-
-class _Faulty(FusedKernel):
-    """A kernel with a fault put into its text."""
-
-    fault: Callable[[Kernel], Kernel]
-
-    def _variant(self, strides: Any) -> Any:
-        from autopar.runtime.triton.source import load, name_of
-
-        kernel = self.fault(super()._variant(strides)[0])
-        return kernel, getattr(load([kernel], self.directory), name_of(kernel))
 
 
 def _replaced(old: str, new: str) -> Callable[[Kernel], Kernel]:
@@ -215,8 +249,9 @@ def _sees(case_name: str, check: Callable[[Made, bool], None], fault: Callable[[
         made = Made(case, (3, 50, 40), torch.float32, Path(folder))  # several programs
 
         def kernel(over: Sequence[int | None] = ()) -> FusedKernel:
-            found = _Faulty(made.fused, plain(made.fused), made.folder, CPU, over=over)
-            found.fault = fault  # type: ignore[method-assign]
+            library = Library(made.folder, CPU, plain)
+            found = library(made.fused, tuple(over))
+            found.compiled = lambda kernel: library._function(fault(kernel))
             return found
 
         check(made, False)
@@ -249,4 +284,4 @@ if __name__ == "__main__":
 
         compile_()
     else:
-        {"interpret": interpret, "programs": programs, "faults": faults}[sys.argv[1]]()
+        {"interpret": interpret, "programs": programs, "faults": faults, "step": step}[sys.argv[1]]()
