@@ -18,6 +18,8 @@ from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import CompileError
 from autopar.ir.options import Compiler, StepKeywords
+from autopar.runtime.triton.toolchain import check_toolchain
+from autopar.settings import Settings
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.dtypes import cast, module_in
@@ -98,13 +100,15 @@ def verify_compiled(
 
 
 def _check_compiler(name: Compiler | None) -> None:
-    """Raise CompileError for a compiler whose code runs on processes alone."""
+    """Raise CompileError for a compiler whose code runs on processes alone, or that is not to be had here."""
     if name == "inductor":
         raise CompileError(
             'compile="inductor" compiles what a process runs, collectives included, and verify plays all ranks in one '
             "process. Verify it on processes: `autopar verify TARGET --mesh MESH --backend gloo --compile inductor`; "
             "or leave compile out."
         )
+    if name == "triton":
+        check_toolchain(torch.device("cpu"), interpret=Settings.read().interpret)
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

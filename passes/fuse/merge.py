@@ -10,6 +10,8 @@ from autopar.passes.fuse.facts import Facts
 from autopar.passes.fuse.fits import Fit, read_bytes
 from autopar.passes.fuse.groups import Groups, Unit
 
+LEAST_SHARED = 256  # the part of what a group moves that it must share with another: one in so many bytes
+
 
 def merged(facts: Facts) -> Groups:
     """The groups of a program: no two of them could be one that moves fewer bytes."""
@@ -63,15 +65,16 @@ def _pairs(groups: Groups, value: fx.Node, users: list[Unit]) -> Iterator[tuple[
 
 
 def _saves(a: Unit, b: Unit) -> bool:
-    """True if what both read is as large as a value of their domain: less is in the caches."""
+    """True if what both read is as large as a value of their domain: less is in the caches. What goes element by
+    element (a rotation of queries, and one of keys) may share less: that it is one launch is worth the rest."""
     assert a.fit is not None and b.fit is not None
     mine, its = a.fit.operands(), b.fit.operands()
     facts = a.fit.facts
     both = [value for value in mine if value in its and value in facts.types]
-    return any(
-        facts.types[value].numel >= min(_numel(a.fit), _numel(b.fit)) and read_bytes(facts, value, mine[value])
-        for value in both
-    )
+    if not a.fit.has_rows and not b.fit.has_rows:
+        shared = sum(read_bytes(facts, value, mine[value]) for value in both)
+        return shared * LEAST_SHARED > min(a.fit.moved(), b.fit.moved())
+    return any(facts.types[value].numel >= min(_numel(a.fit), _numel(b.fit)) for value in both)
 
 
 def _numel(fit: Fit) -> int:

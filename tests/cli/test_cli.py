@@ -138,6 +138,13 @@ def test_verify(jobs: Path):
     assert "all equal" in done.stdout and "gradient  0.weight" in done.stdout
 
 
+def test_groups_of_ops_run_on_the_virtual_mesh(jobs: Path):
+    done = here("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2", "--compile", "triton")
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
+    shown = here("inspect", f"{jobs}:job", "--mesh", "dp=2,tp=2", "--compile", "triton")
+    assert "fused" in shown.stdout and "fused" not in here("inspect", f"{jobs}:job", "--mesh", "dp=2,tp=2").stdout
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")

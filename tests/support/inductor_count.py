@@ -94,16 +94,12 @@ def ours(name: str, program: Any) -> Counted:
 
 def _moved(node: Any, mesh: Any) -> int:
     """The bytes of a call's operands and results."""
-    from autopar.ir.aliasing import is_fresh
     from autopar.ir.measure import local_bytes
-    from autopar.ir.program import is_getitem
+    from autopar.ir.program import root_of
 
     read: dict[Any, int] = Counter()
     for operand in node.all_input_nodes:
-        source = operand
-        while source.op == "call_function" and not is_getitem(source) and not is_fresh(source.target):
-            source = source.all_input_nodes[0]
-        read[source] += local_bytes(operand, mesh)
+        read[root_of(operand)] += local_bytes(operand, mesh)
     return local_bytes(node, mesh) + sum(min(size, local_bytes(source, mesh)) for source, size in read.items())
 
 
