@@ -35,12 +35,14 @@ _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
 @dataclass(frozen=True)
 class Code:
     """A graph as code that Inductor wrote for a rank. function: of a list of values, which it empties. `source` is the
-    Python, for people to read. strides: of its inputs, None for a number."""
+    Python, for people to read. strides: of its inputs, None for a number. is_general: whether what was taken for
+    granted of a number is true of all that it may be."""
 
     function: Callable[[list[Any]], Outputs]
     source: str
     rank: int
     strides: tuple[tuple[int, ...] | None, ...] = ()
+    is_general: bool = True
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -100,18 +102,22 @@ class Writer:
     """Has Inductor write code for a rank: once for graphs that are alike."""
 
     rank: int
-    _written: dict[Hashable, tuple[Callable[[list[Any]], Outputs], str]] = field(default_factory=dict)
+    _written: dict[Hashable, Code] = field(default_factory=dict)
 
-    def write(self, trace: Callable[..., Any], inputs: Sequence[Any], where: str) -> tuple[Code, fx.GraphModule]:
+    def write(
+        self, trace: Callable[..., Any], inputs: Sequence[Any], where: str, holds: Callable[[], bool] = lambda: True
+    ) -> tuple[Code, fx.GraphModule]:
         """The code of a function of values like `inputs`, with the graph that was traced of it; within a
-        FakeTensorMode. Raises CompileError, which says `where`, if Inductor fails."""
+        FakeTensorMode. holds: whether the code is general, asked once it is written. Raises CompileError, which says
+        `where`, if Inductor fails."""
         strides = tuple(x.stride() if isinstance(x, torch.Tensor) else None for x in inputs)
         try:
             graph = make_fx(trace)(*inputs)
             alike = _alike(graph, inputs)
             if alike is None or alike not in self._written:
-                self._written[alike] = compile_with_inductor(graph, inputs)
-            return Code(*self._written[alike], self.rank, strides), graph
+                function, source = compile_with_inductor(graph, inputs)
+                self._written[alike] = Code(function, source, self.rank, strides, holds())
+            return self._written[alike], graph
         except Exception as error:
             first = str(error).strip().splitlines()
             raise CompileError(

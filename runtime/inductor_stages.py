@@ -122,8 +122,8 @@ def _order(key: tuple[int, str]) -> tuple[int, int]:
 
 
 class _Compiler:
-    """Compiles the graphs of a rank, one after the other. strides: of what the graphs so far give, by name: those who
-    read it take it as it lies."""
+    """Compiles the graphs of a rank, one after the other. given: shape and strides of what the graphs so far give, by
+    name: those who read it take it as it lies."""
 
     def __init__(self, pipeline: Pipeline, rank: int, groups: Mapping[str, Group], device: torch.device) -> None:
         self.pipeline, self.groups, self.device, self.writer = pipeline, groups, device, Writer(rank)
@@ -132,7 +132,7 @@ class _Compiler:
             name for line in pipeline.lists[coord.get(PIPELINE, 0)] if line.op == "RECV" for name in line.values
         }
         self.coord = {axis: place for axis, place in coord.items() if axis != PIPELINE}
-        self.strides: dict[str, tuple[int, ...]] = {}
+        self.given: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
 
     def compile(self, key: tuple[int, str]) -> InductorGraph:
         """Write the code of a graph, for each slice."""
@@ -142,26 +142,28 @@ class _Compiler:
         graph = _Graph(program, graph_name(*key), _totals(program, self.pipeline), time)
         variants: dict[tuple[int, int | None], Variant] = {}
         for slice_ in range(graph.slices) if key[1] == "F" else reversed(range(graph.slices)):
-            variant, is_general = self._variant(graph, slice_, None)
-            if is_general:
+            variant = self._variant(graph, slice_, None)
+            if variant.code.is_general:
                 variants[slice_, None] = variant
             else:
                 each = range(graph.microbatches)
-                variants |= {(slice_, number): self._variant(graph, slice_, number)[0] for number in each}
+                variants |= {(slice_, number): self._variant(graph, slice_, number) for number in each}
         return InductorGraph(graph.totals, variants, graph.microbatches > 1, self.device)
 
-    def _variant(self, graph: _Graph, slice_: int, number: int | None) -> tuple[Variant, bool]:
-        """The code for a slice; of micro-batch `number`, or of any if that is None: with True if it is for all."""
+    def _variant(self, graph: _Graph, slice_: int, number: int | None) -> Variant:
+        """The code for a slice; of micro-batch `number`, or of any if that is None."""
         env, program = ShapeEnv(), graph.program
         with FakeTensorMode(shape_env=env), torch.no_grad():
-            symbol = symbolic_number(env, MICROBATCH, graph.microbatches) if graph.microbatches > 1 else None
+            count = graph.microbatches
+            symbols = [symbolic_number(env, MICROBATCH, count)] if count > 1 else []
             trace = _Trace(self, graph, slice_, number)
-            inputs = [*self._inputs(graph, slice_), *([] if symbol is None else [symbol])]
-            code, traced = self.writer.write(trace, inputs, where(program, graph.name, self.writer.rank))
-            is_general = symbol is None or all(holds_for(env, symbol, i) for i in range(graph.microbatches))
+            code, traced = self.writer.write(
+                trace, [*self._inputs(graph, slice_), *symbols], where(program, graph.name, self.writer.rank),
+                lambda: all(holds_for(env, symbol, place) for symbol in symbols for place in range(count)),
+            )  # fmt: skip
         self._learn((*map(_name_of, program.outputs), *trace.kept, *trace.left), traced)
         pieces = tuple(graph.pieces) if slice_ else ()
-        return Variant(code, pieces, tuple(graph.rests(slice_)), trace.kept, trace.left), is_general
+        return Variant(code, pieces, tuple(graph.rests(slice_)), trace.kept, trace.left)
 
     def _inputs(self, graph: _Graph, slice_: int) -> Iterator[torch.Tensor]:
         """What a graph is given, in its strides."""
@@ -175,15 +177,17 @@ class _Compiler:
 
     def _like(self, name: str, type_: TensorType) -> torch.Tensor:
         x = torch.empty(type_.shape, dtype=type_.dtype, device=self.device)
-        stride = self.strides.get(name, x.stride())
-        return x if len(stride) != x.ndim else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        shape, stride = self.given.get(name, (x.shape, x.stride()))
+        if shape != x.shape:  # the whole of what was given in parts
+            return x
+        return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
 
     def _learn(self, names: Sequence[str], traced: fx.GraphModule) -> None:
-        """The strides of what a graph gives. What other ranks send has its own."""
+        """How what a graph gives lies. What other ranks send is dense."""
         results: Any = traced.graph.output_node().args[0]
         for name, result in zip(names, results, strict=True):
             if isinstance(result, fx.Node) and name not in self.received:
-                self.strides[name] = result.meta["val"].stride()
+                self.given[name] = result.meta["val"].shape, result.meta["val"].stride()
 
 
 def _name_of(out: Output) -> str:

@@ -108,7 +108,7 @@ def _check_compiler(name: Compiler | None) -> None:
             "or leave compile out."
         )
     if name == "triton":
-        check_toolchain(torch.device("cpu"), interpret=Settings.read().interpret)
+        check_toolchain(torch.device("cpu"), Settings.read().interpret)
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -33,12 +33,15 @@ PASSES = (("forward", "F"), ("backward", "B"))
 OPAQUE = ("autopar.einsum", "autopar.attention", "autopar.embedding_backward", "autopar.checked")
 MEASURED = {
     "gpt step": (26, 3_432_484_872),
+    "gpt split": (34, 1_636_093_960),
     "gpt forward": (8, 1_879_355_400),
     "gpt backward": (19, 2_155_036_672),
     "llama step": (15, 3_865_178_120),
+    "llama split": (24, 1_656_819_720),
     "llama forward": (6, 1_729_187_844),
     "llama backward": (9, 2_896_216_064),
     "t5 step": (22, 9_414_298_632),
+    "t5 split": (33, 2_794_377_480),
     "t5 forward": (10, 3_376_492_552),
     "t5 backward": (15, 6_909_628_416),
 }
@@ -62,15 +65,18 @@ def counted(*blocks: str) -> list[Counted]:
 
 
 def graphs(block: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    """The LOCAL graphs of a block with its loss, at 2 rows of 4,096 tokens: the step as one, and forward and backward
-    pass alone, as a step of micro-batches has them. options: of the step."""
+    """The LOCAL graphs of a block with its loss, at 2 rows of 4,096 tokens: the step as one, and a rank's where it is
+    split; and forward and backward pass alone, as a step of micro-batches has them. options: of the step."""
     import autopar
 
-    for rows, more in ((2, {}), (4, {"microbatches": 2})):
+    split = {"sequence_parallel": True}
+    for name, mesh, rows, more in (
+        ("step", "dp=1", 2, {}), ("split", "tp=4", 2, split), ("", "dp=1", 4, {"microbatches": 2}),
+    ):  # fmt: skip
         model, loss_fn, batch = BLOCKS[block](rows)
-        compiled = autopar.compile(model, "dp=1", loss_fn=loss_fn, batch=batch, **more, **options)
+        compiled = autopar.compile(model, mesh, loss_fn=loss_fn, batch=batch, **more, **options)
         if compiled.pipeline is None:
-            yield f"{block} step", compiled.program
+            yield f"{block} {name}", compiled.program
         else:
             yield from ((f"{block} {name}", compiled.pipeline.graphs[0, kind]) for name, kind in PASSES)
 
@@ -79,13 +85,14 @@ def ours(name: str, program: Any) -> Counted:
     """The same of the groups of a program, and of the calls that stand beside them: a kernel each. What a kernel reads
     of one value through several views is not more than that value."""
     from autopar.ir.aliasing import is_fresh
+    from autopar.ir.ops import is_mesh_op
     from autopar.ir.program import is_getitem
 
     kernels, bytes_, calls = 0, 0, Counter()
     for node in program.calls():
         if is_getitem(node) or not is_fresh(node.target):
             continue
-        if str(node.target).startswith(OPAQUE):
+        if str(node.target).startswith(OPAQUE) or is_mesh_op(node.target):
             calls[str(node.target)] += 1
         else:
             kernels, bytes_ = kernels + 1, bytes_ + _moved(node, program.mesh)
@@ -146,6 +153,7 @@ def count(name: str, program: Any) -> Counted:
 
     from autopar.ir.measure import local_type
     from autopar.runtime.functional import FunctionalCollectives
+    from autopar.runtime.groups import Group
     from autopar.runtime.rank_trace import RankTrace
 
     cpu, gpu, written = torch.device("cpu"), torch.device("cuda", 0), []
@@ -158,7 +166,9 @@ def count(name: str, program: Any) -> Counted:
     with fake_mode, torch.no_grad():
         types = [local_type(node, program.mesh) for node in program.placeholders]
         inputs = [torch.empty(type_.shape, dtype=type_.dtype) for type_ in types]
-        trace = RankTrace(program, FunctionalCollectives(program.mesh, program.mesh.coord(0), {}), cpu)
+        mesh = program.mesh
+        groups = {axis: Group(SimpleNamespace(group_name=axis), size, None) for axis, size in mesh.axes}  # type: ignore[arg-type]
+        trace = RankTrace(program, FunctionalCollectives(mesh, mesh.coord(0), groups), cpu)
         graph = make_fx(trace.run)(*inputs)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
