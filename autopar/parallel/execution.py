@@ -25,7 +25,6 @@ from autopar.runtime.inputs import StepInputs
 from autopar.runtime.outputs import own_memory, shared_outputs
 from autopar.runtime.pipeline import RankCode
 from autopar.runtime.runner import PipelineRunner, Runner, executor_runner
-from autopar.runtime.triton.toolchain import check_toolchain as check_triton
 from autopar.settings import Settings
 
 # A compiler may reorder. It never did: but ranks that wait for different things would hang.
@@ -57,8 +56,10 @@ def check_compiler(name: Compiler | None, device: torch.device) -> None:
         from autopar.runtime.inductor import check_toolchain
 
         check_toolchain(device)
-    if name == "triton":
-        check_triton(device, interpret=Settings.read().interpret)
+    elif name == "triton":
+        from autopar.runtime.triton import toolchain
+
+        toolchain.check_toolchain(device, Settings.read().interpret)
 
 
 def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:

@@ -1,46 +1,41 @@
-"""What generated kernels need of a machine."""
+"""Whether this machine can compile generated kernels."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
+import importlib
+import importlib.util
 
 import torch
 
 from autopar.errors import CompileError
 
-OLDEST = (3, 6)  # of Triton, in which the kernels are tested; torch 2.11 brings it
-AMPERE = (8, 0)  # the oldest GPU for which they are compiled in tests
+OLDEST_TRITON, OLDEST_GPU = (3, 6), (8, 0)
+_INSTEAD = 'leave compile= out to run it on autopar\'s own executor, or compile="inductor".'
 
 
-def check_toolchain(device: torch.device, *, interpret: bool) -> None:
-    """Raise CompileError if kernels cannot be had for a device here. A CPU needs nothing but where it interprets them:
-    their groups run op by op."""
-    if device.type == "cpu" and not interpret:
+def check_toolchain(device: torch.device, interpret: bool) -> None:
+    """Raise CompileError if a device, or Triton's interpreter in its place, lacks what generated kernels need.
+
+    A CPU without the interpreter needs nothing: it runs groups op by op.
+    """
+    if device.type != "cuda" and not interpret:
         return
-    where = "TRITON_INTERPRET=1" if device.type == "cpu" else str(device)
-    version = _installed()
-    if version is None:
+    where = f"on {device.type}" if device.type == "cuda" else "with TRITON_INTERPRET=1"
+    wanted = ".".join(map(str, OLDEST_TRITON))
+    if importlib.util.find_spec("triton") is None:
         raise CompileError(
-            f'compile="triton" on {where} needs Triton, which is not installed: pip install triton, or leave compile= '
-            f"out."
+            f'compile="triton" {where} needs Triton {wanted} or newer, which is not installed: pip install triton, or '
+            f"{_INSTEAD}"
         )
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    found = str(importlib.import_module("triton").__version__)
+    if tuple(map(int, found.split("+")[0].split(".")[:2])) < OLDEST_TRITON:
         raise CompileError(
-            f'compile="triton" on {where} needs Triton {oldest} or later, and {version} is installed: pip install -U '
-            f"triton, or leave compile= out."
+            f'compile="triton" {where} needs Triton {wanted} or newer, and this is {found}: pip install -U triton, or '
+            f"{_INSTEAD}"
         )
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
-        mine, oldest = (".".join(map(str, each)) for each in (torch.cuda.get_device_capability(device), AMPERE))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise CompileError(
-            f'compile="triton" writes kernels for GPUs of compute capability {oldest} (A100) or later, and {device} '
-            f"has {mine}: leave compile= out there, on every rank."
+            f'compile="triton" needs a GPU of compute capability {".".join(map(str, OLDEST_GPU))} or newer (A100, '
+            f"H100), and {device} is a {torch.cuda.get_device_name(device)} of {capability}: {_INSTEAD}"
         )
-
-
-def _installed() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
