@@ -1,8 +1,10 @@
-"""Files of generated kernels: when they are written, what they share, and what runs where there is none."""
+"""Files of generated kernels: when they are written, what they share, and what happens where none can be had."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ import torch.nn.functional as F
 from hand_groups import group
 from torch import Tensor
 
+from autopar.errors import CompileError
 from autopar.ir.fused import Fused
 from autopar.runtime.fused import kernels_for
-from autopar.runtime.triton import source
+from autopar.runtime.triton import source, toolchain
 from autopar.runtime.triton.emit import Kernel, emit
 from autopar.runtime.triton.lower import lower
+from autopar.runtime.triton.toolchain import check_toolchain
 from autopar.runtime.triton.values import CannotEmit
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def gated(rows: int = 4) -> Fused:
@@ -136,3 +140,43 @@ def test_rows_of_two_widths_have_no_kernel() -> None:
 def test_long_rows_are_not_summed_with_others() -> None:
     with pytest.raises(CannotEmit, match="it sums over rows of 20,000 elements, which a program does not hold"):
         kernel_of(group(lambda x: (lambda y: (y, y.sum(0)))(x.softmax(-1)), [torch.empty(4, 20_000)], "long"))
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_without_the_interpreter_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_toolchain(CPU, interpret=False)
+
+
+def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CompileError) as caught:
+        check_toolchain(CUDA, interpret=False)
+    assert str(caught.value) == (
+        'compile="triton" on cuda needs Triton 3.6 or newer, which is not installed: pip install triton, or leave '
+        'compile= out to run it on autopar\'s own executor, or compile="inductor".'
+    )
+
+
+def test_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    old = types.SimpleNamespace(__version__="3.2.0+git1")
+    monkeypatch.setattr(toolchain.importlib, "import_module", lambda name: old)
+    with pytest.raises(CompileError, match=r"TRITON_INTERPRET=1 needs Triton 3\.6 or newer, and this is 3\.2\.0"):
+        check_toolchain(CPU, interpret=True)
+
+
+def test_a_gpu_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton has no package for this machine")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(CompileError) as caught:
+        check_toolchain(CUDA, interpret=False)
+    assert str(caught.value) == (
+        'compile="triton" needs a GPU of compute capability 8.0 or newer (A100, H100), and cuda is a Tesla T4 of 7.5: '
+        'leave compile= out to run it on autopar\'s own executor, or compile="inductor".'
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_toolchain(CUDA, interpret=False)
