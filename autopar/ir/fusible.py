@@ -173,6 +173,11 @@ def _true_division(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("point") if not node.kwargs else None
 
 
+def _each_loss(place: int) -> _How:
+    """A loss of each element, of which nothing is summed."""
+    return lambda node, type_: Fusible("point") if _argument(node, place, 1) == 0 else None
+
+
 def _of_bools(node: fx.Node, type_: TensorType) -> Fusible | None:
     return Fusible("point") if type_.dtype == torch.bool else None
 
@@ -230,7 +235,10 @@ _OF_FLOATS = (
     _aten.sigmoid.default, _aten.tanh.default, _aten.gelu.default, _aten.silu.default, _aten.erf.default,
     _aten.sin.default, _aten.cos.default, _aten.gelu_backward.default, _aten.silu_backward.default,
     _aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.leaky_relu.default,
-    _aten.leaky_relu_backward.default,
+    _aten.leaky_relu_backward.default, _aten.softplus.default, _aten.softplus_backward.default, _aten.elu.default,
+    _aten.hardtanh.default, _aten.hardtanh_backward.default, _aten.hardsigmoid.default,
+    _aten.hardsigmoid_backward.default, _aten.hardswish.default, _aten.hardswish_backward.default, _aten.log1p.default,
+    _aten.expm1.default, _aten.exp2.default,
 )  # fmt: skip
 _VIEWS = (
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default, _aten.transpose.int,
@@ -251,6 +259,8 @@ _TABLE: Mapping[Any, Fusible | _How] = MappingProxyType(
             _of_bools,
         ),
         _aten._to_copy.default: _plain_cast,
+        _aten.mse_loss.default: _each_loss(2),
+        _aten.mse_loss_backward.default: _each_loss(3),
         _aten.pow.Tensor_Scalar: _power,
         _aten.slice.Tensor: _step_of_one(4),
         _aten.slice_backward.default: _step_of_one(5),

@@ -29,10 +29,14 @@ class Writer:
     build: Builder = field(default_factory=lambda: Builder(MADE_BY))
     done: set[Unit] = field(default_factory=set)
     turned: set[fx.Node] = field(default_factory=set)  # values that leave their group as a permutation
+    seen: set[fx.Node] = field(default_factory=set)  # what groups read of one another, as they see it
 
     def run(self) -> Program:
         program, facts = self.groups.facts.program, self.groups.facts
         last = {unit: unit.calls[-1] for unit in self.fused}
+        for unit in self.fused:
+            reads = unit.fit.operands().values() if unit.fit is not None else ()
+            self.seen.update(read.seen for several in reads for read in several)
         for node in program.graph.nodes:
             if facts.is_view(node) or node in self.build.value:
                 continue  # a view is written where something reads it
@@ -50,12 +54,11 @@ class Writer:
         while todo:
             one = todo[-1]
             unit = self.groups.of.get(one)
-            if one in self.build.value:
+            if one in self.build.value or one in self.turned:
                 todo.pop()
             elif unit in self.fused:
+                assert unit not in self.done, one  # it would read what it makes
                 self._need_group(unit)
-                assert one in self.build.value or one in self.turned, one
-                todo.pop()
             elif missing := [read for read in one.all_input_nodes if read not in self.build.value]:
                 todo += reversed(missing)
             else:
@@ -101,12 +104,17 @@ class Writer:
         found = []
         for value in fit.results:
             users = [user for user in value.users if user not in fit.calls]
-            while len(users) == 1 and users[0].target in _PERMUTES and self.groups.facts.is_view(users[0]):
+            while len(users) == 1 and value not in self.seen and _turns(users[0], value):
                 self.turned.add(value)
                 value = users[0]
                 users = list(value.users)
             found.append(value)
         return found
+
+
+def _turns(view: fx.Node, value: fx.Node) -> bool:
+    """True for a permutation of a value, in the same pass of the two."""
+    return view.target in _PERMUTES and record(view).phase == record(value).phase
 
 
 @dataclass(slots=True)

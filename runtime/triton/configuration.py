@@ -18,6 +18,7 @@ LONGEST_ROW = 16_384  # elements that a program holds in registers
 _LOOP_COLUMNS = 4096
 _ELEMENTS, _PER_THREAD, _MANY_OPERANDS = 2048, 16, 8
 _WIDEST_TILE = 1024  # columns of an element-wise tile
+_WARPS_AT_ONCE = 16
 _CPU_PROGRAMS = 3  # in the interpreter: few, and odd, so that tests see several
 
 
@@ -56,14 +57,15 @@ def tile_of(lowered: Lowered) -> Tile:
 
 
 def programs_of(tile: Tile, rows: int, device: torch.device) -> int:
-    """How many programs share the tiles of rows: two for each processor that they leave free beside each other."""
+    """How many programs share the tiles of rows. Those that sum are as many as run at once with 128 registers a thread:
+    a processor has room for 16 warps of these."""
     tiles = -(-rows // tile.rows)
     if not tile.is_persistent:
         return tiles * tile.across
     if device.type != "cuda":
         return min(tiles, _CPU_PROGRAMS)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(tiles, 2 * processors // tile.across or 1))
+    return min(tiles, max(1, processors * (_WARPS_AT_ONCE // tile.warps) // tile.across))
 
 
 def _columns(width: int) -> int:

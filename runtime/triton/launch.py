@@ -42,6 +42,7 @@ class FusedKernel:
         exact: bool = False, over: Sequence[int | None] = (),
     ) -> None:  # fmt: skip
         self.fused, self.plain, self.compiled, self.device = fused, plain, compiled, device
+        self.exact = exact
         self.over = tuple(over) or (None,) * len(fused.results)
         self.reason = ""
         self.lowered: Lowered | None = None
@@ -116,7 +117,10 @@ class FusedKernel:
         assert lowered is not None
         grid = (launch.programs, tile.across) if tile.is_persistent else (launch.programs,)
         with torch.cuda.device_of(results[0]):  # a launch of Triton's goes to the current device
-            launch.function[grid](*operands, *results, lowered.rows, launch.is_far, num_warps=tile.warps)
+            launch.function[grid](
+                *operands, *results, lowered.rows, launch.is_far,
+                num_warps=tile.warps, enable_fp_fusion=not self.exact,
+            )  # fmt: skip
         return [_whole(result, made) for result, made in zip(lowered.results, results, strict=True)]
 
 

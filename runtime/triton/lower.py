@@ -15,12 +15,12 @@ from autopar.ir.fused import Fused
 from autopar.ir.measure import local_type, local_types
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import TensorType, is_getitem, record
-from autopar.runtime.triton import rules_draws, rules_points, rules_rows, views
+from autopar.runtime.triton import rules_activations, rules_draws, rules_points, rules_rows, views
 from autopar.runtime.triton.values import SHORT, CannotEmit, Value, cast, rounded, wide
 from autopar.runtime.triton.views import shaped
 
 RULES: Mapping[Any, views.Rule] = MappingProxyType(
-    {**rules_points.RULES, **views.RULES, **rules_rows.RULES, **rules_draws.RULES}
+    {**rules_points.RULES, **rules_activations.RULES, **views.RULES, **rules_rows.RULES, **rules_draws.RULES}
 )
 _aten = torch.ops.aten
 REDUCTIONS = ("sum", "max", "min")

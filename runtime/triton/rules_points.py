@@ -33,6 +33,17 @@ def arithmetic(expression: str) -> Rule:
     return rule
 
 
+def _divide(types: Types, a: Operand, b: Operand) -> Value:
+    """Rounded to nearest, as eager does; Triton's own division of float32 is off by up to two places."""
+    exactly = "tl.div_rn({0}, {1})" if wide(types[0].dtype) == torch.float32 else "{0} / {1}"
+    return arithmetic(exactly)(types, a, b)
+
+
+def root(x: Value) -> Value:
+    """Rounded to nearest likewise."""
+    return point("tl.sqrt_rn({0})" if x.dtype == torch.float32 else "tl.sqrt({0})", x)
+
+
 def _rsub(types: Types, a: Value, b: Operand, alpha: float = 1) -> Value:
     own = wide(types[0].dtype)
     return point("{1} - {0}", _in(own, a) * alpha if alpha != 1 else _in(own, a), _in(own, b))
@@ -64,10 +75,10 @@ def _to_copy(types: Types, x: Value, **_: Any) -> Value:
 
 
 def _pow(types: Types, x: Value, exponent: float) -> Value:
-    root = point("tl.sqrt({0})", x) if exponent in (0.5, -0.5, 1.5) else x
+    half = root(x) if exponent in (0.5, -0.5, 1.5) else x
     made: dict[float, Callable[[], Value]] = {
         0: lambda: x * 0 + 1, 1: lambda: x, 2: lambda: x * x, 3: lambda: x * x * x, 4: lambda: (x * x) * (x * x),
-        -1: lambda: 1 / x, -2: lambda: 1 / (x * x), 0.5: lambda: root, -0.5: lambda: 1 / root, 1.5: lambda: x * root,
+        -1: lambda: 1 / x, -2: lambda: 1 / (x * x), 0.5: lambda: half, -0.5: lambda: 1 / half, 1.5: lambda: x * half,
     }  # fmt: skip
     return made[exponent]()
 
@@ -102,67 +113,6 @@ def _where(types: Types, condition: Value, yes: Operand, no: Operand) -> Value:
 
 def _masked_fill(types: Types, x: Value, mask: Value, value: Operand) -> Value:
     return where(mask, _in(x.dtype, value), x)
-
-
-def sigmoid(x: Value) -> Value:
-    """1 / (1 + exp(-x))"""
-    return point("1 / (1 + tl.exp(-{0}))", x)
-
-
-def tanh(x: Value) -> Value:
-    """By the exponential; by its series near 0, where that would cancel. Its last term there is below 1e-9."""
-    s = x * x
-    series = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
-    small = tl_abs(x)
-    e = point("tl.exp({0} * -2)", small)
-    far = point("tl.where({0} < 0, -{1}, {1})", x, (1 - e) / (1 + e))
-    limit = 0.25 if x.dtype == torch.float32 else 0.001
-    return where(point("{0} < {1}", small, limit, dtype=torch.bool), series, far)
-
-
-def tl_abs(x: Value) -> Value:
-    return point("tl.abs({0})", x)
-
-
-def _gelu(types: Types, x: Value, approximate: str = "none") -> Value:
-    if approximate == "tanh":
-        return 0.5 * x * (1 + tanh(_inner(x)))
-    return 0.5 * x * (1 + point("tl.erf({0})", x * math.sqrt(0.5)))
-
-
-def _inner(x: Value) -> Value:
-    return math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-
-
-def _gelu_backward(types: Types, grad: Value, x: Value, approximate: str = "none") -> Value:
-    if approximate == "tanh":
-        t = tanh(_inner(x))
-        slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * (x * x))
-        return grad * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
-    below = 0.5 * (1 + point("tl.erf({0})", x * math.sqrt(0.5)))
-    return grad * (below + x * (point("tl.exp({0} * {0} * -0.5)", x) * (1 / math.sqrt(2 * math.pi))))
-
-
-def _silu_backward(types: Types, grad: Value, x: Value) -> Value:
-    s = sigmoid(x)
-    return grad * (s * (1 + x * (1 - s)))
-
-
-def _threshold_backward(types: Types, grad: Value, x: Value, threshold: float) -> Value:
-    return where(point("{0} <= {1}", x, threshold, dtype=torch.bool), 0, grad)
-
-
-def _leaky_slope(x: Value, slope: float) -> Value:
-    """A number rather than a condition: of these a thread has few registers."""
-    return point("tl.where({0} > 0, 1.0, {1})", x, slope)
-
-
-def _leaky(types: Types, x: Value, slope: float = 0.01) -> Value:
-    return x * _leaky_slope(x, slope)
-
-
-def _leaky_backward(types: Types, grad: Value, x: Value, slope: float, is_result: bool) -> Value:
-    return grad * _leaky_slope(x, slope)
 
 
 def _full(types: Types, shape: Sequence[int], value: Any, **_: Any) -> Value:
@@ -204,8 +154,8 @@ RULES: Mapping[Any, Rule] = {
     _aten.rsub.Scalar: _rsub,
     _aten.mul.Tensor: arithmetic("{0} * {1}"),
     _aten.mul.Scalar: arithmetic("{0} * {1}"),
-    _aten.div.Tensor: arithmetic("{0} / {1}"),
-    _aten.div.Scalar: arithmetic("{0} / {1}"),
+    _aten.div.Tensor: _divide,
+    _aten.div.Scalar: _divide,
     _aten.minimum.default: lambda types, a, b: smaller(_in(wide(types[0].dtype), a), _in(wide(types[0].dtype), b)),
     _aten.maximum.default: lambda types, a, b: larger(_in(wide(types[0].dtype), a), _in(wide(types[0].dtype), b)),
     _aten.clamp.default: _clamp,
@@ -215,24 +165,15 @@ RULES: Mapping[Any, Rule] = {
     _aten.abs.default: _unary("tl.abs({0})"),
     _aten.exp.default: _unary("tl.exp({0})"),
     _aten.log.default: _unary("tl.log({0})"),
-    _aten.sqrt.default: _unary("tl.sqrt({0})"),
+    _aten.sqrt.default: lambda types, x: root(x),
     _aten.rsqrt.default: _unary("tl.rsqrt({0})"),
     _aten.reciprocal.default: _unary("1 / {0}"),
     _aten.erf.default: _unary("tl.erf({0})"),
+    _aten.exp2.default: _unary("tl.exp2({0})"),
+    _aten.mse_loss.default: lambda types, x, y, *_: (x - y) * (x - y),
+    _aten.mse_loss_backward.default: lambda types, grad, x, y, *_: 2 * (x - y) * grad,
     _aten.sin.default: _unary("tl.sin({0})"),
     _aten.cos.default: _unary("tl.cos({0})"),
-    _aten.sigmoid.default: lambda types, x: sigmoid(x),
-    _aten.tanh.default: lambda types, x: tanh(x),
-    _aten.relu.default: lambda types, x: where(point("{0} <= 0", x, dtype=torch.bool), 0, x),
-    _aten.gelu.default: _gelu,
-    _aten.silu.default: lambda types, x: x * sigmoid(x),
-    _aten.gelu_backward.default: _gelu_backward,
-    _aten.silu_backward.default: _silu_backward,
-    _aten.tanh_backward.default: lambda types, grad, y: grad * (1 - y * y),
-    _aten.sigmoid_backward.default: lambda types, grad, y: grad * (y * (1 - y)),
-    _aten.threshold_backward.default: _threshold_backward,
-    _aten.leaky_relu.default: _leaky,
-    _aten.leaky_relu_backward.default: _leaky_backward,
     _aten.pow.Tensor_Scalar: _pow,
     _aten.where.self: _where,
     _aten.where.ScalarOther: _where,

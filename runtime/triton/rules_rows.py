@@ -10,7 +10,8 @@ import torch
 
 from autopar.ir.ops import op
 from autopar.ir.program import TensorType
-from autopar.runtime.triton.rules_points import one_hot, tl_abs
+from autopar.runtime.triton.rules_activations import tl_abs
+from autopar.runtime.triton.rules_points import one_hot
 from autopar.runtime.triton.values import Operand, Value, cast, mean, point, reduced, summed_rows, where, wide
 from autopar.runtime.triton.views import shaped
 
