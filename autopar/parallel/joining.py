@@ -19,8 +19,8 @@ from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
-from autopar.parallel.execution import check_compiler
 from autopar.parallel.gradients import check_plain
 from autopar.parallel.replicas import every_of
 from autopar.parallel.store import describe_state

@@ -16,10 +16,8 @@ from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import options_of
-from autopar.errors import CompileError
-from autopar.ir.options import Compiler, StepKeywords
-from autopar.runtime.triton.toolchain import check_toolchain
-from autopar.settings import Settings
+from autopar.ir.options import StepKeywords
+from autopar.parallel.compilers import check_in_one_process
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.dtypes import cast, module_in
@@ -59,7 +57,7 @@ def verify(
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
-    _check_compiler(chosen.compile)
+    check_in_one_process(chosen.compile)
     is_exact = short_of(chosen) is None
     model = copied(model)
     if is_exact:
@@ -97,18 +95,6 @@ def verify_compiled(
     return Report(
         str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, wrong_sums(compiled)
     )
-
-
-def _check_compiler(name: Compiler | None) -> None:
-    """Raise CompileError for a compiler whose code runs on processes alone, or that is not to be had here."""
-    if name == "inductor":
-        raise CompileError(
-            'compile="inductor" compiles what a process runs, collectives included, and verify plays all ranks in one '
-            "process. Verify it on processes: `autopar verify TARGET --mesh MESH --backend gloo --compile inductor`; "
-            "or leave compile out."
-        )
-    if name == "triton":
-        check_toolchain(torch.device("cpu"), Settings.read().interpret)
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

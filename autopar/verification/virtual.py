@@ -16,11 +16,9 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
 from autopar.parallel.padding import beginning
-from autopar.runtime.executor import Executable, Outputs
-from autopar.runtime.fused import kernels_for
+from autopar.runtime.executor import Executable, Kernels, Outputs
 from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
-from autopar.settings import Settings
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
@@ -29,16 +27,19 @@ from autopar.verification.reference import SCALE, OptimizerFactory
 
 
 class Virtual:
-    """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors."""
+    """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors.
+    kernels: of the programs' groups."""
 
-    def __init__(self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory) -> None:
+    def __init__(
+        self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
         self.dtype, self.device = dtype_of(model), parameter.device
-        settings, compiler = Settings.read(), compiled.plan.options.compile
-        self.kernels = kernels_for(compiler, self.device, settings.interpret, settings.kernels)
+        self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
