@@ -235,7 +235,8 @@ _POINTS = (
 _OF_FLOATS = (
     _aten.exp.default, _aten.log.default, _aten.sqrt.default, _aten.rsqrt.default, _aten.reciprocal.default,
     _aten.sigmoid.default, _aten.tanh.default, _aten.gelu.default, _aten.silu.default, _aten.erf.default,
-    _aten.gelu_backward.default, _aten.silu_backward.default, _aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.leaky_relu.default,
+    _aten.gelu_backward.default, _aten.silu_backward.default, _aten.tanh_backward.default,
+    _aten.sigmoid_backward.default, _aten.leaky_relu.default,
     _aten.leaky_relu_backward.default, _aten.softplus.default, _aten.softplus_backward.default, _aten.elu.default,
     _aten.hardtanh.default, _aten.hardtanh_backward.default, _aten.hardsigmoid.default,
     _aten.hardsigmoid_backward.default, _aten.hardswish.default, _aten.hardswish_backward.default, _aten.log1p.default,
