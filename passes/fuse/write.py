@@ -34,8 +34,8 @@ class Writer:
     def run(self) -> Program:
         program, facts = self.groups.facts.program, self.groups.facts
         last = {unit: unit.calls[-1] for unit in self.fused}
-        for unit in self.fused:
-            reads = unit.fit.operands().values() if unit.fit is not None else ()
+        for group in self.fused:
+            reads = group.fit.operands().values() if group.fit is not None else ()
             self.seen.update(read.seen for several in reads for read in several)
         for node in program.graph.nodes:
             if facts.is_view(node) or node in self.build.value:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import models
@@ -14,7 +16,8 @@ from inductor_count import MEASURED, graphs, ours
 from recompute_case import captured, compiled
 from torch import fx
 
-from autopar.api import compile
+from autopar.api import compile, parallelize
+from autopar.compiled import load
 from autopar.ir.fused import Fused, fused_of
 from autopar.ir.layout import local_part
 from autopar.ir.ops import is_collective
@@ -330,3 +333,31 @@ def test_models_of_the_zoo_have_groups() -> None:
     model, loss_fn, batch = models.vit()
     program = compile(model, "tp=2", loss_fn=loss_fn, batch=batch, compile="triton").program
     assert len(groups_of(program)) > 10
+
+
+def test_saved_programs_have_groups_as_functions(tmp_path: Path) -> None:
+    """Python that a person may read and run; it is loaded from the text beside it."""
+    found = compiled("gpt", "dp=2", double=False, compile="triton")
+    found.save(tmp_path / "saved")
+    assert load(tmp_path / "saved").text() == found.text()
+    (file,) = (tmp_path / "saved").glob("*.py")
+    text = file.read_text()
+    builtins.compile(text, str(file), "exec")
+    node, group = groups_of(found.program)[0]
+    assert f"    def {node.name}_calls({', '.join(each.name for each in group.placeholders)}):" in text
+    assert f"    {node.name} = {node.name}_calls(" in text
+
+
+def test_training_is_the_same_to_the_last_bit() -> None:
+    """Two steps of AdamW on one rank, beside the executor without groups."""
+    model, loss_fn, batch = models.mlp()
+    weights = []
+    for compiler in (None, "triton"):
+        trained = parallelize(copy.deepcopy(model), "dp=1", loss_fn=loss_fn, compile=compiler)
+        optimizer = torch.optim.AdamW(trained.parameters())
+        for _ in range(2):
+            trained.forward_backward(*batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([parameter.full_tensor().detach() for parameter in trained.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
