@@ -53,6 +53,8 @@ DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int64, torch.int32, torch.int16,
      torch.int8, torch.uint8)
 )  # fmt: skip
+# Not in the table: sines and cosines. Those of rotary positions are few, and a group would compute them for every head;
+# a GPU needs memory for large arguments.
 POWERS = (-2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4)  # exponents that need no logarithm
 
 
@@ -233,8 +235,8 @@ _POINTS = (
 _OF_FLOATS = (
     _aten.exp.default, _aten.log.default, _aten.sqrt.default, _aten.rsqrt.default, _aten.reciprocal.default,
     _aten.sigmoid.default, _aten.tanh.default, _aten.gelu.default, _aten.silu.default, _aten.erf.default,
-    _aten.sin.default, _aten.cos.default, _aten.gelu_backward.default, _aten.silu_backward.default,
-    _aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.leaky_relu.default,
+    _aten.gelu_backward.default, _aten.silu_backward.default, _aten.tanh_backward.default,
+    _aten.sigmoid_backward.default, _aten.leaky_relu.default,
     _aten.leaky_relu_backward.default, _aten.softplus.default, _aten.softplus_backward.default, _aten.elu.default,
     _aten.hardtanh.default, _aten.hardtanh_backward.default, _aten.hardsigmoid.default,
     _aten.hardsigmoid_backward.default, _aten.hardswish.default, _aten.hardswish_backward.default, _aten.log1p.default,

@@ -16,6 +16,7 @@ from autopar.runtime.triton.lower import Lowered
 
 LONGEST_ROW = 16_384  # elements that a program holds in registers
 _LOOP_COLUMNS = 4096
+_SHORT_ROW = 2048  # of which a thread holds half as much, beside the sums over rows
 _ELEMENTS, _PER_THREAD, _MANY_OPERANDS = 2048, 16, 8
 _WIDEST_TILE = 1024  # columns of an element-wise tile
 _WARPS_AT_ONCE = 16
@@ -50,6 +51,8 @@ def tile_of(lowered: Lowered) -> Tile:
         return Tile(1, _LOOP_COLUMNS, 1, _warps(_LOOP_COLUMNS, per_thread), True, lowered.has_columns)
     if has_rows:
         rows = max(1, _ELEMENTS // 2 // padded)
+        if lowered.has_columns and padded <= _SHORT_ROW:
+            per_thread //= 2
         return Tile(rows, padded, 1, _warps(rows * padded, per_thread), False, lowered.has_columns)
     columns = _columns(width)
     elements = _ELEMENTS if len(lowered.operands) <= _MANY_OPERANDS else _ELEMENTS // 2

@@ -89,6 +89,7 @@ class _Frame:
         """Where the columns of a tile are; nothing is written for a domain of one column."""
         start = (f"({tile})" if " " in tile else tile) + f" * {self.tile.columns} + " if tile else ""
         self.writer.line(f"column = {start}tl.arange(0, {self.tile.columns})[None, :]", frozenset())
+        self.writer.line("column = column.to(tl.int64) if WIDE else column", frozenset())
         self.writer.line(f"columns_in = column < {self.width}", frozenset())
 
     def _inside(self, axes: frozenset[str]) -> None:
@@ -133,6 +134,7 @@ class _Frame:
         step = self.tile.columns
         first = (
             f"column = start + tl.arange(0, {step})[None, :]",
+            "column = column.to(tl.int64) if WIDE else column",
             f"columns_in = column < {self.width}",
             "inside = rows_in & columns_in",
         )

@@ -7,6 +7,7 @@ the results of a kernel.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import torch
@@ -145,7 +146,9 @@ class Puller:
         draw: Draw = value.data
         first, second = (self._key(draw, start) for start in ("FIRST", "SECOND"))
         place = flat(index, draw.strides)
-        text = self.text(place) + (".to(tl.int64)" if draw.wide else "")
+        text = self.text(place)
+        if draw.wide:  # before it is multiplied
+            text = re.sub(rf"\b({ROW}|{COLUMN})\b", r"\1.to(tl.int64)", text)
         text = f"mixed({text} + {self._start(draw)}, {first.text}, {second.text}, {draw.wide})"
         return self.writer.put("bits", text, _axes(place), value.name)
 
@@ -155,9 +158,10 @@ class Puller:
 
     def _start(self, draw: Draw) -> str:
         """Where the piece starts in the whole: its offsets times the strides."""
-        known = sum(o * s for o, s in zip(draw.offsets, draw.strides, strict=True) if not isinstance(o, Value))
-        given = [f"in{o.data} * {s}" for o, s in zip(draw.offsets, draw.strides, strict=True) if isinstance(o, Value)]
-        return " + ".join((*given, str(known)))
+        pairs = list(zip(draw.offsets, draw.strides, strict=True))
+        long = ".to(tl.int64)" if draw.wide else ""
+        given = [f"in{offset.data}{long} * {stride}" for offset, stride in pairs if isinstance(offset, Value)]
+        return " + ".join((*given, str(sum(o * stride for o, stride in pairs if not isinstance(o, Value)))))
 
     def in_place(self) -> tuple[tuple[int, ...], ...]:
         """For each result the operands of its type that it needs, and that are read only where it is written.

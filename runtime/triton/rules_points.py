@@ -172,8 +172,6 @@ RULES: Mapping[Any, Rule] = {
     _aten.exp2.default: _unary("tl.exp2({0})"),
     _aten.mse_loss.default: lambda types, x, y, *_: (x - y) * (x - y),
     _aten.mse_loss_backward.default: lambda types, grad, x, y, *_: 2 * (x - y) * grad,
-    _aten.sin.default: _unary("tl.sin({0})"),
-    _aten.cos.default: _unary("tl.cos({0})"),
     _aten.pow.Tensor_Scalar: _pow,
     _aten.where.self: _where,
     _aten.where.ScalarOther: _where,

@@ -133,9 +133,15 @@ def _exact(folder: Path) -> None:
 
 def _far(folder: Path) -> None:
     """With places of 64 bits, as tensors of more than 2^31 elements need them."""
-    for name in ("rms_norm_backward", "rope", "dropout_piece"):
+    long = (1, 3, WIDTH_OF_LOOPS)
+    for name, dims in (
+        ("rms_norm_backward", DIMS[0]),
+        ("rope", DIMS[0]),
+        ("dropout_piece", DIMS[1]),
+        ("softmax", long),
+    ):
         case = next(case for case in CASES if case.name == name)
-        made = Made(case, DIMS[0], torch.float32, folder)
+        made = Made(case, dims, torch.float32, folder)
         kernel = made.kernel()
         launch = kernel._launch
         kernel._launch = lambda *args, launch=launch: replace(launch(*args), is_far=True)  # type: ignore[method-assign,misc]

@@ -29,6 +29,7 @@ TYPES = {
 REGISTERS = 65_536  # of a multiprocessor
 WIDTHS = (8192, 16_384, 32_000)  # of rows that fill the registers, and of some that do not fit
 WIDE = ("rms_norm_backward", "layer_norm", "cross_entropy", "softmax_backward", "add_rms_norm")
+FAR = ("rms_norm_backward", "rope", "dropout", "layer_norm", "swiglu_backward")
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,14 @@ class Code:
     stores: tuple[int, ...]
 
 
-def code_of(kernel: Kernel, lowered: Lowered, function: Any, capability: int) -> Code:
-    """Compile a kernel as a launch with aligned tensors does."""
+def code_of(kernel: Kernel, lowered: Lowered, function: Any, capability: int, far: bool) -> Code:
+    """Compile a kernel as a launch with aligned tensors does. far: with places of 64 bits."""
     signature = {f"in{i}": "i32" if t is None else TYPES[t.dtype] for i, t in enumerate(lowered.operands)}
     for i, r in enumerate(lowered.results):
         signature[f"out{i}"] = TYPES[r.value.dtype if r.extent == "columns" else r.type.dtype]
     signature |= {"rows": "i32", "WIDE": "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    source = ASTSource(fn=function, signature=signature, constexprs={"WIDE": False}, attrs=aligned)
+    source = ASTSource(fn=function, signature=signature, constexprs={"WIDE": far}, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": kernel.tile.warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -68,14 +69,14 @@ def _widths(kind: str, ptx: str) -> tuple[int, ...]:
     return tuple(int(count or 1) * int(bits) for count, bits in found)
 
 
-def check(case: Case, width: int, dtype: torch.dtype, capability: int, folder: Path) -> None:
+def check(case: Case, width: int, dtype: torch.dtype, capability: int, folder: Path, far: bool = False) -> None:
     """No spill, at least two programs a multiprocessor (one of longer rows), 128 bits for each main operand."""
     examples = case.make((1, 64, width), dtype) if width <= 4096 else case.make((1, 2, width), dtype)
     fused = group(case.function, examples, case.name, case.kind)
     lowered = lower(fused)
     kernel = emit(lowered)
     (function,) = _functions([kernel], folder)
-    code = code_of(kernel, lowered, function, capability)
+    code = code_of(kernel, lowered, function, capability, far)
     name = f"{case.name} of {width} {dtype} on sm_{capability}: {code}"
     assert code.stack == 0, name
     assert code.registers * 32 * kernel.tile.warps * (1 if width > 4096 else 2) <= REGISTERS, name
@@ -104,4 +105,7 @@ def compile_() -> None:
                     if width <= 16_384 or case.kind != "columns":
                         check(case, width, torch.bfloat16, 90, Path(folder))
                         count += 1
+            if case.name in FAR:
+                check(case, 4096, torch.bfloat16, 90, Path(folder), far=True)
+                count += 1
     print(count, "compiled")
