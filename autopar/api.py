@@ -15,7 +15,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, check_model, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
-from autopar.compiler.options import CHECK_EVERY, Compiler, Graphs, options_of
+from autopar.compiler.options import CHECK_EVERY, Graphs, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords
@@ -32,7 +32,6 @@ class Options(StepKeywords, total=False):
     batch: str
     seed: int
     device: str | torch.device | None
-    compile: Compiler | None
     cuda_graphs: Graphs
     check_replicas: int | None
     weights: str | Path | None
@@ -52,7 +51,6 @@ def parallelize(
     batch: str = "global",
     seed: int = 0,
     device: str | torch.device | None = None,
-    compile: Compiler | None = None,
     cuda_graphs: Graphs = False,
     check_replicas: int | None = CHECK_EVERY,
     weights: str | Path | None = None,
@@ -69,7 +67,6 @@ def parallelize(
     batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
-    compile: "inductor" runs each program as code that Inductor writes, collectives included; None on our executor.
     cuda_graphs: True records the second run of each program on a GPU and replays it from then on (docs/cuda_graphs.md);
       "dry-run" checks anywhere that this is possible.
     check_replicas: training steps from one comparison of what ranks should hold alike to the next; RankError if it
@@ -83,7 +80,7 @@ def parallelize(
     here) and, at the first step, LayoutError, BatchError, ScheduleError, PlanError, CaptureError or CompileError.
     """
     asked = functools.partial(
-        Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device, compile=compile,
+        Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, weights=weights,
     )  # fmt: skip
     if isinstance(model, nn.Module):

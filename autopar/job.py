@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.options import CHECK_EVERY, Compiler, Graphs
+from autopar.compiler.options import CHECK_EVERY, Graphs
 from autopar.ir.options import StepOptions
 
 
@@ -21,7 +21,7 @@ class Job(StepOptions):
     batch: an example: a tuple of the arguments after the model, a dict of keyword arguments, or one tensor.
     optimizer: makes one from the parameters; AdamW by default.
     data: the batch of a step (global); by default the example at every step.
-    compile, cuda_graphs, check_replicas: as of `autopar.parallelize`.
+    cuda_graphs, check_replicas: as of `autopar.parallelize`.
     after: called with the trained module on every rank; rank 0 shows the text that it returns.
     """
 
@@ -32,7 +32,6 @@ class Job(StepOptions):
     data: Callable[[int], Any] | None = None
     after: Callable[[nn.Module], str | None] | None = None
 
-    compile: Compiler | None = None
     cuda_graphs: Graphs = False
     check_replicas: int | None = CHECK_EVERY
 

@@ -8,17 +8,23 @@ from pathlib import Path
 
 from autopar.errors import RankError
 
+_TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads it
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the environment says.
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
+    kernels: AUTOPAR_KERNELS, a directory where generated kernels are kept; by default a part of the user's cache.
+    interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
 
     dump: Path | None = None
+    kernels: Path = Path.home() / ".cache" / "autopar" / "kernels"
+    interpret: bool = False
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
@@ -30,12 +36,19 @@ class Settings:
         """The settings as they are now."""
         return Settings(
             dump=_path("AUTOPAR_DUMP"),
+            kernels=_path("AUTOPAR_KERNELS") or _cache() / "autopar" / "kernels",
+            interpret=os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE,
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),
             local_world_size=_integer("LOCAL_WORLD_SIZE"),
             error_file=_path("TORCHELASTIC_ERROR_FILE"),
         )
+
+
+def _cache() -> Path:
+    """Where the user's programs keep what they can make again (XDG base directories)."""
+    return _path("XDG_CACHE_HOME") or Path.home() / ".cache"
 
 
 def _integer(name: str) -> int | None:

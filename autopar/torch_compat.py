@@ -47,6 +47,9 @@
   `torch.compile` would trace it again and guard every step; `inner_compile` is the way to the code that it wrote.
 - `torch._functorch.config`: its `enable_autograd_cache` is off meanwhile, for a hit there never comes to
   `inner_compile`; Inductor's own cache on disk holds the code too, and stays on.
+- `__wrapped__`, `_boxed_call` of what `compile_fx` returns: the function of a list within, which frees its inputs.
+- `torch._dynamo.source.ConstantSource`, `ShapeEnv.create_symbol` and its like: a number that a trace does not know (the
+  micro-batch); `torch.export.Dim` names sizes of tensors alone.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
 - `torch.fx._symbolic_trace._is_fx_tracing_flag`: what torch.fx sets while it traces; what `torch.compile` made refuses
   to run then, and would compile itself otherwise.
@@ -65,7 +68,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -83,6 +86,9 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_lists
 from torch.utils._foreach_utils import _foreach_supported_types as _util_lists
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
     "GROUPED_MM",
@@ -107,6 +113,7 @@ __all__ = [
     "gradients",
     "has_cpp_compiler",
     "has_hooks",
+    "holds_for",
     "hooks_of",
     "in_transform",
     "is_composite",
@@ -123,6 +130,7 @@ __all__ = [
     "spec_of",
     "storage_of",
     "swap_in_place",
+    "symbolic_number",
     "take_in_lists",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -322,9 +330,10 @@ def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def compile_with_inductor(
-    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
-) -> tuple[Callable[..., Any], str]:
-    """A graph of aten ops as a function of tensors like `inputs`, and the code that Inductor wrote for it."""
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor | torch.SymInt]
+) -> tuple[Callable[[list[Any]], Any], str]:
+    """A graph of aten ops as a function of a list of values like `inputs`, which it empties, so that each is freed
+    after its last use; and the code that Inductor wrote for it."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 1 s of imports, for those who want it
 
@@ -338,7 +347,31 @@ def compile_with_inductor(
     ours = {"reorder_for_peak_memory": False}  # the order is the passes': Inductor's would wait for buckets at once
     with config.patch(enable_autograd_cache=False):
         function: Any = compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=ours)
-    return function, "\n".join(written)
+    return _of_list(function), "\n".join(written)
+
+
+def _of_list(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """What `compile_fx` returns keeps its arguments alive to its end; within is a function of a list."""
+    inner = function
+    while inner.__qualname__.endswith("aot_module_simplified.<locals>.forward"):
+        inner = inner.__wrapped__  # type: ignore[attr-defined]
+    return inner if getattr(inner, "_boxed_call", False) else lambda values: function(*values)
+
+
+def symbolic_number(env: ShapeEnv, name: str, count: int) -> torch.SymInt:
+    """A number from 0 to `count` - 1 that a trace does not know. `count` is 2 or more."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = env.create_symbol(count - 1, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
+    env.constrain_symbol_range(symbol, 0, count - 1)
+    return cast(torch.SymInt, env.create_symintnode(symbol, hint=count - 1, source=source))
+
+
+def holds_for(env: ShapeEnv, number: torch.SymInt, value: int) -> bool:
+    """Whether all that a trace took for granted of a number is true of this value of it."""
+    return all(guard.expr.subs(number.node.expr, value) for guard in env.guards)
 
 
 def has_cpp_compiler() -> bool:

@@ -26,6 +26,7 @@ from autopar.ir.mesh import MICROBATCH, PIPELINE
 from autopar.ir.program import Input
 from autopar.runtime.executor import Code, Executable
 from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
+from autopar.runtime.microbatches import ExecutorGraph
 from autopar.runtime.pipeline import RankCode, compile_rank
 from autopar.runtime.virtual import VirtualMesh
 
@@ -105,7 +106,8 @@ def main() -> None:
     print(f"{count} instructions of {args.pp} ranks: {runs} runs, {(count - runs) // 2} transfers")
     print(f"  the whole step          {step_us(mesh, codes, starts) / count:6.1f} us an instruction")
     seen: dict[Executable, list[Any]] = {}
-    executables = [executable for code in codes for executable in code.executables.values()]
+    graphs = [graph for code in codes for graph in code.graphs.values()]
+    executables = [graph.executable for graph in graphs if isinstance(graph, ExecutorGraph)]
     for executable in executables:
         executable.code = replace(executable.code, function=recorded(executable, seen))
     mesh.run_pipeline(codes, starts)

@@ -12,6 +12,7 @@ from autopar.passes.check_rules import check_rules
 from autopar.passes.chunk_loss import chunk_loss
 from autopar.passes.compare_masks import compare_masks
 from autopar.passes.decompose import decompose
+from autopar.passes.fuse import fuse
 from autopar.passes.lengthen import lengthen
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
@@ -53,8 +54,9 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (overlap, Level.LOCAL),  # other collectives start early, with gradients of weights under them
     (decompose, Level.LOCAL),  # a product beside a collective that nothing hides is computed in chunks
     (bucket, Level.LOCAL),  # gradients are reduced in buckets, under the backward pass
+    (fuse, Level.LOCAL),  # calls between products and collectives become groups, each a kernel
 )
-OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, overlap, decompose, bucket})
+OF_GRAPHS: frozenset[Pass] = frozenset({prefetch, overlap, decompose, bucket, fuse})
 
 __all__ = ["PASSES", "Pass", "make_pipeline", "run_passes"]
 

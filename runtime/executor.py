@@ -14,7 +14,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from torch import fx
 
 from autopar.errors import AutoparError, BatchError
 from autopar.ir.aliasing import is_whole_view
+from autopar.ir.fused import Fused, fused_of
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.ir.ring_ops import is_ring
+from autopar.ir.unfused import in_place, unfused
 from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
 from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
@@ -32,6 +34,9 @@ from autopar.runtime.ring_kernels import RINGS
 
 Observe = Callable[[fx.Node, Any], None]
 Outputs = tuple[Any, ...]
+# Of a group, and for each of its results the operand over which it may be written (None for memory of its own), the
+# function of its operands that gives its results.
+Kernels = Callable[[Fused, "tuple[int | None, ...]"], Callable[..., Sequence[torch.Tensor]]]
 CPU = torch.device("cpu")
 Steps = Generator["Request", list[Any] | None, Outputs]
 
@@ -39,10 +44,11 @@ Steps = Generator["Request", list[Any] | None, Outputs]
 @dataclass(frozen=True, slots=True)
 class Study:
     """For those who ask what a graph holds, and not what it computes. enter: told of every node before it runs.
-    instead: functions in place of others, for tensors without data."""
+    instead: functions in place of others, for tensors without data. home: the node to tell of, if it is not itself."""
 
     enter: Callable[[fx.Node], None]
     instead: Mapping[Any, Callable[..., Any]]
+    home: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -75,15 +81,21 @@ class Executable:
     """A graph ready to run. `source` is the Python that runs, for people to read. device: where its tensors lie.
 
     sums: the nodes whose values are added to others. Those are given after the placeholders' values, None where there
-    is nothing yet; they are written over. given: the placeholders whose values may be written over as well.
+    is nothing yet; they are written over. given: the placeholders whose values may be written over as well. kernels:
+    for the groups; without, the calls of a group run one by one, as if there were none.
     """
 
     def __init__(
         self, graph: fx.Graph, sums: Collection[fx.Node] = (), given: Collection[fx.Node] = (),
-        device: torch.device = CPU, study: Study | None = None,
+        device: torch.device = CPU, study: Study | None = None, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
-        self.graph, self.sums, self.device = graph, tuple(sums), device
-        self.code = _generate(graph, lifetimes(graph, given), self.sums, device, study)
+        self.device, self.kernels, self.graph, self.sums = device, kernels, graph, tuple(sums)
+        if kernels is None:
+            plain = unfused(graph)
+            self.graph, self.sums = plain.graph, tuple(plain.became[node] for node in self.sums)
+            given = {plain.became[node] for node in given}
+            study = study and replace(study, home=plain.home)
+        self.code = _generate(self.graph, lifetimes(self.graph, given), self.sums, device, study, kernels)
 
     @property
     def source(self) -> str:
@@ -91,7 +103,7 @@ class Executable:
 
     @functools.cached_property
     def observed_code(self) -> Code:
-        return _generate(self.graph, lifetimes(self.graph), self.sums, self.device, observed=True)
+        return _generate(self.graph, lifetimes(self.graph), self.sums, self.device, None, self.kernels, observed=True)
 
 
 def run(executable: Executable, inputs: Iterable[Any], observe: Observe | None = None) -> Steps:
@@ -155,9 +167,10 @@ def _failed_node(error: BaseException, code: Code) -> fx.Node | None:
 class _Writer:
     """The text of the function, the objects that it refers to, and the node of each line."""
 
-    def __init__(self, graph: fx.Graph, device: torch.device, instead: Mapping[Any, Callable[..., Any]]) -> None:
-        self.device = device
-        self.instead = instead
+    def __init__(
+        self, graph: fx.Graph, device: torch.device, instead: Mapping[Any, Callable[..., Any]], kernels: Kernels | None
+    ) -> None:
+        self.device, self.instead, self.kernels = device, instead, kernels
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.node_of_line: dict[int, fx.Node] = {}
@@ -202,9 +215,9 @@ class _Writer:
 
 def _generate(
     graph: fx.Graph, lives: Lifetimes, sums: Sequence[fx.Node], device: torch.device, study: Study | None = None,
-    observed: bool = False,
+    kernels: Kernels | None = None, observed: bool = False,
 ) -> Code:  # fmt: skip
-    writer = _Writer(graph, device, study.instead if study is not None else {})
+    writer = _Writer(graph, device, study.instead if study is not None else {}, kernels)
     inputs = [writer.value[node] for node in graph.nodes if node.op == "placeholder"]
     totals = {node: f"t{i}" for i, node in enumerate(sums)}
     terms = {} if observed else _terms(graph, lives, totals)
@@ -220,7 +233,7 @@ def _generate(
             continue
         value = writer.value[node]
         if study is not None:
-            writer.line(f"    {writer.bind(study.enter)}({writer.bind(node)})")
+            writer.line(f"    {writer.bind(study.enter)}({writer.bind(study.home.get(node, node))})")
         if node in totals:
             writer.line(f"    {value} = {_addition(writer, node, totals[node])}  # {node.name}", node)
         elif node in terms:
@@ -255,10 +268,26 @@ def _expression(writer: _Writer, node: fx.Node, lives: Lifetimes, observed: bool
     if is_ring(node.target):
         steps, ask = writer.bind(RINGS[node.target].run), writer.bind(_asking(node))
         return f"(yield from {steps}({ask}, {writer.arguments(node)}))"
-    function = function_of(node.target)
-    if not observed:
-        function = _inplace(node, lives) or function
+    fused = fused_of(node)
+    if fused is not None:
+        assert writer.kernels is not None, node
+        function = writer.kernels(fused, _over(node, fused, None if observed else lives))
+    else:
+        function = (None if observed else _inplace(node, lives)) or function_of(node.target)
     return f"{writer.bind(function)}({writer.arguments(node)})"
+
+
+def _over(node: fx.Node, fused: Fused, lives: Lifetimes | None) -> tuple[int | None, ...]:
+    """For each result of a group the dying operand over which it may be written, each operand once."""
+    taken: list[int | None] = []
+    for places in in_place(fused) if lives is not None else ((),) * len(fused.results):
+        free = (place for place in places if place not in taken and _dies(node.args[place], node, lives))
+        taken.append(next(free, None))
+    return tuple(taken)
+
+
+def _dies(operand: Any, node: fx.Node, lives: Lifetimes | None) -> bool:
+    return lives is not None and _is_dense(operand) and lives.may_overwrite(operand, node)
 
 
 def _asking(node: fx.Node) -> Callable[..., Request]:

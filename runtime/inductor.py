@@ -1,17 +1,14 @@
-"""Runs a LOCAL graph on this process's rank as code that Inductor writes, collectives included.
-
-The graph is traced once more, for the rank at one coordinate: semantic ops become their decompositions, collectives the
-functional ones, offsets plain numbers. What comes out is a graph of aten ops, as torch.compile would hand it over. The
-program itself stays as it is: Inductor is a way to run it.
-"""
+"""Runs a LOCAL graph on this process's rank as code that Inductor writes, collectives included: from the graph that
+`RankTrace` makes of it. The program itself stays as it is: Inductor is a way to run it."""
 
 from __future__ import annotations
 
 import importlib.util
 import linecache
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,55 +19,119 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.measure import local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import Program
-from autopar.ir.ring_ops import is_ring
-from autopar.runtime.callables import creates
-from autopar.runtime.decompositions import decomposed
-from autopar.runtime.executor import Outputs, describe_read, schema_arguments
+from autopar.runtime.executor import Outputs
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.runtime.groups import Group
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.lost import is_loss_of_peer
+from autopar.runtime.rank_trace import RankTrace
 from autopar.runtime.recorder import Recorder
-from autopar.torch_compat import FakeTensorMode, OpOverload, compile_with_inductor, has_cpp_compiler
+from autopar.torch_compat import FakeTensorMode, compile_with_inductor, has_cpp_compiler
 
 _COLLECTIVE = re.compile(r"torch\.ops\._c10d_functional\.(?!wait)(\w+)\.\w+\(")
 
 
 @dataclass(frozen=True)
-class InductorProgram:
-    """A graph ready to run. `source` is the Python that Inductor wrote, for people to read."""
+class Code:
+    """A graph as code that Inductor wrote for a rank. function: of a list of values, which it empties. `source` is the
+    Python, for people to read. strides: of its inputs, None for a number. is_general: whether what was taken for
+    granted of a number is true of all that it may be."""
 
-    function: Callable[..., Outputs]
+    function: Callable[[list[Any]], Outputs]
     source: str
     rank: int
+    strides: tuple[tuple[int, ...] | None, ...] = ()
+    is_general: bool = True
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """The collectives in the order in which the code starts them; it must be that of the other ranks."""
         return tuple(_COLLECTIVE.findall(self.source))
 
-    def run(self, inputs: StepInputs) -> Outputs:
-        """The outputs of this rank. Raises RankError if the others are lost."""
-        with torch.no_grad():
-            try:
-                return tuple(self.function(*(value.contiguous() for value in inputs.values())))
-            except BatchError:
+    def run(self, values: list[Any]) -> Outputs:
+        """The outputs for values in the strides of the code, or copied to these. Raises RankError if the other ranks
+        are lost."""
+        given = [value if at is None else _strided(value, at) for value, at in zip(values, self.strides, strict=True)]
+        values.clear()  # what dies here is freed after its last use
+        try:
+            with torch.no_grad():
+                return tuple(self.function(given))
+        except BatchError:
+            raise
+        except RuntimeError as error:
+            line = _failed_line(error)
+            if "_c10d_functional" not in line or not is_loss_of_peer(error):
+                error.add_note(f"on rank {self.rank}, in the code that Inductor wrote: {line}")
                 raise
-            except RuntimeError as error:
-                line = _failed_line(error)
-                if "_c10d_functional" not in line or not is_loss_of_peer(error):
-                    error.add_note(f"on rank {self.rank}, in the code that Inductor wrote: {line}")
-                    raise
-                raise RankError(
-                    f"rank {self.rank} lost its peers in the code that Inductor wrote, at\n    {line}\n"
-                    f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
-                ) from error
+            raise RankError(
+                f"rank {self.rank} lost its peers in the code that Inductor wrote, at\n    {line}\n"
+                f"  Look for the first error of another rank. The backend says: {str(error).strip()}"
+            ) from error
+
+
+def _strided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The value in these strides, as it is if it has them."""
+    there = zip(value.shape, value.stride(), stride, strict=True)
+    if all(size == 1 or mine == wanted for size, mine, wanted in there):
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+@dataclass
+class InductorProgram:
+    """A program of one graph, as a `Runner`. recorder: sees the code as a whole."""
+
+    code: Code
+    recorder: Recorder | None = None
+
+    @property
+    def source(self) -> str:
+        return self.code.source
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        with self.recorder.timed("the code that Inductor wrote") if self.recorder is not None else nullcontext():
+            return self.code.run(list(inputs.values()))
 
     def record(self, recorder: Recorder | None) -> None:
-        """Raise CompileError: nothing can watch it."""
-        raise CompileError("a trace is of autopar's own executor, and these programs are compiled: leave compile out.")
+        self.recorder = recorder
+
+
+@dataclass
+class Writer:
+    """Has Inductor write code for a rank: once for graphs that are alike."""
+
+    rank: int
+    _written: dict[Hashable, Code] = field(default_factory=dict)
+
+    def write(
+        self, trace: Callable[..., Any], inputs: Sequence[Any], where: str, holds: Callable[[], bool] = lambda: True
+    ) -> tuple[Code, fx.GraphModule]:
+        """The code of a function of values like `inputs`, with the graph that was traced of it; within a
+        FakeTensorMode. holds: whether the code is general, asked once it is written. Raises CompileError, which says
+        `where`, if Inductor fails."""
+        strides = tuple(x.stride() if isinstance(x, torch.Tensor) else None for x in inputs)
+        try:
+            graph = make_fx(trace)(*inputs)
+            alike = _alike(graph, inputs)
+            if alike is None or alike not in self._written:
+                function, source = compile_with_inductor(graph, inputs)
+                self._written[alike] = Code(function, source, self.rank, strides, holds())
+            return self._written[alike], graph
+        except Exception as error:
+            first = str(error).strip().splitlines()
+            raise CompileError(
+                f"Inductor cannot compile {where}: {type(error).__name__}: {first[0] if first else ''}\n"
+                f"  Leave compile= out to run it on autopar's own executor; the traceback above is Inductor's."
+            ) from error
+
+
+def _alike(graph: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
+    """What two graphs have in common that compute the same; None for one with tensors of its own."""
+    if any(node.op == "get_attr" for node in graph.graph.nodes):
+        return None
+    types = [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else None for x in inputs]
+    return graph.code, str(types)
 
 
 def compile_program(
@@ -78,21 +139,22 @@ def compile_program(
 ) -> InductorProgram:
     """Compile a LOCAL program for a rank; moves no data. Raises CompileError, which says `name`, if Inductor fails."""
     mesh = program.mesh
-    where = f"graph '{name}' of rank {rank} on mesh '{mesh}' ({len(program.graph.nodes)} nodes)"
     # A ShapeEnv, though no shape is symbolic: without one Inductor keeps nothing in its cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
-        inputs = [_example(node, mesh, device) for node in program.placeholders]
-        interpreter = _RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups), device)
-        try:
-            graph = make_fx(interpreter.run)(*inputs)
-            function, source = compile_with_inductor(graph, inputs)
-        except Exception as error:
-            first = str(error).strip().splitlines()
-            raise CompileError(
-                f"Inductor cannot compile {where}: {type(error).__name__}: {first[0] if first else ''}\n"
-                f"  Leave compile= out to run it on autopar's own executor; the traceback above is Inductor's."
-            ) from error
-    return InductorProgram(function, source, rank)
+        inputs = [example(node, mesh, device) for node in program.placeholders]
+        trace = RankTrace(program, FunctionalCollectives(mesh, mesh.coord(rank), groups), device)
+        return InductorProgram(Writer(rank).write(trace.run, inputs, where(program, name, rank))[0])
+
+
+def where(program: Program, name: str, rank: int) -> str:
+    """A graph, as errors call it."""
+    return f"graph '{name}' of rank {rank} on mesh '{program.mesh}' ({len(program.graph.nodes)} nodes)"
+
+
+def example(node: fx.Node, mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """A tensor like the value of a node on a rank."""
+    local = local_type(node, mesh)
+    return torch.empty(local.shape, dtype=local.dtype, device=device)
 
 
 def check_toolchain(device: torch.device) -> None:
@@ -110,34 +172,6 @@ def check_toolchain(device: torch.device) -> None:
             "g++; macOS: xcode-select --install; conda: conda install cxx-compiler) or name yours in the environment "
             "variable CXX. Without compile= nothing needs one."
         )
-
-
-def _example(node: fx.Node, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    local = local_type(node, mesh)
-    return torch.empty(local.shape, dtype=local.dtype, device=device)
-
-
-class _RankTrace(fx.Interpreter):
-    """Computes a LOCAL graph for one rank, by functions that a compiler can take apart."""
-
-    def __init__(self, program: Program, collectives: FunctionalCollectives, device: torch.device) -> None:
-        root = program.graph.owning_module or torch.nn.Module()
-        super().__init__(root, graph=program.graph)
-        self._collectives, self._device = collectives, device
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and is_mesh_op(n.target):
-            values: Any = self.map_nodes_to_values(schema_arguments(n), n)
-            return self._collectives.trace(n.target, values)
-        if n.op == "call_function" and is_ring(n.target):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return self._collectives.trace_ring(n.target, args, kwargs)
-        if n.op == "call_function" and isinstance(n.target, OpOverload):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            if creates(n.target):
-                kwargs = {**kwargs, "device": self._device}
-            return decomposed(n.target, describe_read(n))(*args, **kwargs)
-        return super().run_node(n)
 
 
 def _failed_line(error: BaseException) -> str:

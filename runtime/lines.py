@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import ONCE, Action, Instruction
 from autopar.runtime.callables import adding_variant
-from autopar.runtime.executor import CPU, Executable, Study
+from autopar.runtime.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.inputs import Key
+from autopar.runtime.microbatches import ExecutorGraph, StageGraph
 
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
 # before; or out of the step.
@@ -50,7 +51,7 @@ class Line:
     """
 
     instruction: Instruction
-    executable: Executable | None = None
+    graph: StageGraph | None = None
     reads: tuple[tuple[Key, bool], ...] = ()
     sums: tuple[str, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -65,23 +66,39 @@ class RankCode:
     """What one rank of a pipeline runs; the same for all ranks with its coordinate on "pp"."""
 
     pipeline: Pipeline
-    executables: Mapping[Place, Executable]
+    graphs: Mapping[Place, StageGraph]
     lines: tuple[Line, ...]
 
 
-def compile_rank(pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU) -> RankCode:
-    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie."""
-    flow = pipeline.flow
-    mine = {
-        (*one.key, one.length): Executable(
-            one.program.graph, sums_of(one.program, pipeline).values(), _own(pipeline, rank, one.key), device, study
-        )
-        for one in pipeline.every_graph()
-        if pipeline.place_of(one.key) == rank
-    }
-    steps = flow.step_values()
-    lines = [_line(pipeline, mine, steps, instruction) for instruction in pipeline.lists[rank]]
-    return RankCode(pipeline, mine, _with_waits(lines))
+def compile_rank(
+    pipeline: Pipeline, rank: int, study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> RankCode:  # fmt: skip
+    """The graphs of a rank, each turned into Python once, and the lines of its list. device: where its tensors lie.
+    kernels: of its groups."""
+    graphs = graphs_at(pipeline, rank)
+    return code_of(pipeline, rank, {one.place: on_executor(pipeline, one, study, device, kernels) for one in graphs})
+
+
+def graphs_at(pipeline: Pipeline, rank: int) -> list[Graph]:
+    """The graphs that a rank of the pipeline runs."""
+    return [one for one in pipeline.every_graph() if pipeline.place_of(one.key) == rank]
+
+
+def on_executor(
+    pipeline: Pipeline, one: Graph, study: Study | None = None, device: torch.device = CPU,
+    kernels: Kernels | None = None,
+) -> ExecutorGraph:  # fmt: skip
+    """A graph of a pipeline on our executor."""
+    sums, own = sums_of(one.program, pipeline), _own(pipeline, pipeline.place_of(one.key), one.key)
+    return ExecutorGraph(Executable(one.program.graph, sums.values(), own, device, study, kernels), tuple(sums))
+
+
+def code_of(pipeline: Pipeline, rank: int, graphs: Mapping[Place, StageGraph]) -> RankCode:
+    """The list of a rank, over its graphs. Those of kind C are on our executor."""
+    steps = pipeline.flow.step_values()
+    lines = [_line(pipeline, graphs, steps, instruction) for instruction in pipeline.lists[rank]]
+    return RankCode(pipeline, graphs, _with_waits(lines))
 
 
 def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:
@@ -113,10 +130,7 @@ def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.No
 
 
 def _line(
-    pipeline: Pipeline,
-    executables: Mapping[Place, Executable],
-    steps: frozenset[str],
-    instruction: Instruction,
+    pipeline: Pipeline, graphs: Mapping[Place, StageGraph], steps: frozenset[str], instruction: Instruction
 ) -> Line:
     action = instruction.action
 
@@ -130,22 +144,22 @@ def _line(
         return Line(instruction, reads=tuple((k, k in dying) for k in keys), frees=tuple(sorted(frees - dying)))
     program = pipeline.graph(action)
     keys = _inputs(program, action.microbatch)
-    sums = tuple(sums_of(program, pipeline))
-    writes = tuple(_write(out.kind, out.name, action, sums) for out in program.outputs)
+    graph = graphs[_place(pipeline, action)]
+    writes = tuple(_write(out.kind, out.name, action, graph.sums) for out in program.outputs)
     count = None
     if action.kind == "P" and (action.stage, "C") in pipeline.graphs:
         counts = [Action(action.stage, "C", microbatch) for microbatch in range(pipeline.microbatches)]
         counting = pipeline.graphs[action.stage, "C"]
         count = Count(
-            tuple(executables[_place(pipeline, each)] for each in counts),
+            tuple(_executable(graphs[_place(pipeline, each)]) for each in counts),
             tuple(_inputs(counting, each.microbatch) for each in counts),
             tuple((out.name, ONCE) for out in counting.outputs),
         )
     return Line(
         instruction,
-        executables[_place(pipeline, action)],
+        graph,
         tuple((k, k in frees) for k in keys),
-        sums,
+        graph.sums,
         writes,
         frees=tuple(sorted(frees.difference(keys))),
         count=count,
@@ -155,6 +169,11 @@ def _line(
 def _place(pipeline: Pipeline, action: Action) -> Place:
     """The graph that an action runs."""
     return action.stage, action.kind, pipeline.length_of(action)
+
+
+def _executable(graph: StageGraph) -> Executable:
+    assert isinstance(graph, ExecutorGraph), "what counts for the whole batch is on our executor"
+    return graph.executable
 
 
 def _inputs(program: Program, microbatch: int) -> tuple[Key, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from autopar.ir.mesh import Mesh, axes_of_group, is_in_time
 from autopar.ir.ops import op
 from autopar.ir.pipeline import Join, Reduction
 from autopar.runtime.collectives import together
-from autopar.runtime.executor import Request
+from autopar.runtime.executor import Executable, Request, run
 from autopar.runtime.mesh_ops import COORD, axis_coord, is_local, laid_side_by_side, local_answer
 from autopar.runtime.slices import Carried
 
@@ -104,6 +104,45 @@ def _joined(parts: Mapping[int, torch.Tensor], how: Join, time: Mesh) -> dict[in
             total = _COMBINE[how.kind](total, part)
         found[first] = total
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which micro-batch a graph runs on. time: the axes in time; carried: what slices of its stage keep."""
+
+    microbatch: int
+    time: Mesh
+    carried: Carried
+
+
+class StageGraph(Protocol):
+    """A graph of a pipeline, ready to run. `source` is the Python that runs. sums: the names of what it adds to by
+    itself, given behind its inputs; None where there is nothing yet."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def sums(self) -> tuple[str, ...]: ...
+
+    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, tuple[Any, ...]]:
+        """Run it on what `items` has, which are dropped after their last use; yields what it needs of other ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExecutorGraph:
+    """A graph of a pipeline on our executor."""
+
+    executable: Executable
+    sums: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return self.executable.source
+
+    def steps(self, items: list[Any], turn: Turn) -> Generator[Any, Any, tuple[Any, ...]]:
+        return of_microbatch(run(self.executable, items), turn.microbatch, turn.time, turn.carried)
 
 
 def of_microbatch(steps: Any, microbatch: int, time: Mesh, carried: Carried) -> Generator[Any, Any, tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from autopar.ir.schedule import ONCE, Action, Instruction, Span
 from autopar.runtime.executor import Outputs, run
 from autopar.runtime.inputs import Key, StepInputs
 from autopar.runtime.lines import PART, TOTAL, VALUE, Count, Line, RankCode, compile_rank
-from autopar.runtime.microbatches import Totals, of_microbatch, side_by_side
+from autopar.runtime.microbatches import Totals, Turn, side_by_side
 from autopar.runtime.slices import Carried
 
 __all__ = ["Await", "Finals", "RankCode", "Receive", "Send", "Watch", "compile_rank", "outputs_of", "steps_of"]
@@ -71,12 +71,12 @@ def steps_of(code: RankCode, inputs: StepInputs, watch: Watch | None = None) -> 
             step.values[name, ONCE] = step.totals.take(name)
         start = time.perf_counter() if watch is not None else 0.0
         instruction = line.instruction
-        if line.executable is not None:
+        if line.graph is not None:
             if line.count is not None:
                 step.counted(line.count, (yield from side_by_side(step.counts(line.count), step.time)))
             action, carried = instruction.action, step.carried_by(instruction.action)
-            running = run(line.executable, step.read(line))
-            step.write(line, (yield from of_microbatch(running, action.microbatch, step.time, carried)))
+            turn = Turn(action.microbatch, step.time, carried)
+            step.write(line, (yield from line.graph.steps(step.read(line), turn)))
             carried.end(action.kind, action.microbatch, goes_back=step.goes_back(action))
         elif instruction.op == "SEND":
             yield Send(instruction, tuple(step.read(line)))

@@ -17,7 +17,7 @@ from autopar.runtime.counter import FIRST_KEY, INCREMENT, M1, M2, M3, SECOND_KEY
 
 _TILE = 2048  # elements: 16 for each thread of four warps, so that several loads of 16 bytes are under way
 _PROGRAMS = 4096  # at most: more than fit on any GPU at once
-_M1, _M2, _M3, _FIRST, _SECOND, _INCREMENT = map(tl.constexpr, (M1, M2, M3, FIRST_KEY, SECOND_KEY, INCREMENT))
+_M1, _M2, _M3, FIRST, SECOND, _INCREMENT = map(tl.constexpr, (M1, M2, M3, FIRST_KEY, SECOND_KEY, INCREMENT))
 
 
 def dropout(
@@ -60,7 +60,7 @@ def _dropout(
     source, out, seed, key, threshold, SCALE: tl.constexpr, sizes, strides, start, count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    first, second = _key(seed, key, None, _FIRST), _key(seed, key, None, _SECOND)
+    first, second = key_of(seed, key, None, FIRST), key_of(seed, key, None, SECOND)
     across = tl.cdiv(width, COLUMNS)
     tile, tiles = tl.program_id(0), tl.cdiv(count, ROWS) * across
     while tile < tiles:
@@ -68,7 +68,7 @@ def _dropout(
         x = tl.load(source + place, mask=inside)
         wide = x if x.dtype == tl.float64 else x.to(tl.float32)
         scaled = wide * tl.full((1, 1), SCALE, wide.dtype)
-        kept = _mixed(index, first, second, WIDE) < threshold.to(tl.uint32)
+        kept = mixed(index, first, second, WIDE) < threshold.to(tl.uint32)
         tl.store(out + place, tl.where(kept, scaled, 0.0).to(x.dtype), mask=inside)
         tile += tl.num_programs(0)
 
@@ -78,12 +78,12 @@ def _bits(
     out, seed, key, STREAM: tl.constexpr, sizes, strides, start, count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    first, second = _key(seed, key, STREAM, _FIRST), _key(seed, key, STREAM, _SECOND)
+    first, second = key_of(seed, key, STREAM, FIRST), key_of(seed, key, STREAM, SECOND)
     across = tl.cdiv(width, COLUMNS)
     tile, tiles = tl.program_id(0), tl.cdiv(count, ROWS) * across
     while tile < tiles:
         place, index, inside = _elements(tile, across, sizes, strides, start, count, width, ROWS, COLUMNS, WIDE)
-        tl.store(out + place, _mixed(index, first, second, WIDE).to(tl.int32, bitcast=True), mask=inside)
+        tl.store(out + place, mixed(index, first, second, WIDE).to(tl.int32, bitcast=True), mask=inside)
         tile += tl.num_programs(0)
 
 
@@ -104,7 +104,7 @@ def _elements(
 
 
 @triton.jit
-def _key(seed, key, STREAM: tl.constexpr, START: tl.constexpr):
+def key_of(seed, key, STREAM: tl.constexpr, START: tl.constexpr):
     """A 32-bit key of (seed, step) in memory, a key and, unless None, a stream: `counter.keys_of`."""
     state = tl.full((), START, tl.uint32)
     state = _word(_word(state, tl.load(seed)), tl.load(seed) >> 32)
@@ -124,7 +124,7 @@ def _word(state, word):
 
 
 @triton.jit
-def _mixed(index, first, second, WIDE: tl.constexpr):
+def mixed(index, first, second, WIDE: tl.constexpr):
     """32 random bits of an index: `Counters.bits`."""
     state = index.to(tl.uint32) + first
     if WIDE:

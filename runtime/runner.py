@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -11,7 +11,7 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import Pipeline, graph_name
 from autopar.ir.program import Output, Program
 from autopar.runtime.distributed import DistributedDriver
-from autopar.runtime.executor import Executable, Outputs, Study
+from autopar.runtime.executor import Executable, Kernels, Outputs, Study
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.pipeline import RankCode, Watch, compile_rank, outputs_of
 from autopar.runtime.recorder import Recorder
@@ -32,6 +32,14 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class Written(Protocol):
+    """Kernels of groups, with the Python that they are."""
+
+    @property
+    def source(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class ExecutorRunner:
     """A program of one graph on our executor."""
@@ -41,7 +49,7 @@ class ExecutorRunner:
 
     @property
     def source(self) -> str:
-        return self.executable.source
+        return _with_kernels(self.executable.source, self.executable.kernels)
 
     def run(self, inputs: StepInputs) -> Outputs:
         return self.driver.run(self.executable, inputs.values())
@@ -52,18 +60,20 @@ class ExecutorRunner:
 
 @dataclass(frozen=True)
 class PipelineRunner:
-    """A rank's instruction list on our executor. watch: told of each instruction at its end."""
+    """A rank's instruction list on our executor. watch: told of each instruction at its end. kernels: of its groups."""
 
     code: RankCode
     driver: DistributedDriver
     outputs: tuple[Output, ...]
     device: torch.device
     watch: Watch | None = None
+    kernels: Kernels | None = None
 
     @property
     def source(self) -> str:
-        named = self.code.executables.items()
-        return "\n".join(f"# {graph_name(*place)}\n{code.source}" for place, code in named)
+        named = self.code.graphs.items()
+        text = "\n".join(f"# {graph_name(*place)}\n{code.source}" for place, code in named)
+        return _with_kernels(text, self.kernels)
 
     def run(self, inputs: StepInputs) -> Outputs:
         return outputs_of(self.driver.run_pipeline(self.code, inputs, self.device, self.watch), self.outputs)
@@ -72,12 +82,18 @@ class PipelineRunner:
         self.driver.recorder = recorder
 
 
+def _with_kernels(source: str, kernels: Kernels | None) -> str:
+    """A program, and the kernels that it calls, if they are written and not only stand for them."""
+    return f"{source}\n\n{kernels.source}" if isinstance(kernels, Written) and kernels.source else source
+
+
 def executor_runner(
     program: Program, pipeline: Pipeline | None, driver: DistributedDriver, device: torch.device,
-    study: Study | None = None, watch: Watch | None = None,
+    study: Study | None = None, watch: Watch | None = None, kernels: Kernels | None = None,
 ) -> Runner:  # fmt: skip
-    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds."""
+    """A program, or the pipeline that it was cut into, on our executor. study, watch: for who asks what it holds.
+    kernels: of its groups."""
     if pipeline is None:
-        return ExecutorRunner(Executable(program.graph, study=study, device=device), driver)
-    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device)
-    return PipelineRunner(code, driver, program.outputs, device, watch)
+        return ExecutorRunner(Executable(program.graph, study=study, device=device, kernels=kernels), driver)
+    code = compile_rank(pipeline, driver.coord.get(PIPELINE, 0), study, device, kernels)
+    return PipelineRunner(code, driver, program.outputs, device, watch, kernels)

@@ -32,25 +32,39 @@ class Carried:
     def earlier(self, x: torch.Tensor, dim: int, key: str, microbatch: int) -> torch.Tensor:
         """The slices of a sequence up to this one, side by side. The first x of a slice is kept as it is; others are
         the same, computed again."""
+        self.keep(key, microbatch, x)
+        return torch.cat([*self.before(key, microbatch), self.pieces[key, microbatch]], dim)
+
+    def keep(self, key: str, microbatch: int, x: torch.Tensor) -> None:
+        """Keep the piece of a slice, for itself and those behind it."""
         self.pieces.setdefault((key, microbatch), x)
+
+    def before(self, key: str, microbatch: int) -> list[torch.Tensor]:
+        """The pieces of the slices of a sequence before this one."""
         first = microbatch - microbatch % self.slices
-        return torch.cat([self.pieces[key, place] for place in range(first, microbatch + 1)], dim)
+        return [self.pieces[key, place] for place in range(first, microbatch)]
 
     def later(self, x: torch.Tensor, dim: int, key: str, microbatch: int, owned: bool) -> torch.Tensor:
         """This slice's piece of a sum, of which x is the last part: of all slices up to this one, as `earlier` gave
         them, maybe with zeros behind. The rest stays for those. Short floats are added in float32. owned: x may be
         written over."""
-        sequence, slice_ = divmod(microbatch, self.slices)
-        total = self.rests.pop((key, sequence), None)
+        total = self.rest(key, microbatch)
         if total is None:
-            total = x.float() if x.dtype in _SHORT else x if owned else x.clone()
+            total = x if owned and wide(x.dtype) == x.dtype else x.to(wide(x.dtype), copy=True)
         else:
             total += x.narrow(dim, 0, total.shape[dim])
-        before, own = sum(self.lengths[:slice_]), self.lengths[slice_]
-        start = total.shape[dim] * before // (before + own)
-        if slice_:
-            self.rests[key, sequence] = total.narrow(dim, 0, start)
-        return total.narrow(dim, start, total.shape[dim] - start).to(x.dtype, copy=True)
+        mine, left = apart(total, dim, self.lengths, microbatch % self.slices)
+        self.leave(key, microbatch, left)
+        return mine.to(x.dtype, copy=True)
+
+    def rest(self, key: str, microbatch: int) -> torch.Tensor | None:
+        """What the slices behind this one left of a sum; nothing of the last slice."""
+        return self.rests.pop((key, microbatch // self.slices), None)
+
+    def leave(self, key: str, microbatch: int, left: torch.Tensor | None) -> None:
+        """Leave the rest of a sum for the slices before this one."""
+        if left is not None:
+            self.rests[key, microbatch // self.slices] = left
 
     def end(self, kind: str, microbatch: int, *, goes_back: bool) -> None:
         """Drop what nothing reads after an action. goes_back: the backward pass reads what the forward pass kept."""
@@ -63,3 +77,17 @@ class Carried:
         else:
             return
         self.pieces = {key: piece for key, piece in self.pieces.items() if key[1] not in gone}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which slices add."""
+    return torch.float32 if dtype in _SHORT else dtype
+
+
+def apart(
+    total: torch.Tensor, dim: int, lengths: Sequence[int], slice_: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A slice's piece of the sum of all up to it, and what is left for those before it. lengths: of all slices."""
+    size = total.shape[dim]
+    start = size * sum(lengths[:slice_]) // sum(lengths[: slice_ + 1])
+    return total.narrow(dim, start, size - start), total.narrow(dim, 0, start) if slice_ else None

@@ -57,7 +57,7 @@ def run(
 
 
 @app.command("compile")
-@takes_options("compile", "cuda_graphs", "check_replicas")
+@takes_options("cuda_graphs", "check_replicas")
 def compile_(
     target: Target,
     mesh: MeshOption,
@@ -79,7 +79,7 @@ def compile_(
 
 
 @app.command()
-@takes_options("compile", "cuda_graphs", "check_replicas")
+@takes_options("cuda_graphs", "check_replicas")
 def inspect(
     target: Annotated[str, typer.Argument(metavar="TARGET|DIR", help="a TARGET, or what `autopar compile` wrote")],
     mesh: Annotated[str | None, typer.Option(help="needed with a TARGET")] = None,
@@ -131,7 +131,7 @@ def inspect(
 
 
 @app.command()
-@takes_options("compile", "cuda_graphs", "check_replicas")
+@takes_options("cuda_graphs", "check_replicas")
 def explain(
     target: Target,
     value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
@@ -169,11 +169,6 @@ def verify(
         raise TargetError(f"--backend {backend}: write virtual or gloo.")
     if options.cuda_graphs:
         raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
-    if options.compile is not None:
-        raise TargetError(
-            f"--compile {options.compile}: it compiles what a process runs, collectives included; add --backend gloo. "
-            f"One process that plays all ranks has only autopar's own executor."
-        )
     job = job_of(target, mesh_of(mesh), options)
     _finish(
         verify_job(

@@ -11,13 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.target import load_job
-from autopar.compiler.options import compiler_of
 from autopar.ir.options import Flag, StepOptions, read_stages, short_text
 from autopar.job import Job
 
 OWN = {  # what a run takes beside its steps
     "seed": (0, Flag(int, more="of the initial weights and of random ops")),
-    "compile": (None, Flag(str, "inductor", more="run the programs as code that Inductor writes")),
     "cuda_graphs": (False, Flag(bool, more="record the step on each GPU once, and replay it")),
     "check_replicas": (None, Flag(int, "N", more="compare what ranks hold alike every N steps; 0 never does")),
 }
@@ -66,25 +64,28 @@ class Options:
 
     def job(self, target: str) -> Job:
         """The TARGET's job, with what the command line says of it."""
-        said = self._said()
-        seed, compiler = said.pop("seed", 0), compiler_of(said.pop("compile", None))
-        found: dict[str, Any] = {"compile": compiler} if compiler is not None else {}
-        for name, value in said.items():
-            if name.startswith("no_"):
-                found[name.removeprefix("no_")] = False
-            else:
-                found[name] = STEP[name].metadata["flag"].read(value) if name in STEP else value
-        return replace(load_job(target, seed), **found)
+        own = {name: value for name, value in self._said().items() if name in OWN}
+        return replace(load_job(target, own.pop("seed", 0)), **own, **self._step())
 
     def arguments(self) -> list[str]:
         """The same options for the process of a rank."""
-        compiler_of(self.compile)  # what is wrong is said before anything starts
+        StepOptions(**self._step())  # what is wrong is said before anything starts
         found = []
         for name, value in self._said().items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, (list, tuple)):
                 value = ";".join(read_stages(value))
             found += [flag] if value is True else [flag, str(value)]
+        return found
+
+    def _step(self) -> dict[str, Any]:
+        """What is said of a step, by the names of `StepOptions`."""
+        found: dict[str, Any] = {}
+        for name, value in self._said().items():
+            if name.startswith("no_"):
+                found[name.removeprefix("no_")] = False
+            elif name in STEP:
+                found[name] = STEP[name].metadata["flag"].read(value)
         return found
 
     def _said(self) -> dict[str, Any]:

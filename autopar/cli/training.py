@@ -34,7 +34,6 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
         mesh,
         loss_fn=job.loss_fn,
         seed=seed,
-        compile=job.compile,
         cuda_graphs=job.cuda_graphs,
         check_replicas=job.check_replicas,
         **job.step,

@@ -12,16 +12,15 @@ from autopar.errors import CompileError
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.passes.schedules import check_schedule_name
 
-Compiler = Literal["inductor"]
 Graphs = bool | Literal["dry-run"]
-COMPILERS: tuple[Compiler, ...] = ("inductor",)
 CHECK_EVERY = 100  # training steps from one comparison of replicas to the next
 
 
 def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     """The options, checked as far as they can be without a mesh. What the caller changes later changes none of them.
 
-    Raises LayoutError, ScheduleError, BatchError or PlanError, and TypeError for an option that does not exist.
+    Raises LayoutError, ScheduleError, BatchError, CompileError or PlanError, and TypeError for an option that does not
+    exist.
     """
     names = [each.name for each in fields(StepOptions)]
     unknown = keywords.keys() - set(names)
@@ -32,16 +31,6 @@ def options_of(**keywords: Unpack[StepKeywords]) -> StepOptions:
     stages = None if options.stages is None else tuple(options.stages)
     slices = options.slices if isinstance(options.slices, (int, str)) else tuple(options.slices)
     return replace(options, shard=dict(options.shard or {}), stages=stages, slices=slices)
-
-
-def compiler_of(name: str | None) -> Compiler | None:
-    """The compiler of that name; None is our executor. Raises CompileError if there is none."""
-    found: Compiler | None = next((compiler for compiler in COMPILERS if compiler == name), None)
-    if found is None and name is not None:
-        raise CompileError(
-            f'compile={name!r}: write "inductor", or leave it out: the programs then run on autopar\'s own executor.'
-        )
-    return found
 
 
 def check_graphs(wanted: Graphs, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from autopar.ir.fused import Fused
 from autopar.ir.ops import is_collective, is_mesh_op, op, op_name, semantic_of
 from autopar.torch_compat import OpOverload, is_composite, schema_of
 
@@ -76,6 +77,8 @@ def may_return_operand(target: Any) -> bool:
 @cache
 def is_fresh(target: Any) -> bool:
     """True if the results of an op are known to share no memory with its operands."""
+    if isinstance(target, Fused):
+        return True  # see there; over which operands it may be written, the executor says
     if not isinstance(target, OpOverload) or is_view(target) or may_return_operand(target):
         return False
     if target.namespace == "autopar":

@@ -18,6 +18,7 @@ from autopar.ir import (
     ops,
     ring_ops,  # noqa: F401  registers them, so that text may name them
 )
+from autopar.ir.fused import Fused
 
 DTYPES: dict[str, torch.dtype] = {
     "b8": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
@@ -61,6 +62,8 @@ def target_name(target: Any) -> str:
     """The name of an op in text, e.g. `aten.mul.Tensor`, `autopar.einsum.default`, `operator.getitem`."""
     if isinstance(target, _OVERLOAD):
         return str(target)
+    if isinstance(target, Fused):
+        return target.__name__
     return _PYTHON_NAMES.get(target) or f"{target.__module__}.{target.__qualname__}"
 
 

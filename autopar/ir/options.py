@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast, get_args
 
 import torch
 
-from autopar.errors import AutoparError, BatchError, LayoutError, PlanError, ScheduleError, one_of
+from autopar.errors import AutoparError, BatchError, CompileError, LayoutError, PlanError, ScheduleError, one_of
 from autopar.ir.layout import Layout
 from autopar.ir.schedule import Action, Costs
 
@@ -26,6 +26,8 @@ RECOMPUTE = ("none", "selective", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS = tuple(DTYPES)
 ATTENTION = ("auto", "gather", "ring", "ulysses")
+Compiler = Literal["inductor", "triton"]
+COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
@@ -171,6 +173,8 @@ class StepOptions:
     chunked_loss: compute the logits of a vocabulary, their loss and its gradients some tokens at a time, so that the
       logits never exist as a whole (arXiv 2410.10989). "auto" does so where they are large; a number is the bytes that
       the logits of a chunk may take on a rank.
+    compile: run the programs as code that a compiler writes: inductor for each graph as a whole, collectives included,
+      or triton for groups of ops between products and collectives. None runs them op by op on autopar's own executor.
     """
 
     shard: Shard | None = option(None)
@@ -235,6 +239,15 @@ class StepOptions:
         ),
         Flag(str, "true|auto|BYTES", lambda text: {"true": True}.get(text.lower(), _policy(text))),
     )
+    compile: Compiler | None = option(
+        None,
+        Valid(
+            lambda value: value in COMPILERS,
+            '"inductor" or "triton", or leave it out: the programs then run on autopar\'s own executor',
+            CompileError,
+        ),
+        Flag(str, "|".join(COMPILERS)),
+    )
 
     def __post_init__(self) -> None:
         for each in fields(StepOptions):
@@ -284,6 +297,7 @@ class StepKeywords(TypedDict, total=False):
     bucket_bytes: int | None
     attention: str
     chunked_loss: bool | int | Literal["auto"]
+    compile: Compiler | None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import ArtifactError, AutoparError
+from autopar.ir.fused import KINDS, Fused
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.layout import parse_layout as parse_layout_uncached
 from autopar.ir.mesh import Mesh, parse_mesh
@@ -28,6 +29,9 @@ _NAME = re.compile(r"%(\w+)")
 _KEY = re.compile(r"(\w+)=(?!=)")
 _ITEM = re.compile(rf"(?P<string>{_STRING})|(?P<number>-?\d[\w.]*(?:(?<=e)[+-]\d+)?|-inf)|(?P<word>[A-Za-z_][\w.]*)")
 _TARGET = re.compile(r"([\w.]+)\(")
+_OPERAND = re.compile(r"operand\Z")
+_FUSED = re.compile(rf"fused\.(\w+) ({_STRING})\(")
+BODY = "    "  # before each line of what a group holds
 _INPUT = re.compile(rf"(\w+) ({_STRING}(?:, {_STRING})*)")
 _STRINGS = re.compile(_STRING)
 _COMMENT = re.compile(
@@ -62,7 +66,10 @@ def parse_program(text: str, custom_ops: frozenset[str] = frozenset()) -> Progra
             raise ArtifactError(f"program text, line {number}: {what}\n    {line.strip()[:200]}") from None
     if reader.level is None:
         raise ArtifactError("program text: it is empty.")
-    return reader.finish()
+    try:
+        return reader.finish()
+    except ValueError as error:
+        raise ArtifactError(f"program text, last line: {error}") from None
 
 
 @dataclass(slots=True)
@@ -83,8 +90,14 @@ class _Reader:
     line: str = ""
     at: int = 0
     wanted: list[Layout | None] = field(default_factory=list)  # the `as` of each operand of this line
+    is_body: bool = False
+    group: tuple[fx.Node, Fused, _Reader] | None = None  # whose body is read, and how far
 
     def read(self, line: str) -> None:
+        if line.startswith(BODY) and self.group is not None:
+            self.group[2].read_body(line[len(BODY) :])
+            return
+        self.end_group()
         self.line, self.at, self.wanted = line, 0, []
         if self.level is None:
             self._header()
@@ -99,6 +112,35 @@ class _Reader:
             self._end()
         else:
             self._value()
+
+    def read_body(self, line: str) -> None:
+        """A line of what a group holds; its output is the last."""
+        self.line, self.at, self.wanted = line, 0, []
+        if self.results:
+            raise ValueError("a line of a group stands after what it returns.")
+        if not line.startswith("return "):
+            self._value()
+            return
+        self._take("return ")
+        self.results.append(self._argument())
+        while self.at < len(self.line):
+            self._take(", ")
+            self.results.append(self._argument())
+        if not all(isinstance(result, fx.Node) and record(result).is_tensor for result in self.results):
+            raise ValueError("a group returns tensors.")
+        layouts = tuple(record(result).layout for result in self.results if result is not None)
+        set_record(self.graph.output(tuple(self.results)), Record((None,), operands=layouts))
+
+    def end_group(self) -> None:
+        """Check that the body of the last group is there and is what its node says."""
+        if self.group is None:
+            return
+        (node, fused, body), self.group = self.group, None
+        if not body.results:
+            raise ValueError(f"%{node.name} is a group, and no line below it says what it returns.")
+        types = tuple(record(result).type for result in fused.results)
+        if types != record(node).types or len(fused.placeholders) != len(node.args):
+            raise ValueError(f"%{node.name} has other operands or results than its body.")
 
     def _header(self) -> None:
         match = _HEADER.match(self.line)
@@ -120,8 +162,17 @@ class _Reader:
             raise ValueError("a value stands after the returned ones.")
         if name in self.nodes:
             raise ValueError(f"%{name} is defined twice.")
-        if match := self._match(_TARGET):
-            node = self._call(name, match[1])
+        if match := self._match(_FUSED):
+            node = self._group(name, match[1], json.loads(match[2]))
+        elif match := self._match(_TARGET):
+            node = self._call(name, find_target(match[1], self.custom_ops))
+        elif self.is_body and self._match(_OPERAND):
+            node = self.graph.create_node("placeholder", name, name=name)
+            set_record(node, known)
+            self.nodes[name] = node
+            return
+        elif self.is_body:
+            raise ValueError("expected a call or `operand`.")
         else:
             match = self._expect(_INPUT, 'a call, or an input such as parameter "up.weight"')
             node = self.graph.create_node("placeholder", name, name=name)
@@ -132,8 +183,16 @@ class _Reader:
         set_record(node, known.with_(operands=_operands(node, known, self.wanted, wants)))
         self.nodes[name] = node
 
-    def _call(self, name: str, target: str) -> fx.Node:
-        found = find_target(target, self.custom_ops)
+    def _group(self, name: str, kind: str, label: str) -> fx.Node:
+        if kind not in KINDS or self.is_body:
+            raise ValueError(f"'fused.{kind}' is no kind of a group, which are {', '.join(KINDS)}; none holds another.")
+        fused = Fused(fx.Graph(), label, kind, self.mesh)
+        node = self._call(name, fused)
+        body = _Reader(self.custom_ops, self.level, self.mesh, fused.graph, is_body=True)
+        self.group = node, fused, body
+        return node
+
+    def _call(self, name: str, found: Any) -> fx.Node:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for _ in self._items(")"):
@@ -266,6 +325,7 @@ class _Reader:
 
     def finish(self) -> Program:
         assert self.level is not None
+        self.end_group()
         node = self.graph.output(tuple(self.results))
         known, wants = self.output
         set_record(node, known.with_(operands=_operands(node, known, self.result_layouts, wants)))

@@ -27,6 +27,11 @@ class Graph:
     program: Program
     times: int
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What tells it from all others: stage or rank, kind, length."""
+        return *self.key, self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Join:

@@ -14,6 +14,9 @@ stands alone. Several results stand in parentheses, `-` is a result that is no t
 `%x as [dp,-]` is the layout in which an operand is wanted where that is not the layout which it has. After `#`,
 as far as they say something: module path, source line, `backward`, `by` the pass that made it, `from` the
 captured value that it holds (if not written: itself, or none if a pass made it), `why: ` the reason.
+
+A group (`ir/fused.py`) stands with its kind and its name, and its body behind it, four spaces in: its operands as it
+sees them, its calls, and what it returns. Names in a body are its own.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.fused import fused_of
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.names import dtype_name, target_name
-from autopar.ir.parse import OUTPUT_RECORD, parse_program, usual_origin
+from autopar.ir.parse import BODY, OUTPUT_RECORD, parse_program, usual_origin
 from autopar.ir.program import Input, Level, Program, Record, TensorType, has_record, operand_nodes, record
 
 __all__ = [
@@ -161,7 +165,24 @@ def _call(node: fx.Node, tails: list[str]) -> str:
     for key, arg in node.kwargs.items():
         if not isinstance(arg, torch.device):
             arguments.append(f"{key}={print_argument(arg, wanted)}")
-    return f"{target_name(node.target)}({', '.join(arguments)})"
+    fused = fused_of(node)
+    name = target_name(node.target) if fused is None else f"fused.{fused.kind} {quote(fused.name)}"
+    return f"{name}({', '.join(arguments)})"
+
+
+def _body(node: fx.Node, program: Program) -> Iterator[tuple[str, str]]:
+    """(key, line) of what a group holds."""
+    fused = fused_of(node)
+    if fused is None:
+        return
+    for inner in fused.graph.nodes:
+        if inner.op == "placeholder":
+            line = f"%{inner.name}: {print_result(record(inner), program.level, program.mesh)} = operand"
+        elif inner.op == "output":
+            line = f"return {', '.join(map(print_argument, fused.results))}"
+        else:
+            line = _line(inner, program)
+        yield f"{node.name}/{inner.name}", f"{BODY}{line}"
 
 
 def _line(node: fx.Node, program: Program, entry: Input | None = None) -> str:
@@ -189,6 +210,7 @@ def _lines(program: Program) -> Iterator[tuple[str, str]]:
         if node.op == "output":
             break
         yield node.name, _line(node, program, next(inputs) if node.op == "placeholder" else None)
+        yield from _body(node, program)
     output = program.graph.output_node()
     known = record(output) if has_record(output) else None
     tails, wants = _operand_tails(output, known)

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -101,8 +101,19 @@ class Agreement:
         is_equal, is_same_data = self._compare(what, lines, data)
         if not is_equal:
             everyone: list[list[str]] = self.everyone(what, list(lines))
-            raise RankError(_difference(what, everyone))
+            raise RankError(_difference(what, dict(enumerate(everyone))))
         return is_same_data
+
+    def check_within(self, what: str, part: Hashable, lines: Sequence[str]) -> None:
+        """As `check`, between ranks of the same `part` alone."""
+        if self.size == 1:
+            return
+        parts: dict[Hashable, dict[int, list[str]]] = {}
+        for rank, (its, found) in enumerate(self.everyone(what, (part, list(lines)))):
+            parts.setdefault(its, {})[rank] = found
+        for alike in parts.values():
+            if len(set(map(tuple, alike.values()))) > 1:
+                raise RankError(_difference(what, alike))
 
     def together(self, what: str, make: Callable[[Phase], T]) -> T:
         """What `make` returns; if it fails on any rank, every rank raises: its own error, or RankError with theirs.
@@ -132,7 +143,7 @@ class Agreement:
         for what in dict.fromkeys(what for told in everyone for what in told.texts):
             texts = [told.texts.get(what, []) for told in everyone]
             if any(text != texts[0] for text in texts):
-                raise RankError(_difference(what, texts))
+                raise RankError(_difference(what, dict(enumerate(texts))))
 
     def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> NoReturn:
         """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
@@ -225,10 +236,10 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def _difference(what: str, everyone: Sequence[Sequence[str]]) -> str:
-    """Which ranks have other lines than most, and which ones."""
+def _difference(what: str, everyone: Mapping[int, Sequence[str]]) -> str:
+    """Which ranks have other lines than most, and which ones. everyone: the lines, by rank."""
     versions: dict[tuple[str, ...], list[int]] = {}
-    for rank, found in enumerate(everyone):
+    for rank, found in everyone.items():
         versions.setdefault(tuple(found), []).append(rank)
     common = max(versions, key=lambda version: len(versions[version]))
     faults = []

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.compiler.lowered import STEP, Lowered
-from autopar.compiler.options import compiler_of
-from autopar.errors import CompileError
-from autopar.parallel.agreement import Agreement, Phase
+from autopar.compiler.lowered import Lowered
+from autopar.parallel.agreement import Agreement
 from autopar.parallel.bindings import Bindings
+from autopar.parallel.compilers import kernels_of
+from autopar.parallel.inductor import compiled_pipeline, compiled_program
 from autopar.parallel.variants import Constants
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Outputs
@@ -42,35 +41,12 @@ class Running:
         return own_memory(outputs, self.shared)
 
 
-def check_compiler(name: str | None, device: torch.device) -> None:
-    """Raise CompileError for a compiler that there is not, or not on this machine."""
-    if compiler_of(name) is None:
-        return
-    from autopar.runtime.inductor import check_toolchain
-
-    check_toolchain(device)
-
-
-def make_runner(
-    compiled: Lowered, groups: Mapping[str, Group], compiler: str | None, agreement: Agreement, device: torch.device
-) -> Runner:
+def make_runner(compiled: Lowered, groups: Mapping[str, Group], agreement: Agreement, device: torch.device) -> Runner:
     """Make a program ready to run. Every rank must call this; where one fails, all raise."""
-    program, pipeline = compiled.program, compiled.pipeline
-    if compiler is None:
-        return executor_runner(program, pipeline, DistributedDriver(compiled.mesh, groups), device)
-    if pipeline is not None:
-        raise CompileError(
-            f"compile={compiler!r} takes steps of one graph; this one is a pipeline (mesh {compiled.mesh}, "
-            f"{pipeline.parts_text}). Leave compile out, or pp and microbatches."
-        )
-    from autopar.runtime.inductor import compile_program  # and with it Inductor
-
-    rank = dist.get_rank()
-
-    def compile_here(phase: Phase) -> Runner:
-        made = compile_program(program, rank, groups, device, STEP)
-        # A compiler may reorder. It never did: but ranks that wait for different things would hang.
-        phase.texts["order of collectives that Inductor wrote"] = made.collectives
-        return made
-
-    return agreement.together("compilation", compile_here)
+    program, pipeline, driver = compiled.program, compiled.pipeline, DistributedDriver(compiled.mesh, groups)
+    compiler = compiled.plan.options.compile
+    if compiler != "inductor":
+        return executor_runner(program, pipeline, driver, device, kernels=kernels_of(compiler, device))
+    if pipeline is None:
+        return compiled_program(program, groups, agreement, device)
+    return compiled_pipeline(program, pipeline, driver, groups, agreement, device)

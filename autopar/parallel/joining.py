@@ -19,8 +19,8 @@ from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
-from autopar.parallel.execution import check_compiler
 from autopar.parallel.gradients import check_plain
 from autopar.parallel.replicas import every_of
 from autopar.parallel.store import describe_state
@@ -40,7 +40,6 @@ class Asked:
     batch: str = "global"
     seed: int = 0
     device: str | torch.device | None = None
-    compile: str | None = None
     cuda_graphs: Graphs = False
     check_replicas: int | None = CHECK_EVERY
     lift: torch.dtype | None = None
@@ -56,14 +55,14 @@ class Asked:
         if self.batch not in ("global", "local"):
             raise BatchError(f'batch={self.batch!r}: write "global" (each rank takes its part) or "local".')
         every_of(self.check_replicas)
-        others = {name: getattr(self, name) for name in ("seed", "batch", "compile", "cuda_graphs", "check_replicas")}
+        others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
         check_model(self.model)
         check_plain(self.model)
         phase.texts["model"] = describe_state(self.model)
         phase.now = "compiler"
-        check_compiler(self.compile, device)
+        check_compiler(options.compile, device)
         check_graphs(self.cuda_graphs, device)
         phase.now = "precision"
         check_device(options, device)

@@ -62,7 +62,7 @@ class Maker:
         missing = [axis for axis in compiled.axes if axis not in self._groups]
         self._connect(missing, compiled)
         slots = slots_of(compiled.program, compiled.pipeline, where.coord)
-        runner = make_runner(compiled, self._groups, settings.compiler, self._agreement, settings.device)
+        runner = make_runner(compiled, self._groups, self._agreement, settings.device)
         runner = self._recordings.of(runner, compiled, slots, owners.parameters())
         bound = Bindings(compiled, slots, self._store, owners, built.constants)
         return Running(built.captured, compiled, runner, bound, built.constants)

@@ -31,7 +31,6 @@ class StepSettings:
     fixed: Fixed
     is_local: bool
     device: torch.device
-    compiler: str | None
     graphs: Graphs
     lift: torch.dtype | None
 
@@ -55,9 +54,7 @@ def open_session(asked: Asked) -> Session:
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
-    settings = StepSettings(
-        asked.loss_fn, options, fixed, asked.batch == "local", place, asked.compile, asked.cuda_graphs, asked.lift
-    )
+    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.cuda_graphs, asked.lift)
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))

@@ -20,6 +20,7 @@ from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
 from autopar.passes.search.explain import explain as decisions_of
+from autopar.report.groups import group_head, groups_with, groups_within
 
 ITSELF, OPERAND, SUM, GRADIENT = "moved itself", "its operand is moved", "a sum that it leaves", "its gradient"
 BESIDE = "between its pieces"
@@ -51,12 +52,13 @@ class Explanation:
     """What is known of one value, or of the parts of a module (which has no decisions of its own)."""
 
     name: str
-    kind: str  # parameter, buffer, constant, batch, value or module
+    kind: str  # parameter, buffer, constant, batch, value, module or group
     head: str
-    places: tuple[str, ...]  # source lines: of the value itself, and for an input of its users
-    decisions: tuple[Decision, ...]
-    parts: tuple[Part, ...]
-    collectives: tuple[Caused, ...]
+    places: tuple[str, ...] = ()  # source lines: of the value itself, and for an input of its users
+    decisions: tuple[Decision, ...] = ()
+    parts: tuple[Part, ...] = ()
+    collectives: tuple[Caused, ...] = ()
+    groups: tuple[str, ...] = ()  # that compute it as one kernel each, with what they save
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -74,6 +76,9 @@ def explain(compiled: Lowered, value: str) -> Explanation:
             return finder.explain_value(finder.inputs[value])
         if path in finder.modules:
             return finder.explain_module(path)
+    group = group_head(compiled, value.removeprefix("%"))
+    if group is not None:
+        return Explanation(value, "group", group[0], groups=group[1])
     return finder.explain_value(finder.node(value.removeprefix("%")))
 
 
@@ -143,8 +148,9 @@ class _Finder:
         decisions = tuple(self._with_pattern(one, entry.name if entry else "") for one in decisions)
         caused = tuple(self._caused(node))
         return Explanation(
-            entry.name if entry else f"%{node.name}", kind, head, tuple(filter(None, places)), decisions, (), caused
-        )
+            entry.name if entry else f"%{node.name}", kind, head, tuple(filter(None, places)), decisions, (), caused,
+            groups_with(self.compiled, node.name),
+        )  # fmt: skip
 
     def _with_pattern(self, decision: Decision, name: str) -> Decision:
         if decision.by != USER:
@@ -167,7 +173,7 @@ class _Finder:
         rows = tuple(Caused("", row) for row in self.compiled.collectives if _within(row.module, path))
         count = sum(part.kind == "parameter" for part in parts)
         head = f"module {path}: {count} parameters, {len(rows)} collectives of {human(sum(r.row.bytes for r in rows))}"
-        return Explanation(path, "module", head, (), (), tuple(parts), rows)
+        return Explanation(path, "module", head, (), (), tuple(parts), rows, groups_within(self.compiled, path))
 
     def _stage(self, node: fx.Node, entry: Input | None) -> str:
         """Where a pipeline keeps a parameter or computes a value."""
@@ -285,6 +291,11 @@ def _text(one: Explanation) -> Iterator[str]:
     for decision in one.decisions:
         yield ""
         yield from _decision(decision)
+    if one.groups:
+        yield from ("", "what it saves" if one.kind == "group" else "groups that run as one kernel")
+        yield from (f"  {line}" for line in one.groups)
+    if one.kind == "group":
+        return
     yield ""
     if one.collectives:
         yield "collectives that it causes" if one.kind != "module" else "collectives of its values"

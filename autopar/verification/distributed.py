@@ -104,7 +104,7 @@ class _Trial:
         job = self.job
         asked = Asked(
             copied(self.model), self.mesh, job.step,
-            loss_fn=job.loss_fn, seed=self.seed, device="cpu", compile=job.compile,
+            loss_fn=job.loss_fn, seed=self.seed, device="cpu",
             cuda_graphs="dry-run" if job.cuda_graphs else False, lift=self.lift,
         )  # fmt: skip
         parallel = ParallelModule(asked)

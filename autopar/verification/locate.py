@@ -14,6 +14,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Record, operand_nodes, record
+from autopar.ir.unfused import unfused
 from autopar.parallel.padding import beginning
 from autopar.runtime.executor import Executable
 from autopar.runtime.virtual import VirtualMesh
@@ -31,7 +32,8 @@ def locate(
     whole: the inputs. dtype: that floats without one have. Micro-batches run side by side, so that what is cut
     afterwards shows in no node.
     """
-    final = compiled.program.with_(mesh=Mesh(compiled.program.mesh.axes))  # its slices are all of mean length
+    graph = unfused(compiled.program.graph).graph  # calls of groups one by one
+    final = compiled.program.with_(graph=graph, mesh=Mesh(compiled.program.mesh.axes))  # slices all of mean length
     with default_dtype(dtype):
         expected = _values(captured, whole, device)
     with default_dtype(dtype):

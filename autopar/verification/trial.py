@@ -13,6 +13,7 @@ from autopar.capture import Captured
 from autopar.capture.capture import LossFn
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
+from autopar.parallel.compilers import kernels_of
 from autopar.verification.comparison import Mismatch, Row, Values
 from autopar.verification.locate import locate
 from autopar.verification.noise import Trained, confirmed, excused, move_away
@@ -73,7 +74,8 @@ class Trial:
         return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
 
     def _virtual(self) -> Virtual:
-        return Virtual(copied(self.model), self.captured, self.compiled, self.make)
+        kernels = kernels_of(self.compiled.plan.options.compile, next(self.model.parameters()).device)
+        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels)
 
     def _seeds(self) -> list[torch.Tensor]:
         device = next(self.model.parameters()).device

@@ -17,6 +17,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
+from autopar.parallel.compilers import check_in_one_process
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.dtypes import cast, module_in
@@ -48,13 +49,15 @@ def verify(
     a precision the programs run in it, and what they give is compared with float64: no tensor may be further off than
     twice what torch.autocast is on one device (see `Reference`), and every sum of gradients must be in `reduce_dtype`
     (see `sums.py`). The model is copied and not changed; `optimizer` makes
-    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`.
+    one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
+    what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within `NOISE` times that is right, if it is right too from weights and a batch that rounding moves less
     (see `noise.py`). On a difference the report names the first node that differs.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
+    check_in_one_process(chosen.compile)
     is_exact = short_of(chosen) is None
     model = copied(model)
     if is_exact:

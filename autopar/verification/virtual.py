@@ -16,7 +16,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
 from autopar.parallel.padding import beginning
-from autopar.runtime.executor import Executable, Outputs
+from autopar.runtime.executor import Executable, Kernels, Outputs
 from autopar.runtime.pipeline import compile_rank, outputs_of
 from autopar.runtime.virtual import VirtualMesh
 from autopar.verification.borrowed import Borrowed
@@ -27,14 +27,19 @@ from autopar.verification.reference import SCALE, OptimizerFactory
 
 
 class Virtual:
-    """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors."""
+    """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors.
+    kernels: of the programs' groups."""
 
-    def __init__(self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory) -> None:
+    def __init__(
+        self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
         self.optimizer = make([p for p in model.parameters() if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
         parameter = next(model.parameters())
         self.dtype, self.device = dtype_of(model), parameter.device
+        self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
@@ -65,9 +70,9 @@ class Virtual:
         mesh, program, pipeline = self.compiled.mesh, self.compiled.program, self.compiled.pipeline
         inputs = scattered(program, pipeline, mesh, whole)
         if pipeline is None:
-            executable = Executable(program.graph, device=self.device)
+            executable = Executable(program.graph, device=self.device, kernels=self.kernels)
             return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
-        codes = [compile_rank(pipeline, place, device=self.device) for place in range(pipeline.flow.size)]
+        codes = [compile_rank(pipeline, place, None, self.device, self.kernels) for place in range(pipeline.flow.size)]
         return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
 
     def _update(self, found: Values) -> None:

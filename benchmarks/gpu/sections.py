@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from benchmarks.gpu.attention import attention
+from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.parity import parity, scaling
 from benchmarks.gpu.session import nccl, reads
 from benchmarks.gpu.steps import memory, peers, steps
@@ -56,6 +57,7 @@ SECTIONS = {
         Section("parity", "Beside one device: loss, gradients and weights", 120, parity),
         Section("scaling", "fp16 with a scaled loss", 40, scaling),
         Section("attention", "Attention beside its plain form", 60, attention),
+        Section("kernels", "Generated kernels, beside Inductor's and the calls of each group", 120, kernels),
         Section("steps", "Whole steps", 180, steps),
         Section("memory", "Estimates of memory", 60, memory),
         Section("peers", "FSDP2 and DDP on one device", 60, peers),

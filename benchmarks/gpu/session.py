@@ -18,6 +18,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("recompute", {"recompute": "full"}),
     ("micro-batches", {"microbatches": 4}),
     ("inductor", {"compile": "inductor"}),
+    ("triton", {"compile": "triton"}),
     ("cuda graphs", {"cuda_graphs": True}),
 )
 CLOSE = 1e-4  # relative, float32

@@ -22,7 +22,7 @@ from benchmarks.measured import measure
 Side = Callable[[nn.Module, Tensor, Tensor, str], Step]
 
 
-def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     loss: Tensor = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     return loss
 
@@ -43,7 +43,7 @@ def _optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
 
 def _ours(**options: Any) -> Side:
     def side(model: nn.Module, x: Tensor, y: Tensor, device: str) -> Step:
-        parallel = autopar.parallelize(model, "dp=1", loss_fn=_loss, device=device, precision="bf16", **options)
+        parallel = autopar.parallelize(model, "dp=1", loss_fn=token_loss, device=device, precision="bf16", **options)
         optimizer = _optimizer(parallel, device)
 
         def step() -> Tensor:
@@ -64,7 +64,7 @@ def _plain(wrap: Callable[[nn.Module], Any] = lambda model: model) -> Side:
 
         def step() -> Tensor:
             with torch.autocast(device, torch.bfloat16):
-                loss = _loss(wrapped, x, y)
+                loss = token_loss(wrapped, x, y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -76,11 +76,15 @@ def _plain(wrap: Callable[[nn.Module], Any] = lambda model: model) -> Side:
 
 
 def steps(device: str) -> None:
-    """Ours on the executor, with Inductor and with CUDA graphs, beside eager and torch.compile, in bf16."""
+    """Ours on the executor, with generated kernels, with Inductor and with CUDA graphs, beside eager and torch.compile,
+    in bf16."""
     sides = {"eager": _plain(), "torch.compile": _plain(torch.compile), "autopar": _ours()}
+    sides["autopar triton"] = _ours(compile="triton")
     sides["autopar inductor"] = _ours(compile="inductor")
     sides["autopar cuda graphs"] = _ours(cuda_graphs=True)
-    _table(device, sides if device == "cuda" else {name: sides[name] for name in ("eager", "autopar")})
+    sides["autopar triton, cuda graphs"] = _ours(compile="triton", cuda_graphs=True)
+    dry = ("eager", "autopar", "autopar triton")
+    _table(device, sides if device == "cuda" else {name: sides[name] for name in dry})
 
 
 def peers(device: str) -> None:
@@ -147,7 +151,7 @@ def memory(device: str) -> None:
             batch = tuple(torch.randint(vocabulary, (rows, positions), device=device) for _ in range(2))
             with torch.device(device):
                 made = make()
-            model = autopar.parallelize(made, "dp=1", loss_fn=_loss, device=device, **options)  # type: ignore[arg-type]
+            model = autopar.parallelize(made, "dp=1", loss_fn=token_loss, device=device, **options)  # type: ignore[arg-type]
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             model.forward_backward(*batch)
             optimizer.step()

@@ -12,6 +12,7 @@ from autopar.ir.program import Program
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.bucket import bucket
 from autopar.passes.decompose import decompose
+from autopar.passes.fuse import fuse
 from autopar.passes.overlap import overlap
 from autopar.passes.pipeline.pieces import Key
 from autopar.passes.pipeline.stages import Places, split_into_stages
@@ -114,7 +115,7 @@ def _rewritten(pipeline: Pipeline, plan: Plan) -> Pipeline:
 
     def rewritten(graphs: Mapping[Key, Program]) -> dict[Key, Program]:
         found = dict(graphs)
-        for step in (prefetch, overlap, decompose, bucket):
+        for step in (prefetch, overlap, decompose, bucket, fuse):
             found = {key: step(graph, plan) for key, graph in found.items()}
         return found
 

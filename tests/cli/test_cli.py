@@ -138,6 +138,13 @@ def test_verify(jobs: Path):
     assert "all equal" in done.stdout and "gradient  0.weight" in done.stdout
 
 
+def test_groups_of_ops_run_on_the_virtual_mesh(jobs: Path):
+    done = here("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2", "--compile", "triton")
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
+    shown = here("inspect", f"{jobs}:job", "--mesh", "dp=2,tp=2", "--compile", "triton")
+    assert "fused" in shown.stdout and "fused" not in here("inspect", f"{jobs}:job", "--mesh", "dp=2,tp=2").stdout
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler (apt install g++)")
@@ -256,10 +263,13 @@ BAD = {
     "pass": (("inspect", "job", "--mesh", "dp=2", "--pass", "x"), "there is no program after pass 'x'"),
     "no mesh": (("inspect", "job"), "a TARGET needs --mesh"),
     "compiler": (
-        ("run", "job", "--mesh", "dp=2", "--compile", "triton"),
-        "compile='triton': write \"inductor\", or leave",
+        ("run", "job", "--mesh", "dp=2", "--compile", "gcc"),
+        'compile=\'gcc\': write "inductor" or "triton", or leave',
     ),
-    "virtual compiler": (("verify", "job", "--mesh", "dp=2", "--compile", "inductor"), "add --backend gloo."),
+    "virtual compiler": (
+        ("verify", "job", "--mesh", "dp=2", "--compile", "inductor"),
+        "--backend gloo --compile inductor",
+    ),
     "virtual graphs": (("verify", "job", "--mesh", "dp=2", "--cuda-graphs"), "add --backend gloo."),
     "backend": (("verify", "job", "--mesh", "dp=2", "--backend", "mpi"), "--backend mpi: write virtual or gloo."),
 }

@@ -123,8 +123,8 @@ def test_ranks_get_the_same_options():
         "schedule": "zb-h1", "chunks": 2, "stages": ["a,b", "c;d"], "stage_memory": 7,
     }  # fmt: skip
     assert Options(**options).arguments() == [
-        "--seed", "3", "--compile", "inductor", "--cuda-graphs", "--sequence-parallel", "--microbatches", "4",
-        "--schedule", "zb-h1", "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7",
+        "--seed", "3", "--cuda-graphs", "--sequence-parallel", "--microbatches", "4", "--schedule", "zb-h1",
+        "--chunks", "2", "--stages", "a,b;c;d", "--stage-memory", "7", "--compile", "inductor",
     ]  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import torch
 from benchmarks.gpu.__main__ import page, run, title
 from benchmarks.gpu.sections import SECTIONS, Section
 
-IN_PROCESSES = ("nccl", "peers", "tests", "demo")  # that make process groups, or processes of their own
+# that make process groups or processes of their own, or say something in the environment
+IN_PROCESSES = ("nccl", "peers", "tests", "demo", "kernels")
 
 
 @pytest.mark.parametrize("name", sorted(set(SECTIONS) - set(IN_PROCESSES)))

@@ -13,7 +13,7 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.parallel.agreement import WIDTH
+from autopar.parallel.agreement import WIDTH, Agreement
 
 pytestmark = pytest.mark.gloo
 BATCH = torch.ones(12, 16), torch.zeros(12, 8)
@@ -39,7 +39,8 @@ ALONE = {
     "options": ({"zero": 7}, "", "PlanError: zero=7: write 0, 1 (optimizer states are split), 2 (and gradients)"),
     "options, batch": ({"batch": "mine"}, "", "BatchError: batch='mine': write "),
     "options, replicas": ({"check_replicas": -1}, "", "AutoparError: check_replicas=-1: write a number of"),
-    "compiler": ({"compile": "gcc"}, "", "CompileError: compile='gcc': write \"inductor\""),
+    "options, compiler": ({"compile": "gcc"}, "", 'CompileError: compile=\'gcc\': write "inductor" or "triton"'),
+    "compiler": ({"cuda_graphs": True}, "", "CompileError: cuda_graphs=True records what a GPU does, and this rank"),
     "model, hook": ({}, "hook", "CaptureError: the parameter 'weight' has a"),
     "model, values": ({}, "meta", "RuntimeError: no values"),
 }
@@ -128,3 +129,17 @@ def test_beside_nccl_ranks_agree_over_a_group_of_their_own(two: Ranks) -> None:
 def _in_other_calls(rank: int) -> None:
     model = _beside_nccl()
     model.full_state_dict() if rank else model.check_replicas()
+
+
+def _orders(rank: int, places: tuple[int, int]) -> None:
+    Agreement(torch.device("cpu")).check_within("order of collectives", places[rank], [f"forward_0: reduce_{rank}"])
+
+
+def test_ranks_of_other_stages_need_not_be_alike(two: Ranks) -> None:
+    two.run(_orders, (0, 1))
+    for outcome in two.attempt(_orders, (0, 0), timeout=30):
+        assert str(outcome.error) == (
+            "RankError: ranks disagree on the order of collectives:\n"
+            "  rank 1 has 'forward_0: reduce_1' where the others have 'forward_0: reduce_0'\n"
+            "Give every rank the same order of collectives."
+        )

@@ -17,6 +17,7 @@ from plan_text import read_plan
 from torch import Tensor, fx
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
+from autopar.ir.fused import fused_of
 from autopar.ir.layout import combine, local_part, replica_error
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.plan import Plan
@@ -124,7 +125,8 @@ def compare(given: str, expected: str, plan: Plan, seed: int) -> None:
 
 def in_float64(program: Program) -> Program:
     """What makes float32 numbers of its own makes float64, as `draw` does: a value is written over by its dtype."""
-    for node in program.calls():
+    bodies = [fused.calls for node in program.calls() if (fused := fused_of(node)) is not None]
+    for node in (*program.calls(), *(call for calls in bodies for call in calls)):
         if node.kwargs.get("dtype") is torch.float32:
             node.kwargs = {**node.kwargs, "dtype": torch.float64}
     return program

@@ -28,7 +28,7 @@ from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Request
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.runtime.groups import make_groups
-from autopar.runtime.inductor import InductorProgram
+from autopar.runtime.inductor import Code, InductorProgram
 from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler
 from autopar.verification.verify import Plain
@@ -297,9 +297,10 @@ def small(compile: Any) -> ParallelModule:
 
 def test_an_unknown_compiler(alone: None) -> None:
     with pytest.raises(CompileError) as caught:
-        small("triton")
+        small("gcc")
     assert str(caught.value) == (
-        "compile='triton': write \"inductor\", or leave it out: the programs then run on autopar's own executor."
+        'compile=\'gcc\': write "inductor" or "triton", or leave it out: '
+        "the programs then run on autopar's own executor."
     )
 
 
@@ -335,9 +336,16 @@ def test_a_wrong_index_is_an_error_with_its_place(alone: None) -> None:
         parallel.forward_backward(x, y)
 
 
-def test_nothing_watches_what_inductor_wrote() -> None:
-    with pytest.raises(CompileError, match=r"a trace is of autopar's own executor, .* leave compile out"):
-        InductorProgram(lambda: (), "", 0).record(Recorder())
+def test_a_trace_sees_the_code_as_a_whole() -> None:
+    program, recorder = InductorProgram(Code(lambda values: tuple(values), "", 0, ((1,),))), Recorder(step=4)
+    inputs = {("x", -1): torch.ones(2)}
+    program.record(recorder)
+    (given,) = program.run(inputs)
+    program.record(None)
+    program.run(inputs)
+    (event,) = recorder.events
+    assert given is inputs["x", -1] and (event.name, event.step) == ("the code that Inductor wrote", 4)
+    assert event.end_us > event.start_us
 
 
 def _leave(rank: int) -> float:

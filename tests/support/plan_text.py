@@ -31,7 +31,7 @@ def read_plan(lines: Iterable[str], mesh: Mesh | None = None) -> Plan:
             layouts[parameter] = parse_layout(layout)
         elif key == "reduce_dtype":
             options[key] = DTYPES[value]
-        elif key in ("schedule", "precision", "attention"):
+        elif key in ("compile", "schedule", "precision", "attention"):
             options[key] = value
         elif key == "machine":  # its figures, in the order of its fields
             plan = replace(plan, fixed=Fixed(machine=Machine.flat(*map(float, value.split()))))

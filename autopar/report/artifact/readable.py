@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.fused import fused_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.names import target_name
 from autopar.ir.ops import is_collective
@@ -64,11 +65,30 @@ def _lines(program: Program, graph: str, ranks: str) -> Iterator[str]:
             place.append(f"by {_one_line(known.made_by)}")
         if why:
             place.append(_one_line(why))
+        yield from _body(node, program)
         yield f"    {node.name} = {_call(node)}  # {'  '.join(filter(None, place))}\n"
     yield "    return (\n"
     for result, output in program.leaving:
         yield f"        {_argument(result)},  # {output.kind} {quote(output.name)}\n"
     yield "    )\n"
+
+
+def _body(node: fx.Node, program: Program) -> Iterator[str]:
+    """The function of a group."""
+    fused = fused_of(node)
+    if fused is None:
+        return
+    operands = ", ".join(operand.name for operand in fused.placeholders)
+    yield f"\n    def {_function_of(node)}({operands}):  # one kernel of kind {fused.kind}\n"
+    for call in fused.calls:
+        known = record(call)
+        place = [_value(known, program), _one_line(known.module), _one_line(known.source)]
+        yield f"        {call.name} = {_call(call)}  # {'  '.join(filter(None, place))}\n"
+    yield f"        return {_argument(fused.results)}\n\n"
+
+
+def _function_of(node: fx.Node) -> str:
+    return f"{node.name}_calls"
 
 
 def _value(known: Record, program: Program) -> str:
@@ -83,6 +103,8 @@ def _one_line(text: str) -> str:
 def _call(node: fx.Node) -> str:
     arguments = [_argument(arg) for arg in node.args]
     arguments += [f"{key}={_argument(arg)}" for key, arg in node.kwargs.items() if not isinstance(arg, torch.device)]
+    if fused_of(node) is not None:
+        return f"{_function_of(node)}({', '.join(arguments)})"
     name = target_name(node.target)
     name = name if name.startswith(_BOUND) else f"torch.ops.{name}"
     return f"{name}({', '.join(arguments)})"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.fused import Fused
+from autopar.ir.measure import local_type
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes, record
 from autopar.runtime import dropout as dropout_kernel
@@ -76,6 +78,22 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_dropout_inplace),
     }
 )
+
+
+def results_only(fused: Fused, over: tuple[int | None, ...]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What the kernel of a group leaves in memory: its results. What it computes on the way stays in registers; rows of
+    sums over all rows, one a program, are a few MB and gone before anything else runs."""
+    types = [local_type(result, fused.mesh) for result in fused.results]
+
+    def call(*operands: Any) -> tuple[torch.Tensor, ...]:
+        device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
+        return tuple(
+            torch.empty(type_.shape, dtype=type_.dtype, device=device) if place is None else operands[place].detach()
+            for type_, place in zip(types, over, strict=True)
+        )
+
+    return call
+
 
 _LOOKUPS = (op("embedding"), op("embedding_backward"))
 

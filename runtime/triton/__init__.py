@@ -1,0 +1,1 @@
+"""Triton kernels written from fused groups. Nothing here imports Triton until a kernel is compiled."""

@@ -1,0 +1,233 @@
+"""The lines that compute a value where it is read: places are followed back to loads.
+
+A value is written once for each place at which it is read. So views are arithmetic of places, and nothing is stored but
+the results of a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import torch
+
+from autopar.runtime.triton.configuration import Tile
+from autopar.runtime.triton.index import COLUMN, ROW, ZERO, Form, column, contiguous, flat, places, row
+from autopar.runtime.triton.lower import REDUCTIONS, Lowered, walk
+from autopar.runtime.triton.values import TYPES, CannotEmit, Draw, Index, Value
+from autopar.runtime.triton.writer import Term, Writer
+
+Strides = tuple[tuple[int, ...] | None, ...]
+Guard = tuple[Term, ...]
+_NEUTRAL = {"sum": "0.0", "max": "-float('inf')", "min": "float('inf')"}
+
+
+class Puller:
+    """Writes the values of a group, for operands of some strides."""
+
+    def __init__(self, lowered: Lowered, tile: Tile, strides: Strides) -> None:
+        self.lowered, self.strides, self.width = lowered, strides, lowered.width
+        self.writer = Writer(keeps=tile.keeps)
+        self.is_padded = tile.columns * tile.across != self.width or (tile.is_looped and self.width % tile.columns > 0)
+        self.home = row() * self.width + column(self.width)  # the flat place of an element of the domain
+        self.is_looped = tile.is_looped
+        self._reads: dict[int, set[tuple[Form, bool]]] = {}  # of each operand, where it is read, and if behind a guard
+
+    def at_home(self, value: Value) -> Term:
+        """A value with an element for each of the domain, where that is."""
+        return self.pull(value, places(self.home, value.shape))
+
+    def text(self, place: Form) -> str:
+        """A place in Python."""
+        text = place.text(self.width)
+        return f"({text})" if " " in text else text
+
+    def pull(self, value: Value, index: Index, guard: Guard = ()) -> Term:
+        """What stands for a value at a place. guard: conditions without which it is not looked at."""
+        if value.op == "view":
+            return self.pull(value.args[0], value.data(index), guard)
+        if value.op == "constant":
+            return Term(_literal(value))
+        if value.op == "number":
+            return Term(f"in{value.data}")
+        if value.op == "place":
+            return Term(self.text(index[value.data]), _axes(index[value.data]))
+        if value.op in REDUCTIONS:
+            return self._reduction(value, index)
+        key = (id(value), index, guard)
+        found = self.writer.find(key)
+        if found is None:
+            found = self.writer.keep(key, self._written(value, index, guard))
+        return found
+
+    def _written(self, value: Value, index: Index, guard: Guard) -> Term:
+        if value.op == "load":
+            return self._load(value, index, guard)
+        if value.op == "point":
+            return self._point(value, index, guard)
+        if value.op == "parts":
+            return self._parts(value, index, guard)
+        if value.op == "bits":
+            return self._bits(value, index)
+        raise CannotEmit(f"{value.name or value.op} is read in the kernel that sums it up")
+
+    def _load(self, value: Value, index: Index, guard: Guard) -> Term:
+        strides = self.strides[value.data]
+        assert strides is not None
+        place = flat(index, strides)
+        self._reads.setdefault(value.data, set()).add((flat(index, contiguous(value.shape)), bool(guard)))
+        axes = _axes(place) | _union(guard)
+        masks = [term.text for term in guard]
+        if COLUMN in axes and self.is_padded:
+            masks.insert(0, "inside" if ROW in axes else "columns_in")
+        elif ROW in axes:
+            masks.insert(0, "rows_in")
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        text = f"tl.load(in{value.data} + {self.text(place)}{mask})"
+        dtype = self.lowered.operands[value.data]
+        assert dtype is not None
+        if dtype.dtype == torch.bool:
+            text += " != 0"
+        elif dtype.dtype != value.dtype:
+            text += f".to({TYPES[value.dtype]})"
+        return self.writer.put(f"x{value.data}", text, axes)
+
+    def _point(self, value: Value, index: Index, guard: Guard) -> Term:
+        terms = [self.pull(arg, _broadcast(index, arg.shape), guard) for arg in value.args]
+        texts = [term.text for term in terms]
+        if all(arg.op == "constant" for arg in value.args):
+            texts[0] = f"tl.full((1, 1), {texts[0]}, {TYPES[value.args[0].dtype]})"
+        word = value.name.split("  ")[1].split(".")[1] if value.name else "value"
+        return self.writer.put(word, value.data.format(*texts), _union(terms), value.name)
+
+    def _parts(self, value: Value, index: Index, guard: Guard) -> Term:
+        """Of the parts that one at the place; from the last to the first, which are chosen first."""
+        dim, starts, fill = value.data
+        is_covered = sum(part.shape[dim] for part in value.args) == value.shape[dim]
+        found = None if is_covered else Term(_literal_of(fill, value.dtype))
+        for part, start in reversed(list(zip(value.args, starts, strict=True))):
+            within = self._within(index[dim], start, start + part.shape[dim], value.shape[dim])
+            moved = (*index[:dim], index[dim] + -start if part.shape[dim] > 1 else ZERO, *index[dim + 1 :])
+            term = self.pull(part, moved, (*guard, *within))
+            found = self._chosen(within, term, found, value.name)
+        assert found is not None
+        return found
+
+    def _chosen(self, within: Guard, yes: Term, no: Term | None, comment: str) -> Term:
+        if no is None or not within:
+            return yes
+        axes = _union((*within, yes, no))
+        condition = " & ".join(term.text for term in within)
+        return self.writer.put("part", f"tl.where({condition}, {yes.text}, {no.text})", axes, comment)
+
+    def _within(self, place: Form, start: int, stop: int, size: int) -> Guard:
+        """The conditions for a place to be in a part of a dim."""
+        text = place.text(self.width)
+        tests = [f"{text} >= {start}"] * (start > 0) + [f"{text} < {stop}"] * (stop < size)
+        return tuple(self.writer.put("within", test, _axes(place)) for test in tests)
+
+    def _reduction(self, value: Value, index: Index) -> Term:
+        if flat(index, contiguous(value.shape)) != row() and self.lowered.rows > 1:
+            raise CannotEmit(f"{value.name or value.op} of a row is read in other rows")
+        found = self.writer.find((id(value),))
+        return found or self.writer.keep((id(value),), self._reduced(value))
+
+    def _reduced(self, value: Value) -> Term:
+        """A reduction of the row; lanes beside it do not count."""
+        term = self.at_home(value.args[0])
+        lanes, inside = term.text, "inside" if self.is_padded else "rows_in & columns_in"
+        if self.is_padded or COLUMN not in term.axes:
+            lanes = f"tl.where({inside}, {lanes}, {neutral(value)})"
+        text = f"tl.{value.op}({lanes}, axis=1, keep_dims=True)"
+        return self.writer.put(value.op, text, frozenset((ROW,)), value.name)
+
+    def _bits(self, value: Value, index: Index) -> Term:
+        draw: Draw = value.data
+        first, second = (self._key(draw, start) for start in ("FIRST", "SECOND"))
+        place = flat(index, draw.strides)
+        text = self.text(place)
+        if draw.wide:  # before it is multiplied
+            text = re.sub(rf"\b({ROW}|{COLUMN})\b", r"\1.to(tl.int64)", text)
+        text = f"mixed({text} + {self._start(draw)}, {first.text}, {second.text}, {draw.wide})"
+        return self.writer.put("bits", text, _axes(place), value.name)
+
+    def _key(self, draw: Draw, start: str) -> Term:
+        text = f"key_of(in{draw.seed}, {draw.key}, {draw.stream}, {start})"
+        return self.writer.put(start.lower(), text, frozenset())
+
+    def _start(self, draw: Draw) -> str:
+        """Where the piece starts in the whole: its offsets times the strides."""
+        pairs = list(zip(draw.offsets, draw.strides, strict=True))
+        long = ".to(tl.int64)" if draw.wide else ""
+        given = [f"in{offset.data}{long} * {stride}" for offset, stride in pairs if isinstance(offset, Value)]
+        return " + ".join((*given, str(sum(o * stride for o, stride in pairs if not isinstance(o, Value)))))
+
+    def in_place(self) -> tuple[tuple[int, ...], ...]:
+        """For each result the operands of its type that it needs, and that are read only where it is written.
+
+        So a program has read an element before it writes there, and no other reads it.
+        """
+        return tuple(self._over(i) for i in range(len(self.lowered.results)))
+
+    def _over(self, which: int) -> tuple[int, ...]:
+        result = self.lowered.results[which]
+        if result.extent != "all" or self.is_looped:
+            return ()
+        needed = {v.data for v in walk([result.value]) if v.op == "load"}
+        return tuple(
+            i
+            for i, places_read in sorted(self._reads.items())
+            if i in needed and places_read == {(self.home, False)} and self._is_alike(i, result.type.dtype)
+        )
+
+    def _is_alike(self, operand: int, dtype: torch.dtype) -> bool:
+        type_ = self.lowered.operands[operand]
+        assert type_ is not None
+        size = math.prod(type_.shape)
+        return (
+            type_.dtype == dtype
+            and size == self.lowered.rows * self.width
+            and self.strides[operand] == contiguous(type_.shape)
+        )
+
+
+def _axes(form: Form) -> frozenset[str]:
+    return frozenset(axis for axis in (ROW, COLUMN) if form.reads(axis))
+
+
+def _union(terms: Iterable[Term]) -> frozenset[str]:
+    """The axes along which one of some terms changes."""
+    return frozenset(axis for term in terms for axis in term.axes)
+
+
+def _broadcast(index: Index, shape: tuple[int, ...]) -> Index:
+    kept = index[len(index) - len(shape) :]
+    return tuple(ZERO if size == 1 else place for size, place in zip(shape, kept, strict=True))
+
+
+def neutral(value: Value) -> str:
+    """What a reduction takes of lanes that do not count."""
+    if value.dtype.is_floating_point:
+        return _NEUTRAL[value.op]
+    info = torch.iinfo(value.dtype)
+    return {"sum": "0", "max": str(info.min), "min": str(info.max)}[value.op]
+
+
+def is_constant(value: Value) -> bool:
+    """True for a number that no tensor is read for."""
+    return value.op == "constant" or (value.op == "view" and is_constant(value.args[0]))
+
+
+def _literal(value: Value) -> str:
+    return _literal_of(value.data, value.dtype)
+
+
+def _literal_of(number: float | int | bool, dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        return repr(bool(number) if dtype == torch.bool else int(number))
+    number = float(number)
+    text = repr(number) if math.isfinite(number) else f"float('{number}')"
+    if dtype == torch.float64:
+        return f"tl.full((1, 1), {text}, tl.float64)"
+    return f"({text})" if number < 0 else text

@@ -1,0 +1,86 @@
+"""Kernels as a Python file: written once for the same contents, and imported from there."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from autopar.runtime.triton.emit import Kernel
+
+_log = logging.getLogger("autopar")
+_HEADER = '"""Triton kernels that autopar wrote. `rows` is the number of rows of a kernel\'s domain."""\n'
+_DRAWS = "from autopar.runtime.random_triton import FIRST, SECOND, key_of, mixed\n"
+_COMMENT_AT = 88
+
+
+def name_of(kernel: Kernel) -> str:
+    """The function of a kernel in its file."""
+    return f"{kernel.name}_{kernel.digest[:6]}"
+
+
+def text_of(kernels: Sequence[Kernel]) -> str:
+    """A file of kernels, each once."""
+    unique = {kernel.digest: kernel for kernel in kernels}.values()
+    imports = "import triton\nimport triton.language as tl\n"
+    if any(kernel.draws for kernel in unique):
+        imports += "\n" + _DRAWS
+    return "\n\n".join((_HEADER + "\n" + imports, *map(_function, unique)))
+
+
+def _function(kernel: Kernel) -> str:
+    tile = kernel.tile
+    numbers = [line.split(":")[0] for line in kernel.head if "[" not in line and line.startswith("in")]
+    lines = [f"# {line}" for line in kernel.head]
+    lines.append(f"# tiles of {tile.rows} x {tile.columns}, {tile.warps} warps")
+    lines.append(f"@triton.jit(do_not_specialize={['rows', *numbers]!r})".replace("'", '"'))
+    for text, comment in zip(kernel.body, kernel.comments, strict=True):
+        lines.append(f"{text:{_COMMENT_AT}}  # {comment}" if comment else text)
+    return "\n".join(lines).replace("KERNEL", name_of(kernel), 1) + "\n"
+
+
+def load(kernels: Sequence[Kernel], directory: Path) -> ModuleType:
+    """The module of some kernels, from a file in a directory, written there if no earlier run did."""
+    digest = hashlib.sha256("".join(sorted(kernel.digest for kernel in kernels)).encode()).hexdigest()[:16]
+    path = _directory(directory) / f"kernels_{digest}.py"
+    if not path.exists():
+        _write(path, text_of(kernels))
+    return _module(path)
+
+
+@functools.cache
+def _directory(wanted: Path) -> Path:
+    """The directory, or a temporary one if nothing can be written there."""
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted
+    except OSError as error:
+        made = Path(tempfile.mkdtemp(prefix="autopar_kernels_"))
+        _log.warning(
+            "generated kernels cannot be kept in %s (%s): they go to %s and are compiled anew in each run. "
+            "AUTOPAR_KERNELS names another directory.", wanted, error.strerror or error, made,
+        )  # fmt: skip
+        return made
+
+
+def _write(path: Path, text: str) -> None:
+    """Other processes see the whole file or none."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+@functools.cache
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"autopar_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
