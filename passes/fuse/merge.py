@@ -41,7 +41,7 @@ def _beside(groups: Groups) -> bool:
     changed = False
     for value, users in _shared(groups):
         for a, b in _pairs(groups, value, users):
-            if _saves(a, b) and not groups.merge(a, b):
+            if max(a.after, b.after) < min(a.before, b.before) and _saves(a, b) and not groups.merge(a, b):
                 changed = True
                 break
     return changed

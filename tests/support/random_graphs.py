@@ -6,6 +6,7 @@ formed; it says forward for its first part and backward for the rest, and every 
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import fx
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import op
-from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, set_record
+from autopar.ir.program import Input, Level, Output, Program, Record, TensorType, record, root_of, set_record
 
 aten = torch.ops.aten
 SHAPE = (2, 3, 8)
@@ -35,6 +36,14 @@ class _Drawn:
         self.inputs: list[Input] = []
         self.values: list[fx.Node] = []
         self.phase = "forward"
+        self.weights = [self.given((SHAPE[-1],), F32, "parameter") for _ in range(2)]
+        self.square = self.given((SHAPE[-1], SHAPE[-1]), F32, "parameter")
+        self.seed = self.given((2,), torch.int64, "seed")
+        self.values += [self.given(SHAPE, dtype) for dtype in (F32, F32, BF16)]
+
+    def f32(self) -> fx.Node:
+        x = self.any(full=True)
+        return x if record(x).type.dtype == F32 else self.call(aten._to_copy.default, x, dtype=F32)
 
     def given(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "batch") -> fx.Node:
         name = f"x{len(self.inputs)}"
@@ -50,23 +59,17 @@ class _Drawn:
         given = target(*meta[0], **meta[1])
         several = isinstance(given, (tuple, list))
         types = tuple(TensorType(tuple(one.shape), one.dtype) for one in (given if several else (given,)))
-        operands = [arg for arg in node.all_input_nodes if record(arg).is_tensor]
-        flat = fx.node.map_arg((args, kwargs), lambda arg: arg)
-        del flat
         known = Record(
             types, several, tuple(replicated(len(one.shape)) for one in types),
             tuple(replicated(len(record(arg).type.shape)) for arg in _in_order(args, kwargs)),
             source=f"model.py:{len(self.graph.nodes)}", phase=self.phase, origin=node.name,
         )  # fmt: skip
-        assert len(operands) <= len(known.operands)
         set_record(node, known)
         if not several:
             return node
         return tuple(self.part(node, place, type_) for place, type_ in enumerate(types))
 
     def part(self, node: fx.Node, place: int, type_: TensorType) -> fx.Node:
-        import operator
-
         made = self.graph.create_node("call_function", operator.getitem, (node, place), {})
         layout = replicated(len(type_.shape))
         set_record(made, Record((type_,), layouts=(layout,), phase=self.phase, origin=made.name))
@@ -123,12 +126,12 @@ def row(made: _Drawn) -> Any:
 def vector(made: _Drawn) -> Any:
     """A value for each column: a weight, cast now and then, or a sum over all rows, which ends its group."""
     if made.draw.random() < 0.5:
-        return made.draw.choice(made.weights)  # type: ignore[attr-defined]
+        return made.draw.choice(made.weights)
     return made.call(aten.sum.dim_IntList, made.any(full=True), [0, 1], True)
 
 
 def norm(made: _Drawn) -> Any:
-    x, (w, b) = made.any(full=True), made.weights[:2]  # type: ignore[attr-defined]
+    x, (w, b) = made.any(full=True), made.weights[:2]
     if record(x).type.dtype != F32:
         x = made.call(aten._to_copy.default, x, dtype=F32)
     kind = made.draw.choice(("layer", "rms", "layer_backward", "rms_backward"))
@@ -138,9 +141,9 @@ def norm(made: _Drawn) -> Any:
         return made.call(op("rms_norm"), x, w, 1e-5)[0]
     if kind == "rms_backward":
         factor = made.call(op("rms_norm"), x, w, 1e-5)[1]
-        return made.call(op("rms_norm_backward"), made.f32(), x, w, factor)[0]  # type: ignore[attr-defined]
+        return made.call(op("rms_norm_backward"), made.f32(), x, w, factor)[0]
     _, mean, rstd = made.call(aten.native_layer_norm.default, x, [SHAPE[-1]], w, b, 1e-5)
-    grad = made.f32()  # type: ignore[attr-defined]
+    grad = made.f32()
     return made.call(
         aten.native_layer_norm_backward.default, grad, x, [SHAPE[-1]], mean, rstd, w, b, [True, True, True]
     )[0]
@@ -194,12 +197,12 @@ def masked(made: _Drawn) -> Any:
 
 def dropout(made: _Drawn) -> Any:
     x, key = made.any(full=True), made.draw.randint(1, 3)
-    return made.call(op("dropout"), x, made.seed, key, 0.3, list(SHAPE), list(SHAPE), [0, 0, 0])  # type: ignore[attr-defined]
+    return made.call(op("dropout"), x, made.seed, key, 0.3, list(SHAPE), list(SHAPE), [0, 0, 0])
 
 
 def product(made: _Drawn) -> Any:
-    x = made.f32()  # type: ignore[attr-defined]
-    return made.call(op("einsum"), x, made.square, "abc,dc->abd")  # type: ignore[attr-defined]
+    x = made.f32()
+    return made.call(op("einsum"), x, made.square, "abc,dc->abd")
 
 
 def scan(made: _Drawn) -> Any:
@@ -216,16 +219,6 @@ STEPS = (
 def program(seed: int) -> Program:
     """A program of 5 to 60 calls, about."""
     made = _Drawn(seed)
-    made.weights = [made.given((SHAPE[-1],), F32, "parameter") for _ in range(2)]  # type: ignore[attr-defined]
-    made.square = made.given((SHAPE[-1], SHAPE[-1]), F32, "parameter")  # type: ignore[attr-defined]
-    made.seed = made.given((2,), torch.int64, "seed")  # type: ignore[attr-defined]
-
-    def f32() -> fx.Node:
-        x = made.any(full=True)
-        return x if record(x).type.dtype == F32 else made.call(aten._to_copy.default, x, dtype=F32)
-
-    made.f32 = f32  # type: ignore[attr-defined]
-    made.values = [made.given(SHAPE, dtype) for dtype in (F32, F32, BF16)]
     count = made.draw.randint(4, 40)
     for step in range(count):
         made.phase = "forward" if step < count // 2 else "backward"
@@ -241,8 +234,6 @@ def program(seed: int) -> Program:
 
 
 def _is_view(node: fx.Node) -> bool:
-    from autopar.ir.program import root_of
-
     return root_of(node) is not node
 
 
