@@ -170,7 +170,7 @@ def test_a_graph_that_is_another_for_each_microbatch() -> None:
     assert pipeline is not None
     _only_the_first(pipeline)
     ours, theirs = (
-        code.graphs[0, "F"] for code in (compile_rank(pipeline, 0), compile_stages(pipeline, 0, {}, cpu)[0])
+        code.graphs[0, "F", 0] for code in (compile_rank(pipeline, 0), compile_stages(pipeline, 0, {}, cpu)[0])
     )
     assert set(theirs.variants) == {(0, 0), (0, 1), (0, 2)}  # type: ignore[attr-defined]
     program = pipeline.graphs[0, "F"]
