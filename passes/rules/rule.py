@@ -68,6 +68,7 @@ class Rule:
     halos: what a piece needs of the pieces beside it. What has none needs its own rows only.
     scan: the name along which the only result is a running sum, and whether that begins at the end: to a piece's own
       the sums of the pieces before it are added.
+    factor: the operand by which each row multiplies that sum before it adds its own; None if it does not.
     """
 
     operands: tuple[Dims, ...]
@@ -82,6 +83,7 @@ class Rule:
     growing: frozenset[str] = frozenset()
     halos: tuple[Halo, ...] = ()
     scan: tuple[str, bool] | None = None
+    factor: int | None = None
 
     @property
     def neighbours(self) -> frozenset[str]:

@@ -108,7 +108,7 @@ def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str,
             dim = halo.dim(item.rule.results[i])
             found += rows / item.types[i].shape[dim] * _bytes(item.types[i], item.states[i], sizes)
     if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
-        rows = abs(choice[1]) * (size - 1)
+        rows = abs(choice[1]) * (size - 1) * (1 if item.rule.factor is None else 2)
         found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
     return found
 

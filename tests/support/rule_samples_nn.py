@@ -170,7 +170,13 @@ def window_samples() -> Samples:
         (r(4, 12), 1, 7, -7),
     ]
     sums = [sample(r(*shape), dim, reverse) for shape, dim in (((4, 12), 1), ((12, 4), 0)) for reverse in (False, True)]
-    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": [sample(*one) for one in rows]}
+    states = [
+        sample(r(*shape), r(*shape), start, dim, reverse)
+        for shape, dim, start in (((4, 12), 1, None), ((12, 4), 0, None), ((4, 12, 2), 1, r(4, 1, 2)))
+        for reverse in (False, True)
+    ]
+    found: Samples = {"autopar.linear_scan.default": states}
+    found |= {"autopar.running_sum.default": sums, "autopar.pad_rows.default": [sample(*one) for one in rows]}
     for x, w, *shape in cases:
         y = convolution(x, w, *shape)
         grad = torch.rand_like(y)
