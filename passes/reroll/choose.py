@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.ir.program import record
 from autopar.passes.reroll.families import Families, Family
 from autopar.passes.reroll.forms import form_of
 from autopar.passes.reroll.reading import Reading
 from autopar.passes.reroll.slots import Slot, Slots, components
 from autopar.passes.reroll.states import Recurrence, recurrence_of
-from autopar.passes.reroll.steps import complete, count_anew, drop_ends
+from autopar.passes.reroll.steps import Free, complete, count_anew, drop_ends
 from autopar.passes.rules.rule import Table
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ def choose(families: Families, table: Table) -> Chosen:
             found.slots.rolled.difference_update(inside)
         else:
             found.states[state.state] = state
+    _drop_split(found)
     _find_collected(found)
     placed = [family for family in found.slots.rolled if family.placed is not None]
     lost = [family for family in placed if not _is_summed(family, found)]
@@ -72,6 +74,19 @@ def choose(families: Families, table: Table) -> Chosen:
     return found
 
 
+def _drop_split(found: Chosen) -> None:
+    """Leave out what reads several results of nodes that stay: these cannot be stacked."""
+    rolled, count = found.slots.rolled, -1
+    while count != len(rolled):
+        count = len(rolled)
+        lost = [family for family in rolled if any(map(_is_split, found.slots.of(family)))]
+        rolled.difference_update(lost)
+
+
+def _is_split(slot: Slot) -> bool:
+    return slot.is_listed and any(record(value).several for value in slot.values.values())
+
+
 def _order_steps(found: Chosen) -> None:
     """Settle which step is which, and what belongs to the first and the last."""
     slots, order = found.slots, found.reading.order
@@ -81,12 +96,13 @@ def _order_steps(found: Chosen) -> None:
         for _ in range(ROUNDS):
             for family in families:
                 if family in loop:
-                    count_anew(family, slots, loop)
+                    count_anew(family, slots)
     inside = {family for loop in loops for family in loop}
-    for family in families:
-        if family not in inside:
-            count_anew(family, slots)
-        complete(family, slots)
+    rounds: tuple[Free, ...] = ("none", "outside", "outside", "outside", "any", "none")
+    for free in rounds:
+        for family in families:
+            if not family.is_full:
+                complete(family, slots, family in inside, free)
     for loop in loops:
         for _ in range(ROUNDS):
             for family in loop:
@@ -145,7 +161,7 @@ def _joined(node: fx.Node, found: Chosen) -> tuple[int, Slot] | None:
         parts, *rest = node.args
         dim = rest[0] if rest else 0  # type: ignore[assignment]
         values = {t: found.reading.same[part] for t, part in enumerate(parts)}  # type: ignore[union-attr, arg-type]
-    slot = found.slots.slot(values) if len(values) > 3 else None
+    slot = found.slots.read(values) if len(values) > 3 else None
     is_whole = slot is not None and slot.family is not None and slot.by == 0 and slot.family.length == len(values)
     return (dim, slot) if is_whole and slot is not None else None
 

@@ -70,38 +70,24 @@ class Families:
             for user in self.reading.users.get(node, ()):
                 if user not in self.at and not self._collects(user, family.length):
                     groups.setdefault(self._signature(user, family, t), {}).setdefault(t, []).append(user)
-        made: dict[Any, list[Family]] = {}
         rest: dict[Any, ByStep] = {}
         for (coarse, _), by_step in groups.items():
-            made.setdefault(coarse, []).extend(self._add_equal(family.length, coarse, by_step))
+            self._add_equal(family.length, coarse, by_step)
             for t, users in by_step.items():
                 rest.setdefault(coarse, {}).setdefault(t, []).extend(user for user in users if user not in self.at)
         for coarse, by_step in rest.items():
-            for found in made[coarse]:
-                self._lengthen(found, by_step)
             self._add_equal(family.length, coarse, by_step)
 
-    def _add_equal(self, length: int, coarse: Any, by_step: ByStep) -> list[Family]:
+    def _add_equal(self, length: int, coarse: Any, by_step: ByStep) -> None:
         """Add the families of users with equal signatures: the first of each step, the second, and so on."""
         counts = Counter(len(users) for users in by_step.values() if users)
         count = counts.most_common(1)[0][0] if counts else 0
-        made = []
         for j in range(count):
             members = {t: users[j] for t, users in sorted(by_step.items()) if len(users) == count}
             found = Family(length, members, placed=coarse[1])
             is_new = not any(node in self.at for node in members.values())
             if is_new and len(members) >= max(length - 2, 3) and len(found.steps) == len(members):
                 self._add(found)
-                made.append(found)
-        return made
-
-    def _lengthen(self, family: Family, by_step: ByStep) -> None:
-        """Take what reads other values than the rest of a family does, at one of its ends."""
-        for t in (family.steps[0] - 1, family.steps[-1] + 1):
-            user = next((user for user in by_step.get(t, ()) if user not in self.at), None)
-            if user is not None:
-                family.members = dict(sorted({**family.members, t: user}.items()))
-                self.at[user] = family, t
 
     def _collects(self, user: fx.Node, length: int) -> bool:
         """True for what reads a value of each step."""

@@ -42,7 +42,11 @@ class Slots:
 
     def of(self, family: Family) -> list[Slot]:
         """The operands of a family, as they stand in its arguments."""
-        return [self._unlike(slot) if slot.others else slot for slot in self._read(family)]
+        return [self._unlike(slot) for slot in self._read(family)]
+
+    def read(self, values: Values) -> Slot:
+        """What values of all steps are."""
+        return self._unlike(self.slot(values))
 
     def _read(self, family: Family) -> list[Slot]:
         if family.piece is not None:
@@ -66,9 +70,15 @@ class Slots:
 
     def _unlike(self, slot: Slot) -> Slot:
         """A slot without what its family comes to by itself where it has no member."""
-        assert slot.family is not None
-        others = {t: one for t, one in slot.others.items() if self.natural(slot.family, t + slot.by) is not one}
+        if slot.family is None:
+            return slot
+        family = slot.family
+        others = {t: one for t, one in slot.others.items() if self.natural(family, t + slot.by) is not one}
         return replace(slot, others=others)
+
+    def member(self, family: Family, t: int) -> fx.Node | None:
+        """A member of a family, or what it comes to without one."""
+        return family.members.get(t) or self.natural(family, t)
 
     def natural(self, family: Family, t: int) -> fx.Node | None:
         """The value in a step without a member: a sum with what lies before the first step, or after the last, is the
@@ -80,7 +90,10 @@ class Slots:
             return None
         for zero, other in (slots, slots[::-1]):
             if self._is_nothing(zero, t, 3):
-                return other.always or (other.family.members.get(t + other.by) if other.family else None)
+                found = other.family
+                return other.always or (
+                    found and (found.members.get(t + other.by) or self.natural(found, t + other.by))
+                )
         return None
 
     def _is_nothing(self, slot: Slot, t: int, depth: int) -> bool:

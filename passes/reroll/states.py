@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir.program import record
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.slots import Slot, Slots
+from autopar.passes.reroll.slots import Slot, Slots, components
 
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -19,10 +19,14 @@ COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, or an operand of a family in all its steps, or what an op gives for terms."""
+    """A number, or an operand of a family in all its steps, or what an op gives for terms, or a term some steps away.
+
+    target: None, "slot", the op, or "moved". args: the number; the family and the place of its operand; terms; a term
+    and the steps.
+    """
 
     target: Any
-    args: tuple[Any, ...]  # of an op: terms; of an operand: (the family, the place of its operand)
+    args: tuple[Any, ...]
 
     @staticmethod
     def of(target: Any, *args: Term) -> Term:
@@ -60,25 +64,44 @@ def recurrence_of(families: Collection[Family], slots: Slots) -> Recurrence | No
 
 
 class _Reader:
+    """Writes the state as a function of itself one step away. Where families read others of that step, these are
+    functions of its state there."""
+
     def __init__(self, families: Collection[Family], slots: Slots) -> None:
         self.families = families
         self.slots = {family: slots.of(family) for family in families}
-        self.known: dict[Family, Affine] = {}
 
     def read(self) -> Recurrence:
         """Raises NotLinear."""
         inside = [slot for found in self.slots.values() for slot in found if slot.family in self.families]
         steps = {slot.by for slot in inside} - {0}
-        states = {slot.family for slot in inside if slot.by}
+        carried = {slot.family: None for slot in inside if slot.by and slot.family is not None}
         types = {record(family.sample).types for family in self.families}
-        _require(len(steps) == 1 and steps <= {1, -1} and len(states) == 1 and len(types) == 1)
-        (by,), (state,) = steps, states
-        assert state is not None
+        _require(len(steps) == 1 and steps <= {1, -1} and len(types) == 1)
+        (by,) = steps
+        start = self._start(by)
+        if len(carried) == 1:
+            return self._of_state(next(iter(carried)), by, start)
+        _require(start is None)
+        for state in self.families:
+            try:
+                return self._of_state(state, by, start)
+            except NotLinear:
+                continue
+        raise NotLinear
+
+    def _of_state(self, state: Family, by: int, start: tuple[int, fx.Node] | None) -> Recurrence:
         _require(record(state.sample).type.dtype.is_floating_point)
-        a, b = self._affine(state, ())
+        rest = {
+            family: [slot.family for slot in slots if slot.family in self.families and slot.family is not state]
+            for family, slots in self.slots.items()
+            if family is not state
+        }
+        _require(all(len(one) == 1 and one[0] not in rest[one[0]] for one in components(rest)))  # type: ignore[index]
+        a, b = self._applied(state, state, is_next=True)
         _require(a is not None)
         assert a is not None
-        return Recurrence(state, by, a, b, self._start(by))
+        return Recurrence(state, by, a, b, start)
 
     def _start(self, by: int) -> tuple[int, fx.Node] | None:
         """What the first step reads in place of a state."""
@@ -92,22 +115,23 @@ class _Reader:
         _require(len(starts) == 1)
         return starts.pop()
 
-    def _affine(self, family: Family, above: tuple[Family, ...]) -> Affine:
-        _require(family not in above)
-        if family not in self.known:
-            slots = self.slots[family]
-            parts = [self._of_slot(family, i, slot, (*above, family)) for i, slot in enumerate(slots)]
-            self.known[family] = _applied(family.sample, parts)
-        return self.known[family]
+    def _applied(self, family: Family, state: Family, is_next: bool) -> Affine:
+        """A family as a function of the state: of the step before if `is_next`, else of its own step."""
+        slots = enumerate(self.slots[family])
+        return _applied(family.sample, [self._of_slot(family, i, slot, state, is_next) for i, slot in slots])
 
-    def _of_slot(self, family: Family, i: int, slot: Slot, above: tuple[Family, ...]) -> Affine:
+    def _of_slot(self, family: Family, i: int, slot: Slot, state: Family, is_next: bool) -> Affine:
         if slot.family not in self.families:
             return None, Term("slot", (family, i))
         assert slot.family is not None
-        if slot.by:
+        if not slot.by:
+            _require(not slot.others and (slot.family is not state or not is_next))
+            return (ONE, None) if slot.family is state else self._applied(slot.family, state, is_next)
+        _require(is_next)
+        if slot.family is state:
             return ONE, None
-        _require(not slot.others)
-        return self._affine(slot.family, above)
+        a, b = self._applied(slot.family, state, is_next=False)
+        return _moved(a, slot.by), _moved(b, slot.by)
 
 
 def _require(good: bool) -> None:
@@ -139,6 +163,10 @@ def _applied(node: fx.Node, parts: list[Affine]) -> Affine:
         _require(args[0][0] is None)
         return _chosen(args[0][1], args[1][0], args[2][0]), _chosen(args[0][1], args[1][1], args[2][1])
     raise NotLinear
+
+
+def _moved(term: Term | None, by: int) -> Term | None:
+    return None if term is None else Term("moved", (term, by))
 
 
 def _each(target: Any, value: Affine, *rest: Any) -> Affine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Literal
 
 from torch import fx
 
@@ -11,25 +12,46 @@ from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.forms import slots_of
 from autopar.passes.reroll.slots import Slot, Slots
 
+Free = Literal["none", "outside", "any"]  # none, those that lie outside of all steps, or all that have no member
 
-def count_anew(family: Family, slots: Slots, loop: Collection[Family] = ()) -> None:
-    """Let a family of a loop count its steps as the last of its operands do, and another as the gradients that it
-    reads."""
+
+def count_anew(family: Family, slots: Slots) -> None:
+    """Let a family of a loop count its steps as the last of its operands do."""
+    if family.piece is None:
+        read = [slot for slot in slots.of(family) if slot.family is not None and slot.family is not family]
+        _move(family, _away(family, read, slots), slots)
+
+
+def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
+    """Find the members of the first and last steps. is_fixed: its steps are those of a loop; else they may be those of
+    the gradients that it reads, or of the places among zeros that it fills. free: which of its
+    operands may be a value of no family."""
     if family.piece is not None:
         return
-    if family.placed is not None:
+    if family.placed:
         _move(family, family.placed, slots)
+    _fill(family, slots, free)
+    if is_fixed or family.placed is not None or family.is_full:
         return
-    read = [slot for slot in slots.of(family) if slot.family is not None and slot.family is not family]
-    if family not in loop:
-        gradients = [slot for slot in read if slot.family is not None and record(slot.family.sample).is_backward]
-        read = gradients or read
+    own = dict(family.members)
+    gradients = [slot for slot in slots.of(family) if slot.family and record(slot.family.sample).is_backward]
+    by = _away(family, gradients, slots)
+    _move(family, by, slots)
+    _fill(family, slots, free)
+    if by and not family.is_full:
+        for node in family.members.values():
+            del slots.families.at[node]
+        family.members = own
+        _move(family, 0, slots)
+
+
+def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
+    """By how many steps a family is away from what it reads last, in the order in which its members stand."""
     order = slots.families.reading.order
     first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
-    steps = [slot.by for slot in read]
-    by = (max(steps) if first < last else min(steps)) if steps else 0
-    if family.steps[0] + by >= 0 and family.steps[-1] + by < family.length:
-        _move(family, by, slots)
+    steps = [slot.by for slot in read] or [0]
+    by = max(steps) if first < last else min(steps)
+    return by if family.steps[0] + by >= 0 and family.steps[-1] + by < family.length else 0
 
 
 def _move(family: Family, by: int, slots: Slots) -> None:
@@ -38,37 +60,42 @@ def _move(family: Family, by: int, slots: Slots) -> None:
     slots.families.at.update((node, (family, t)) for t, node in family.members.items())
 
 
-def complete(family: Family, slots: Slots) -> None:
-    """Find the member of the first or last step where it reads what a family there comes to by itself, or nothing."""
-    if family.piece is not None:
-        return
+def _fill(family: Family, slots: Slots, free: Free) -> None:
     for t in (family.steps[0] - 1, family.steps[-1] + 1):
-        if 0 <= t < family.length:
-            found = next(_missing(family, t, slots), None)
-            if found is not None:
-                family.members = dict(sorted({**family.members, t: found}.items()))
-                slots.families.at[found] = family, t
+        found = next(_missing(family, t, slots, free), None) if 0 <= t < family.length else None
+        if found is not None:
+            family.members = dict(sorted({**family.members, t: found}.items()))
+            slots.families.at[found] = family, t
 
 
-def _missing(family: Family, t: int, slots: Slots) -> Iterator[fx.Node]:
-    """The nodes that do in step t what a family does in others. Their operands are those that it would read, if there
-    are any."""
+def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.Node]:
+    """The nodes that do in step t what a family does in others."""
     families, reading = slots.families, slots.families.reading
-    wanted = [_value(slot, t, slots) for slot in slots.of(family)]
-    value = next((value for slot, value in zip(slots.of(family), wanted, strict=True) if slot.family and value), None)
+    read = slots.of(family)
+    wanted = [_value(slot, t, slots) for slot in read]
+    if any(one is None and not _is_free(slot, t, free) for slot, one in zip(read, wanted, strict=True)):
+        return
+    value = next((value for slot, value in zip(read, wanted, strict=True) if slot.family and value), None)
     for user in reading.users.get(value, ()) if value is not None else ():
         is_free = user not in families.at and user not in reading.sums and user not in reading.inner
         if is_free and families.alike(user, t, family):
             operands = [reading.same[one] for one in slots_of(user)]
-            if len(operands) == len(wanted) and all(a is b or b is None for a, b in zip(operands, wanted, strict=True)):
+            pairs = zip(operands, wanted, strict=True) if len(operands) == len(wanted) else ()
+            if pairs and all(a is b if b is not None else a not in families.at for a, b in pairs):
                 yield user
+
+
+def _is_free(slot: Slot, t: int, free: Free) -> bool:
+    """Whether a slot may read a value of no family where its own family has none."""
+    is_outside = slot.family is not None and not 0 <= t + slot.by < slot.family.length
+    return free == "any" or (free == "outside" and is_outside)
 
 
 def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
     """What a slot of a family would read in a step without a member."""
     if slot.family is None:
         return slot.always
-    return slot.family.members.get(t + slot.by) or slots.natural(slot.family, t + slot.by)
+    return slots.member(slot.family, t + slot.by)
 
 
 def drop_ends(family: Family, loop: Collection[Family], slots: Slots) -> None:

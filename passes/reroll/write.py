@@ -263,6 +263,8 @@ class Writer:
             return term.args[0]
         if term.target == "slot":
             return self._operand_of(*term.args, like)
+        if term.target == "moved":
+            return self._moved_term(*term.args, like)
         args = [self._term(one, like) for one in term.args]
         if term.target is aten.where.self:
             args = [one if isinstance(one, fx.Node) else self._number(one, like) for one in args]
@@ -273,6 +275,16 @@ class Writer:
         shapes = [record(one).type.shape for one in args if isinstance(one, fx.Node)]
         shape = tuple(torch.broadcast_shapes(*shapes))
         return self._call(term.target, *args, like=like, shape=shape, name=op_name(term.target))
+
+    def _moved_term(self, term: Term, by: int, like: Record) -> fx.Node:
+        value, shape = self._term(term, like), like.type.shape
+        own = record(value).type.shape if isinstance(value, fx.Node) else ()
+        if len(own) < len(shape):
+            whole = (shape[0], *(1,) * (len(shape) - 1 - len(own)), *own)
+            value = value if isinstance(value, fx.Node) else self._number(value, like)
+            value = self._call(aten.expand.default, value, list(whole), like=like, shape=whole, name="factors")
+        shape = record(value).type.shape
+        return self._call(op("pad_rows"), value, 0, -by, by, like=like, shape=shape, name="pad_rows")
 
     def _operand_of(self, family: Family, i: int, like: Record) -> fx.Node:
         """An operand of a family, with the step in front of as many dims as the state has."""
@@ -390,7 +402,7 @@ def _places(term: Term | None) -> Iterator[tuple[Family, int]]:
         yield term.args
     elif term is not None and term.target is not None:
         for one in term.args:
-            yield from _places(one)
+            yield from _places(one) if isinstance(one, Term) else ()
 
 
 def _as(like: Record, known: Record) -> Record:
