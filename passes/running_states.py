@@ -58,4 +58,4 @@ def with_states_before(build: Builder, own: fx.Node, runs: Runs, reverse: bool, 
     states = call(op("pad_rows"), states, dim, place, -place, shape=ends, layout=whole, name="states_before")
     states = call(op("shard"), states, runs.axis, dim, runs.outer, shape=ends, layout=layout, name="shard")
     like = known.with_(operands=(*known.operands, layout))
-    return build.call(own.target, a, b, states, dim, reverse, like=like, name="linear_scan", **own.kwargs)
+    return build.call(op("linear_scan"), a, b, states, dim, reverse, like=like, name="linear_scan", **own.kwargs)

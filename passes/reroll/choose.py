@@ -111,14 +111,14 @@ def _order_steps(found: Chosen) -> None:
 
 def _loops(found: Chosen) -> list[list[Unit]]:
     """The families and nodes that hang on each other."""
-    graph: dict[object, dict[object, None]] = {}
+    graph: dict[Unit, dict[Unit, None]] = {}
     for node, first in found.reading.same.items():
         if node is first:
             unit = found.unit(node)
             piece = unit.piece if isinstance(unit, Family) else None
             read: Iterable[fx.Node] = node.all_input_nodes if piece is None else [piece.source]
             graph.setdefault(unit, {}).update((found.unit(one), None) for one in read)
-    return [each for each in components(graph) if len(each) > 1 or each[0] in graph[each[0]]]  # type: ignore[misc]
+    return [each for each in components(graph) if len(each) > 1 or each[0] in graph[each[0]]]
 
 
 def _has_form(family: Family, found: Chosen) -> bool:

@@ -86,7 +86,7 @@ class Families:
             members = {t: users[j] for t, users in sorted(by_step.items()) if len(users) == count}
             found = Family(length, members, placed=coarse[1])
             is_new = not any(node in self.at for node in members.values())
-            if is_new and len(members) >= max(length - 2, 3) and len(found.steps) == len(members):
+            if is_new and len(members) >= length - 2 and len(found.steps) == len(members):
                 self._add(found)
 
     def _collects(self, user: fx.Node, length: int) -> bool:

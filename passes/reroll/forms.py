@@ -100,7 +100,8 @@ def _with_dims(node: fx.Node, length: int) -> tuple[Any, tuple[Any, ...]] | None
     source = record(slots_of(node)[0]).types[0]
     ndim = len(source.shape) if source is not None else 0
     if target is aten.permute.default:
-        return target, (args[0], [0, *(dim % ndim + 1 for dim in args[1])])  # type: ignore[union-attr]
+        order: Any = args[1]
+        return target, (args[0], [0, *(dim % ndim + 1 for dim in order)])
     if target is aten.transpose.int:
         return target, (args[0], *(_behind(dim) for dim in args[1:]))
     if target in (aten.sum.default, aten.mean.default):

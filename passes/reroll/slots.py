@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from autopar.passes.reroll.forms import slots_of
 
 aten = torch.ops.aten
 Values = dict[int, fx.Node]  # by step
+T = TypeVar("T")
 ENDS = 2  # steps of which a slot may read something else
 
 
@@ -90,10 +92,7 @@ class Slots:
             return None
         for zero, other in (slots, slots[::-1]):
             if self._is_nothing(zero, t, 3):
-                found = other.family
-                return other.always or (
-                    found and (found.members.get(t + other.by) or self.natural(found, t + other.by))
-                )
+                return other.always if other.family is None else self.member(other.family, t + other.by)
         return None
 
     def _is_nothing(self, slot: Slot, t: int, depth: int) -> bool:
@@ -115,18 +114,18 @@ class Slots:
 
 def is_zero(node: fx.Node) -> bool:
     """True for a constant of zeros."""
-    return node.target in (aten.zeros.default, aten.zeros_like.default) or (
-        node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
-    )
+    if node.target in (aten.full.default, aten.full_like.default):
+        return not isinstance(node.args[1], fx.Node) and bool(node.args[1] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
-def components(graph: Mapping[object, Collection[object]]) -> list[list[object]]:
+def components(graph: Mapping[T, Collection[T]]) -> list[list[T]]:
     """The strongly connected components of a graph (Tarjan 1972), each after those that it reads."""
-    place: dict[object, int] = {}
-    low: dict[object, int] = {}
-    stack: list[object] = []
-    on_stack: set[object] = set()
-    found: list[list[object]] = []
+    place: dict[T, int] = {}
+    low: dict[T, int] = {}
+    stack: list[T] = []
+    on_stack: set[T] = set()
+    found: list[list[T]] = []
     for root in graph:
         if root in place:
             continue
@@ -142,7 +141,7 @@ def components(graph: Mapping[object, Collection[object]]) -> list[list[object]]
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[unit])
                 if low[unit] == place[unit]:
-                    at = stack.index(unit) if len(stack) < 64 else _last(stack, unit)
+                    at = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] == unit)
                     found.append(stack[at:])
                     on_stack.difference_update(stack[at:])
                     del stack[at:]
@@ -154,7 +153,3 @@ def components(graph: Mapping[object, Collection[object]]) -> list[list[object]]
                 on_stack.add(step)
                 work.append((step, iter(graph[step])))
     return found
-
-
-def _last(stack: list[object], unit: object) -> int:
-    return next(i for i in range(len(stack) - 1, -1, -1) if stack[i] is unit)

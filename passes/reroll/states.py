@@ -92,12 +92,9 @@ class _Reader:
 
     def _of_state(self, state: Family, by: int, start: tuple[int, fx.Node] | None) -> Recurrence:
         _require(record(state.sample).type.dtype.is_floating_point)
-        rest = {
-            family: [slot.family for slot in slots if slot.family in self.families and slot.family is not state]
-            for family, slots in self.slots.items()
-            if family is not state
-        }
-        _require(all(len(one) == 1 and one[0] not in rest[one[0]] for one in components(rest)))  # type: ignore[index]
+        others = set(self.families) - {state}
+        rest = {one: [slot.family for slot in self.slots[one] if slot.family in others] for one in others}
+        _require(all(len(one) == 1 and one[0] not in rest[one[0]] for one in components(rest)))  # type: ignore[arg-type]
         a, b = self._applied(state, state, is_next=True)
         _require(a is not None)
         assert a is not None

@@ -35,10 +35,12 @@ def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
         return
     own = dict(family.members)
     gradients = [slot for slot in slots.of(family) if slot.family and record(slot.family.sample).is_backward]
-    by = _away(family, gradients, slots)
-    _move(family, by, slots)
-    _fill(family, slots, free)
-    if by and not family.is_full:
+    away = _away(family, gradients, slots)
+    for by in range(1, abs(away) + 1):
+        _move(family, by if away > 0 else -by, slots)
+        _fill(family, slots, free)
+        if family.is_full:
+            return
         for node in family.members.values():
             del slots.families.at[node]
         family.members = own
@@ -50,11 +52,13 @@ def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
     order = slots.families.reading.order
     first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
     steps = [slot.by for slot in read] or [0]
-    by = max(steps) if first < last else min(steps)
-    return by if family.steps[0] + by >= 0 and family.steps[-1] + by < family.length else 0
+    return max(steps) if first < last else min(steps)
 
 
 def _move(family: Family, by: int, slots: Slots) -> None:
+    """Count the steps of a family from another one on, if none falls out."""
+    if family.steps[0] + by < 0 or family.steps[-1] + by >= family.length:
+        by = 0
     family.members = {t + by: node for t, node in family.members.items()}
     family.placed = None if family.placed is None else family.placed - by
     slots.families.at.update((node, (family, t)) for t, node in family.members.items())

@@ -262,9 +262,11 @@ class Writer:
         if term.target is None:
             return term.args[0]
         if term.target == "slot":
-            return self._operand_of(*term.args, like)
+            family, place = term.args
+            return self._operand_of(family, place, like)
         if term.target == "moved":
-            return self._moved_term(*term.args, like)
+            moved, by = term.args
+            return self._moved_term(moved, by, like)
         args = [self._term(one, like) for one in term.args]
         if term.target is aten.where.self:
             args = [one if isinstance(one, fx.Node) else self._number(one, like) for one in args]

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verified import verified
 
+import autopar
 from autopar.compiled import Compiled
+from autopar.ir.program import record
 
 ROWS, TIME, WIDTH = 4, 16, 6
 MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
@@ -263,3 +265,82 @@ def test_verify_sees_a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["autopar.passes.partition"], "with_states_before", lost)
     with pytest.raises(AssertionError, match="gradient"):
         verified(Looping(gated), ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH),))
+
+
+class Mixing(nn.Module):
+    """Layers of a recurrence, attention and an MLP, as hybrid language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.qkv = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, u, found = torch.sigmoid(self.gate(x)), self.value(x), []
+        h = torch.zeros_like(u[:, 0])
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + u[:, t]
+            found.append(h)
+        x = x + self.drop(torch.stack(found, 1))
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def tokens_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+
+MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
+    "two": ("cp=2", {}),
+    "four": ("cp=4", {"attention": "gather"}),
+    "ring": ("cp=4", {"attention": "ring"}),
+    "heads": ("cp=2", {"attention": "ulysses"}),
+    "dp and tp": ("dp=2,cp=2,tp=2", {}),
+    "sequence parallel": ("cp=2,tp=2", {"sequence_parallel": True}),
+    "micro-batches": ("cp=2", {"microbatches": 2}),
+    "pipeline": ("cp=2,pp=2", {"microbatches": 2}),
+    "zero": ("dp=2,cp=2", {"zero": 3}),
+    "recompute": ("cp=4", {"recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_step_is_that_of_one_device(name: str) -> None:
+    mesh, options = MATRIX[name]
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (4, 16)), torch.randint(0, 20, (4, 16))
+    ((_, found),) = verified(Mixing(), [mesh], tokens_loss, tokens, **options)
+    assert not whole(found), found.notes
+    if found.pipeline is None:
+        assert is_rolled(found)
+
+
+def test_mirrored_pieces_go_on_from_each_other() -> None:
+    """Attention balances its work with two runs a rank: each is told the state before it."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (2, 256)), torch.randint(0, 20, (2, 256))
+    ((_, found),) = verified(Mixing(), ["cp=4"], tokens_loss, tokens, steps=1, attention="gather")
+    scans = [node for node in found.program.calls() if str(node.target) == "autopar.linear_scan.default"]
+    assert any(node.kwargs.get("runs") == 2 for node in scans), found.notes
+
+
+def test_states_are_in_float32_under_a_short_precision() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (4, 16)), torch.randint(0, 20, (4, 16))
+    found = autopar.compile(Mixing(), "cp=2", loss_fn=tokens_loss, batch=tokens, precision="bf16")
+    scans = [node for node in found.program.calls() if str(node.target) == "autopar.linear_scan.default"]
+    assert scans and {record(node).type.dtype for node in scans} == {torch.float32}
