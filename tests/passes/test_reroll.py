@@ -21,7 +21,7 @@ MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
 
 
 def whole(compiled: Compiled) -> list[str]:
-    return [note for note in compiled.notes if "axis 'cp'" in note]
+    return [note for note in compiled.notes if "axis 'cp'" in note and "lie in order" not in note]
 
 
 def nodes(compiled: Compiled, name: str = "reroll") -> list[str]:
@@ -270,10 +270,10 @@ def test_verify_sees_a_lost_state(monkeypatch: pytest.MonkeyPatch) -> None:
 class Mixing(nn.Module):
     """Layers of a recurrence, attention and an MLP, as hybrid language models have them."""
 
-    def __init__(self) -> None:
+    def __init__(self, attentions: int = 1) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+        self.layers = nn.ModuleList(Mixer(attentions) for _ in range(2 if attentions == 1 else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -283,8 +283,9 @@ class Mixing(nn.Module):
 
 
 class Mixer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, attentions: int) -> None:
         super().__init__()
+        self.attentions = attentions
         self.gate, self.value, self.qkv = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)
         self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
 
@@ -295,8 +296,9 @@ class Mixer(nn.Module):
             h = a[:, t] * h + u[:, t]
             found.append(h)
         x = x + self.drop(torch.stack(found, 1))
-        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        for _ in range(self.attentions):
+            q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -333,7 +335,7 @@ def test_mirrored_pieces_go_on_from_each_other() -> None:
     """Attention balances its work with two runs a rank: each is told the state before it."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 20, (2, 256)), torch.randint(0, 20, (2, 256))
-    ((_, found),) = verified(Mixing(), ["cp=4"], tokens_loss, tokens, steps=1, attention="gather")
+    ((_, found),) = verified(Mixing(8), ["cp=2"], tokens_loss, tokens, steps=1, attention="gather")
     scans = [node for node in found.program.calls() if str(node.target) == "autopar.linear_scan.default"]
     assert any(node.kwargs.get("runs") == 2 for node in scans), found.notes
 
