@@ -43,8 +43,8 @@ def reroll(program: Program, plan: Plan) -> Program:
         %w: f32[3] = parameter "w"
         %steps: f32[4,2,3] = aten.permute.default(%x, [1, 0, 2])
         %mul: f32[4,2,3] = aten.mul.Tensor(%steps, %w)
-        %factors: f32[4,2,3] = aten.expand.default(%w, [4, 2, 3])
-        %state: f32[4,2,3] = autopar.linear_scan.default(%factors, %mul, None, 0, False)
+        %repeated: f32[4,2,3] = aten.expand.default(%w, [4, 2, 3])
+        %state: f32[4,2,3] = autopar.linear_scan.default(%repeated, %mul, None, 0, False)
         %pad_rows: f32[4,2,3] = autopar.pad_rows.default(%state, 0, 1, -1)
         %add: f32[4,2,3] = aten.add.Tensor(%pad_rows, %steps)
         %stack: f32[2,4,3] = aten.permute.default(%add, [1, 0, 2])

@@ -75,7 +75,7 @@ def choose(families: Families, table: Table) -> Chosen:
 
 
 def _drop_split(found: Chosen) -> None:
-    """Leave out what reads several results of nodes that stay: these cannot be stacked."""
+    """Leave out what reads several results of nodes that stay, or of another step: none stacks or moves them."""
     rolled, count = found.slots.rolled, -1
     while count != len(rolled):
         count = len(rolled)
@@ -84,14 +84,15 @@ def _drop_split(found: Chosen) -> None:
 
 
 def _is_split(slot: Slot) -> bool:
-    return slot.is_listed and any(record(value).several for value in slot.values.values())
+    is_own = slot.always is not None or (slot.family is not None and not slot.by and not slot.others)
+    return not is_own and any(record(value).several for value in slot.values.values())
 
 
 def _order_steps(found: Chosen) -> None:
     """Settle which step is which, and what belongs to the first and the last."""
     slots, order = found.slots, found.reading.order
     families = sorted(slots.families.all, key=lambda one: min(map(order.__getitem__, one.members.values())))
-    loops = [{one for one in loop if isinstance(one, Family)} for loop in _loops(found)]
+    loops = [[one for one in loop if isinstance(one, Family)] for loop in _loops(found)]
     for loop in loops:
         for _ in range(ROUNDS):
             for family in families:

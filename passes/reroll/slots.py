@@ -24,6 +24,7 @@ class Slot:
     """One operand of a family. In step t that is `always`, or the member t + `by` of a family, but for `others`."""
 
     values: Values
+    length: int  # how many steps there are
     always: fx.Node | None = None
     family: Family | None = None
     by: int = 0
@@ -48,7 +49,7 @@ class Slots:
 
     def read(self, values: Values) -> Slot:
         """What values of all steps are."""
-        return self._unlike(self.slot(values))
+        return self._unlike(self.slot(values, len(values)))
 
     def _read(self, family: Family) -> list[Slot]:
         if family.piece is not None:
@@ -56,19 +57,19 @@ class Slots:
         same = self.families.reading.same
         members = {t: [same[one] for one in slots_of(node)] for t, node in family.members.items()}
         count = len(slots_of(family.sample))
-        return [self.slot({t: found[i] for t, found in members.items()}) for i in range(count)]
+        return [self.slot({t: found[i] for t, found in members.items()}, family.length) for i in range(count)]
 
-    def slot(self, values: Values) -> Slot:
+    def slot(self, values: Values, length: int) -> Slot:
         """What one operand is in all steps."""
         if len(set(values.values())) == 1:
-            return Slot(values, always=next(iter(values.values())))
+            return Slot(values, length, always=next(iter(values.values())))
         found = {t: self.at(node) for t, node in values.items()}
         counts = Counter((at[0], at[1] - t) for t, at in found.items() if at is not None)
         if not counts:
-            return Slot(values)
+            return Slot(values, length)
         (family, by), _ = counts.most_common(1)[0]
         others = {t: node for t, node in values.items() if found[t] is None or found[t] != (family, t + by)}
-        return Slot(values) if len(others) > ENDS else Slot(values, family=family, by=by, others=others)
+        return Slot(values, length) if len(others) > ENDS else Slot(values, length, family=family, by=by, others=others)
 
     def _unlike(self, slot: Slot) -> Slot:
         """A slot without what its family comes to by itself where it has no member."""

@@ -10,11 +10,12 @@ from torch import fx
 
 from autopar.ir.ops import op, op_name
 from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, record
+from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.choose import Chosen, Unit
 from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.forms import form_of, slots_of, with_slots, with_step
 from autopar.passes.reroll.slots import Slot, is_zero
-from autopar.passes.reroll.states import ONE, Recurrence, Term
+from autopar.passes.reroll.write_states import StateWriter, places_of
 
 aten = torch.ops.aten
 MADE_BY = "reroll"
@@ -29,7 +30,8 @@ class Writer:
         self.build = Builder(MADE_BY)
         self.all: dict[Family, fx.Node] = {}  # the value of all steps
         self.rows: dict[tuple[Family, int], fx.Node] = {}
-        self.masks: dict[tuple[int, int, int, str], fx.Node] = {}
+        self.calls = Calls(self.build)
+        self.states = StateWriter(self.calls, chosen.slots, self._value, self._operand)
 
     def run(self) -> Program:
         reading, last = self.reading, {}
@@ -92,7 +94,7 @@ class Writer:
             yield from self._units(self.chosen.slots.of(family))
         else:
             for term in (state.a, state.b):
-                yield from self._units(self._slot(*place) for place in _places(term))
+                yield from self._units(self.chosen.slots.of(one)[place] for one, place in places_of(term))
             if state.start is not None:
                 yield self.chosen.unit(state.start[1])
 
@@ -117,7 +119,7 @@ class Writer:
     def _write(self, unit: Unit) -> None:
         if isinstance(unit, Family):
             state = self.chosen.states.get(unit)
-            self.all[unit] = self._state(state) if state is not None else self._family(unit)
+            self.all[unit] = self.states.write(state, self._known(unit)) if state is not None else self._family(unit)
         elif unit in self.chosen.sums:
             self.build.value[unit] = self._sum(unit)
         elif unit in self.chosen.collected:
@@ -139,10 +141,12 @@ class Writer:
             if family.piece is not None:
                 found = self._piece(family, t, known)
             elif known.type.dtype.is_floating_point and len(rows) <= ROWS:
-                alone = self._where(family.length, t, self.all[family], self._number(0, known), known)
-                found = self._call(aten.sum.dim_IntList, alone, [0], like=known, shape=known.type.shape, name="row")
+                alone = self.calls.chosen(family.length, t, self.all[family], self.calls.number(0, known), known)
+                found = self.calls.call(
+                    aten.sum.dim_IntList, alone, [0], like=known, shape=known.type.shape, name="row"
+                )
             else:
-                found = self._call(
+                found = self.calls.call(
                     aten.select.int, self.all[family], 0, t, like=known, shape=known.type.shape, name="row"
                 )
             self.rows[family, t] = found
@@ -152,8 +156,8 @@ class Writer:
         assert family.piece is not None
         source, dim, shape = self._value(family.piece.source), family.piece.dim, known.type.shape
         if family.piece.keep:
-            return self._call(aten.slice.Tensor, source, dim, t, t + 1, like=known, shape=shape, name="row")
-        return self._call(aten.select.int, source, dim, t, like=known, shape=shape, name="row")
+            return self.calls.call(aten.slice.Tensor, source, dim, t, t + 1, like=known, shape=shape, name="row")
+        return self.calls.call(aten.select.int, source, dim, t, like=known, shape=shape, name="row")
 
     def _family(self, family: Family) -> fx.Node:
         known = self._known(family)
@@ -165,12 +169,14 @@ class Writer:
         assert form is not None
         values = []
         for i, (slot, operand) in enumerate(zip(slots, slots_of(family.sample), strict=True)):
-            value = self._operand(slot, family, known)
+            value = self._operand(slot, known)
             if i in form.repeated:
                 shape = (family.length, *record(operand).type.shape)
-                value = self._call(aten.expand.default, value, list(shape), like=known, shape=shape, name="repeated")
+                value = self.calls.call(
+                    aten.expand.default, value, list(shape), like=known, shape=shape, name="repeated"
+                )
             if i in form.shapes:
-                value = self._reshaped(value, form.shapes[i], known)
+                value = self.calls.reshaped(value, form.shapes[i], known)
             values.append(value)
         args, kwargs = with_slots((form.args, form.kwargs), values)
         return self.build.call(form.target, *args, like=known, name=op_name(form.target), **kwargs)
@@ -192,113 +198,28 @@ class Writer:
         order = [dim, *(i for i in range(len(shape)) if i != dim)]
         found = source
         if dim:
-            found = self._call(
+            found = self.calls.call(
                 aten.permute.default, source, order, like=known, shape=tuple(shape[i] for i in order), name="steps"
             )
-        return self._reshaped(found, known.type.shape, known) if family.piece.keep else found
+        return self.calls.reshaped(found, known.type.shape, known) if family.piece.keep else found
 
-    def _operand(self, slot: Slot, family: Family, like: Record) -> fx.Node:
+    def _operand(self, slot: Slot, like: Record) -> fx.Node:
         """What a slot is in all steps, or in each."""
         if slot.always is not None:
             return self._value(slot.always)
         if slot.family is None:
             first = next(iter(slot.values.values()))
-            rows = [self._value(slot.values.get(t, first)) for t in range(family.length)]
-            shape = (family.length, *record(first).type.shape)
-            return self._call(aten.stack.default, rows, 0, like=_as(like, record(first)), shape=shape, name="steps")
-        found = self._moved(slot.family, slot.by, like)
+            rows = [self._value(slot.values.get(t, first)) for t in range(slot.length)]
+            shape = (slot.length, *record(first).type.shape)
+            return self.calls.call(
+                aten.stack.default, rows, 0, like=typed(like, record(first)), shape=shape, name="steps"
+            )
+        found = self.calls.moved(self.all[slot.family], slot.by, like)
         known = record(slot.family.sample)
         for t, node in slot.others.items():
-            if not (is_zero(node) and not 0 <= t + slot.by < family.length):
-                found = self._where(family.length, t, self._value(node), found, _as(like, known))
+            if not (is_zero(node) and not 0 <= t + slot.by < slot.length):
+                found = self.calls.chosen(slot.length, t, self._value(node), found, typed(like, known))
         return found
-
-    def _moved(self, family: Family, by: int, like: Record) -> fx.Node:
-        """In each step the value of the one `by` steps away; zeros where there is none."""
-        value = self.all[family]
-        if not by:
-            return value
-        known, shape = _as(like, record(value)), record(value).type.shape
-        return self._call(op("pad_rows"), value, 0, -by, by, like=known, shape=shape, name="pad_rows")
-
-    # --- states
-
-    def _state(self, state: Recurrence) -> fx.Node:
-        family = state.state
-        known = self._known(family)
-        shape, reverse = known.type.shape, state.by > 0
-        b = self._whole(state.b, shape, known)
-        if state.a is ONE and state.start is None:
-            return self._call(op("running_sum"), b, 0, reverse, like=known, shape=shape, name="state")
-        a = self._whole(state.a, shape, known)
-        if state.start is not None:
-            a, b = self._started(state, a, b, known)
-        return self._call(op("linear_scan"), a, b, None, 0, reverse, like=known, shape=shape, name="state")
-
-    def _started(self, state: Recurrence, a: fx.Node, b: fx.Node, known: Record) -> tuple[fx.Node, fx.Node]:
-        """Factors and terms of a recurrence from zeros that goes on from a state."""
-        assert state.start is not None
-        t, node = state.start
-        length, shape = state.state.length, known.type.shape
-        if not is_zero(node):
-            first = self._call(aten.mul.Tensor, a, self._value(node), like=known, shape=shape, name="start")
-            first = self._call(aten.add.Tensor, first, b, like=known, shape=shape, name="start")
-            b = self._where(length, t, first, b, known)
-        if t != (length - 1 if state.by > 0 else 0):
-            a = self._where(length, t, self._number(0, known), a, known)
-        return a, b
-
-    def _whole(self, term: Term | None, shape: tuple[int, ...], like: Record) -> fx.Node:
-        """A term as a value of a shape."""
-        value = self._number(0, like) if term is None else self._term(term, like)
-        if not isinstance(value, fx.Node):
-            value = self._number(value, like)
-        own = record(value).type.shape
-        return value if own == shape else self._call(
-            aten.expand.default, value, list(shape), like=like, shape=shape, name="factors"
-        )  # fmt: skip
-
-    def _term(self, term: Term, like: Record) -> Any:
-        if term.target is None:
-            return term.args[0]
-        if term.target == "slot":
-            family, place = term.args
-            return self._operand_of(family, place, like)
-        if term.target == "moved":
-            moved, by = term.args
-            return self._moved_term(moved, by, like)
-        args = [self._term(one, like) for one in term.args]
-        if term.target is aten.where.self:
-            args = [one if isinstance(one, fx.Node) else self._number(one, like) for one in args]
-        if not any(isinstance(one, fx.Node) for one in args):
-            args[0] = self._number(args[0], like)
-        if not isinstance(args[0], fx.Node):
-            args = [self._number(args[0], like), *args[1:]]
-        shapes = [record(one).type.shape for one in args if isinstance(one, fx.Node)]
-        shape = tuple(torch.broadcast_shapes(*shapes))
-        return self._call(term.target, *args, like=like, shape=shape, name=op_name(term.target))
-
-    def _moved_term(self, term: Term, by: int, like: Record) -> fx.Node:
-        value, shape = self._term(term, like), like.type.shape
-        own = record(value).type.shape if isinstance(value, fx.Node) else ()
-        if len(own) < len(shape):
-            whole = (shape[0], *(1,) * (len(shape) - 1 - len(own)), *own)
-            value = value if isinstance(value, fx.Node) else self._number(value, like)
-            value = self._call(aten.expand.default, value, list(whole), like=like, shape=whole, name="factors")
-        shape = record(value).type.shape
-        return self._call(op("pad_rows"), value, 0, -by, by, like=like, shape=shape, name="pad_rows")
-
-    def _operand_of(self, family: Family, i: int, like: Record) -> fx.Node:
-        """An operand of a family, with the step in front of as many dims as the state has."""
-        slot = self._slot(family, i)
-        value, ndim = self._operand(slot, family, like), len(record(family.sample).type.shape)
-        own = record(value).type.shape
-        if slot.always is not None or len(own) == ndim + 1:
-            return value
-        return self._reshaped(value, (own[0], *(1,) * (ndim + 1 - len(own)), *own[1:]), like)
-
-    def _slot(self, family: Family, i: int) -> Slot:
-        return self.chosen.slots.of(family)[i]
 
     # --- what collects
 
@@ -306,20 +227,10 @@ class Writer:
         """What joins the values of all steps: the dim of the steps goes where it has them."""
         dim, slot = self.chosen.collected[node]
         assert slot.family is not None
-        known, value = record(node), self._operand(slot, slot.family, record(node))
+        known, value = record(node), self._operand(slot, record(node))
         ndim = len(record(slot.family.sample).type.shape)
         dim %= ndim if node.target is aten.cat.default else ndim + 1
-        return self._behind(value, dim, known, node.name)
-
-    def _behind(self, value: fx.Node, dim: int, known: Record, name: str) -> fx.Node:
-        """A value with its first dim before or in the dim `dim` of the rest, in the shape of a record."""
-        shape = record(value).type.shape
-        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-        moved = tuple(shape[i] for i in order)
-        if moved == known.type.shape:
-            return self.build.call(aten.permute.default, value, order, like=known, name=name)
-        value = self._call(aten.permute.default, value, order, like=known, shape=moved, name="steps")
-        return self.build.call(aten.reshape.default, value, list(known.type.shape), like=known, name=name)
+        return self.calls.behind(value, dim, known, node.name)
 
     def _sum(self, node: fx.Node) -> fx.Node:
         families = self.chosen.sums[node]
@@ -339,78 +250,27 @@ class Writer:
             return self._placed(family, like)
         slots = self.chosen.slots.of(family)
         if family.sample.target is op("einsum") and all(slot.always is None for slot in slots):
-            values = [self._members(self._operand(slot, family, like), family, like) for slot in slots]
+            values = [self._members(self._operand(slot, like), family, like) for slot in slots]
             equation = with_step(str(family.sample.args[2]), [True, True], summed=True)
             like = like.with_(flops=self._known(family).flops)
             return self.build.call(op("einsum"), *values, equation, like=like, name="einsum")
         if family not in self.all:
             self._ensure(family)
         value = self._members(self.all[family], family, like)
-        return self._call(aten.sum.dim_IntList, value, [0], like=like, shape=known.type.shape, name="sum")
+        return self.calls.call(aten.sum.dim_IntList, value, [0], like=like, shape=known.type.shape, name="sum")
 
     def _placed(self, family: Family, like: Record) -> fx.Node:
         """Rows that each stand at a place of their own among zeros."""
         (slot,) = self.chosen.slots.of(family)
-        value = self._members(self._operand(slot, family, like), family, like)
+        value = self._members(self._operand(slot, like), family, like)
         dim: Any = family.sample.args[2]
-        shape, ndim = record(value).type.shape, len(like.type.shape)
-        if family.placed:
-            value = self._call(
-                op("pad_rows"), value, 0, family.placed, -family.placed, like=_as(like, record(value)), shape=shape,
-                name="pad_rows",
-            )  # fmt: skip
-        return self._behind(value, dim % ndim, like, "steps")
+        ndim = len(like.type.shape)
+        value = self.calls.moved(value, -family.placed, like) if family.placed else value
+        return self.calls.behind(value, dim % ndim, like, "steps")
 
     def _members(self, value: fx.Node, family: Family, like: Record) -> fx.Node:
         """A value of all steps, zero where a family has no member."""
-        known = _as(like, record(value))
-        for t in set(range(family.length)) - set(family.members):
-            value = self._where(family.length, t, self._number(0, known), value, known)
+        known = typed(like, record(value))
+        for t in sorted(set(range(family.length)) - set(family.members)):
+            value = self.calls.chosen(family.length, t, self.calls.number(0, known), value, known)
         return value
-
-    # --- calls
-
-    def _call(self, target: Any, *args: Any, like: Record, shape: tuple[int, ...], name: str) -> fx.Node:
-        type_ = TensorType(shape, next(type_.dtype for type_ in like.types if type_ is not None))
-        like = like.with_(types=(type_,), several=False, origin="", flops=0)
-        return self.build.call(target, *args, like=like, name=name)
-
-    def _reshaped(self, value: fx.Node, shape: tuple[int, ...], like: Record) -> fx.Node:
-        known = _as(like, record(value))
-        if record(value).type.shape == shape:
-            return value
-        return self._call(aten.reshape.default, value, list(shape), like=known, shape=shape, name="steps")
-
-    def _number(self, value: Any, like: Record) -> fx.Node:
-        made = self._call(aten.full.default, [], value, like=like, shape=(), name="number")
-        made.kwargs = {"dtype": record(made).type.dtype}
-        return made
-
-    def _where(self, length: int, t: int, there: fx.Node, else_: fx.Node, like: Record) -> fx.Node:
-        """One value in step t and another in all others."""
-        shape = tuple(torch.broadcast_shapes(record(there).type.shape, record(else_).type.shape))
-        key = length, t, len(shape), like.phase
-        if key not in self.masks:
-            steps = self._call(aten.arange.default, length, like=_with(like, torch.int64), shape=(length,), name="step")
-            mask = self._call(aten.eq.Scalar, steps, t, like=_with(like, torch.bool), shape=(length,), name="is_step")
-            wide = (length, *(1,) * (len(shape) - 1))
-            self.masks[key] = self._reshaped(mask, wide, like) if wide != (length,) else mask
-        return self._call(aten.where.self, self.masks[key], there, else_, like=like, shape=shape, name="chosen")
-
-
-def _places(term: Term | None) -> Iterator[tuple[Family, int]]:
-    """The operands of families that a term holds."""
-    if term is not None and term.target == "slot":
-        yield term.args
-    elif term is not None and term.target is not None:
-        for one in term.args:
-            yield from _places(one) if isinstance(one, Term) else ()
-
-
-def _as(like: Record, known: Record) -> Record:
-    """A record with the types of another one."""
-    return like.with_(types=known.types, several=known.several)
-
-
-def _with(like: Record, dtype: torch.dtype) -> Record:
-    return like.with_(types=(TensorType((), dtype),), several=False)

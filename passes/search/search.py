@@ -66,6 +66,8 @@ def options_of(
             continue
         flops = item.rule.flops * BYTES_PER_FLOP * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
+        if intent.only_positions:  # a slice sees those before its own in attention alone
+            found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
         if intent.only_heads and item.node.target in ATTENTION:

@@ -14,6 +14,7 @@ from verified import verified
 
 import autopar
 from autopar.compiled import Compiled
+from autopar.errors import LayoutError
 from autopar.ir.program import record
 
 ROWS, TIME, WIDTH = 4, 16, 6
@@ -346,3 +347,37 @@ def test_states_are_in_float32_under_a_short_precision() -> None:
     found = autopar.compile(Mixing(), "cp=2", loss_fn=tokens_loss, batch=tokens, precision="bf16")
     scans = [node for node in found.program.calls() if str(node.target) == "autopar.linear_scan.default"]
     assert scans and {record(node).type.dtype for node in scans} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ("loop", "sum", "shift"))
+def test_slices_of_a_sequence_are_refused(kind: str) -> None:
+    """A rank that computes one slice after another has no others to ask for their states."""
+    loop = {"loop": gated, "sum": lambda m, x: x.cumsum(1), "shift": lambda m, x: F.pad(x, (0, 0, 1, -1))}[kind]
+    options: Any = {"microbatches": 2, "slices": 2, "schedule": "seq1f1b"}
+    with pytest.raises(LayoutError, match="needs the whole sequence"):
+        autopar.compile(Stacked(loop), "cp=2,pp=2", loss_fn=None, batch=(torch.randn(ROWS, TIME, WIDTH),), **options)
+
+
+class Stacked(nn.Module):
+    def __init__(self, loop: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.loop, self.gate, self.decay = loop, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.loop(self, layer(x))
+        return x.square().mean()
+
+
+def test_mamba_of_transformers() -> None:
+    """Its slow path, as users run it without kernels."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    tokens = torch.randint(0, 40, (2, 32))
+    loss = lambda model, tokens: model(input_ids=tokens, labels=tokens).loss  # noqa: E731
+    for _, found in verified(model, ("cp=2", "dp=2,cp=2"), loss, (tokens,)):
+        assert not whole(found), found.notes
+        assert nodes(found).count("autopar.linear_scan.default") == 4, "two layers, forwards and backwards"
