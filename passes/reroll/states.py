@@ -68,7 +68,7 @@ class _Reader:
     functions of its state there."""
 
     def __init__(self, families: Collection[Family], slots: Slots) -> None:
-        self.families = families
+        self.families, self.at = families, slots.at
         self.slots = {family: slots.of(family) for family in families}
 
     def read(self) -> Recurrence:
@@ -100,6 +100,11 @@ class _Reader:
         assert a is not None
         return Recurrence(state, by, a, b, start)
 
+    def _is_inside(self, node: fx.Node) -> bool:
+        """Whether a value hangs on the state."""
+        found = self.at(node)
+        return found is not None and found[0] in self.families
+
     def _start(self, by: int) -> tuple[int, fx.Node] | None:
         """What the first step reads in place of a state."""
         starts = set()
@@ -107,7 +112,7 @@ class _Reader:
             for slot in found:
                 if slot.family in self.families and slot.by:
                     first = family.steps[0] if by < 0 else family.steps[-1]
-                    _require(set(slot.others) <= {first})
+                    _require(set(slot.others) <= {first} and not any(map(self._is_inside, slot.others.values())))
                     starts.add(next(iter(slot.others.items()), None))
         _require(len(starts) == 1)
         return starts.pop()
@@ -119,6 +124,7 @@ class _Reader:
 
     def _of_slot(self, family: Family, i: int, slot: Slot, state: Family, is_next: bool) -> Affine:
         if slot.family not in self.families:
+            _require(not any(map(self._is_inside, slot.values.values())))
             return None, Term("slot", (family, i))
         assert slot.family is not None
         if not slot.by:
