@@ -38,10 +38,12 @@ class Slot:
 
 @dataclass(slots=True)
 class Slots:
-    """The slots of all families, of which `rolled` are one op each."""
+    """The slots of all families, of which `rolled` are one op each. zeroed: those that must be zero where they have no
+    member."""
 
     families: Families
     rolled: set[Family]
+    zeroed: set[Family] = field(default_factory=set)
 
     def of(self, family: Family) -> list[Slot]:
         """The operands of a family, as they stand in its arguments."""
@@ -104,8 +106,12 @@ class Slots:
         t += slot.by
         if not 0 <= t < family.length:
             return True
-        is_product = family.sample.target is aten.mul.Tensor and t not in family.members
-        return is_product and any(self._is_nothing(one, t, depth - 1) for one in self._read(family))
+        if family.sample.target is not aten.mul.Tensor or t in family.members:
+            return False
+        found = any(self._is_nothing(one, t, depth - 1) for one in self._read(family))
+        if found:
+            self.zeroed.add(family)
+        return found
 
     def at(self, node: fx.Node) -> tuple[Family, int] | None:
         """The family and step of a node, if that family is one op."""

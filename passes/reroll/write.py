@@ -179,7 +179,8 @@ class Writer:
                 value = self.calls.reshaped(value, form.shapes[i], known)
             values.append(value)
         args, kwargs = with_slots((form.args, form.kwargs), values)
-        return self.build.call(form.target, *args, like=known, name=op_name(form.target), **kwargs)
+        made = self.build.call(form.target, *args, like=known, name=op_name(form.target), **kwargs)
+        return self._members(made, family, known) if family in self.chosen.slots.zeroed else made
 
     def _known(self, family: Family) -> Record:
         """The record of all members as one."""

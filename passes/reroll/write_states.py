@@ -37,22 +37,21 @@ class StateWriter:
         if state.a is ONE and state.start is None:
             return self.calls.call(op("running_sum"), b, 0, reverse, like=known, shape=shape, name="state")
         a = self._whole(state.a, shape, known)
-        if state.start is not None:
-            a, b = self._started(state, a, b, known)
+        if state.start is not None and not is_zero(state.start[1]):
+            b = self._started(state, a, b, known)
+        for t in _before(state):  # what is computed where there is no step may be infinite, and times zero is no zero
+            a = self.calls.chosen(state.state.length, t, self.calls.number(0, known), a, known)
+            if state.start is not None:
+                b = self.calls.chosen(state.state.length, t, self.calls.number(0, known), b, known)
         return self.calls.call(op("linear_scan"), a, b, None, 0, reverse, like=known, shape=shape, name="state")
 
-    def _started(self, state: Recurrence, a: fx.Node, b: fx.Node, known: Record) -> tuple[fx.Node, fx.Node]:
-        """Factors and terms of a recurrence from zeros that goes on from a state."""
+    def _started(self, state: Recurrence, a: fx.Node, b: fx.Node, known: Record) -> fx.Node:
+        """The terms of a recurrence from zeros that goes on from a state."""
         assert state.start is not None
-        t, node = state.start
-        length, shape = state.state.length, known.type.shape
-        if not is_zero(node):
-            first = self.calls.call(aten.mul.Tensor, a, self.value(node), like=known, shape=shape, name="start")
-            first = self.calls.call(aten.add.Tensor, first, b, like=known, shape=shape, name="start")
-            b = self.calls.chosen(length, t, first, b, known)
-        if t != (length - 1 if state.by > 0 else 0):
-            a = self.calls.chosen(length, t, self.calls.number(0, known), a, known)
-        return a, b
+        (t, node), shape = state.start, known.type.shape
+        first = self.calls.call(aten.mul.Tensor, a, self.value(node), like=known, shape=shape, name="start")
+        first = self.calls.call(aten.add.Tensor, first, b, like=known, shape=shape, name="start")
+        return self.calls.chosen(state.state.length, t, first, b, known)
 
     def _whole(self, term: Term | None, shape: tuple[int, ...], like: Record) -> fx.Node:
         """A term in the shape of the state."""
@@ -94,6 +93,12 @@ class StateWriter:
         if slot.always is not None or len(own) == ndim + 1:
             return value
         return self.calls.reshaped(value, (own[0], *(1,) * (ndim + 1 - len(own)), *own[1:]), like)
+
+
+def _before(state: Recurrence) -> range:
+    """The steps before the first of a state."""
+    family = state.state
+    return range(family.steps[0]) if state.by < 0 else range(family.steps[-1] + 1, family.length)
 
 
 def places_of(term: Term | None) -> Iterator[tuple[Family, int]]:

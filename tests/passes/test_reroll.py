@@ -381,3 +381,18 @@ def test_mamba_of_transformers() -> None:
     for _, found in verified(model, ("cp=2", "dp=2,cp=2"), loss, (tokens,)):
         assert not whole(found), found.notes
         assert nodes(found).count("autopar.linear_scan.default") == 4, "two layers, forwards and backwards"
+
+
+def divided(m: Any, x: Tensor) -> Tensor:
+    """Beyond the ends stand zeros, by which nothing may divide."""
+    z, h, found = x * m.state, x[:, 0], []
+    for t in range(x.shape[1]):
+        by = z[:, t] ** 2 if t == 0 else z[:, t - 1] ** 2 + z[:, t] ** 2
+        h = (h + x[:, t]) / by
+        found.append(h)
+    return torch.tanh(torch.stack(found, 1))
+
+
+def test_what_lies_beyond_the_ends_is_not_seen() -> None:
+    for _, found in verified(Looping(divided), ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH) + 3,)):
+        assert "autopar.linear_scan.default" in nodes(found)
