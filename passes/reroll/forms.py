@@ -60,8 +60,9 @@ def _form(node: fx.Node, stacked: Sequence[bool], length: int, table: Table) -> 
     operands = slots_of(node)
     if row is not None and row.pointwise:
         return _pointwise(node, operands, stacked, length)
-    if node.target is op("einsum"):
-        return Form(node.target, (*node.args[:2], with_step(str(node.args[2]), stacked)), {}, {})
+    equation = equation_of(node)
+    if equation is not None:
+        return Form(op("einsum"), (*node.args[:2], with_step(equation, stacked)), {}, {})
     if is_getitem(node):
         return Form(node.target, node.args, {}, {})
     args = _with_dims(node, length)
@@ -102,6 +103,8 @@ def _with_dims(node: fx.Node, length: int) -> tuple[Any, tuple[Any, ...]] | None
     if target is aten.permute.default:
         order: Any = args[1]
         return target, (args[0], [0, *(dim % ndim + 1 for dim in order)])
+    if target is aten.t.default and ndim == 2:
+        return aten.transpose.int, (args[0], 1, 2)
     if target is aten.transpose.int:
         return target, (args[0], *(_behind(dim) for dim in args[1:]))
     if target in (aten.sum.default, aten.mean.default):
@@ -123,6 +126,13 @@ def _behind(dims: Any) -> Any:
     if isinstance(dims, (list, tuple)):
         return list(map(_behind, dims))
     return dims + 1 if dims >= 0 else dims
+
+
+def equation_of(node: fx.Node) -> str | None:
+    """A product as an einsum; None for other ops."""
+    if node.target is aten.mm.default:
+        return "ab,bc->ac"
+    return str(node.args[2]) if node.target is op("einsum") else None
 
 
 def with_step(equation: str, stacked: Sequence[bool], summed: bool = False) -> str:

@@ -13,7 +13,7 @@ from autopar.ir.program import Builder, Program, Record, TensorType, erase_unuse
 from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.choose import Chosen, Unit
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.forms import form_of, slots_of, with_slots, with_step
+from autopar.passes.reroll.forms import equation_of, form_of, slots_of, with_slots, with_step
 from autopar.passes.reroll.slots import Slot, is_zero
 from autopar.passes.reroll.write_states import StateWriter, places_of
 
@@ -250,9 +250,10 @@ class Writer:
         if family.placed is not None:
             return self._placed(family, like)
         slots = self.chosen.slots.of(family)
-        if family.sample.target is op("einsum") and all(slot.always is None for slot in slots):
+        equation = equation_of(family.sample)
+        if equation is not None and all(slot.always is None for slot in slots):
             values = [self._members(self._operand(slot, like), family, like) for slot in slots]
-            equation = with_step(str(family.sample.args[2]), [True, True], summed=True)
+            equation = with_step(equation, [True, True], summed=True)
             like = like.with_(flops=self._known(family).flops)
             return self.build.call(op("einsum"), *values, equation, like=like, name="einsum")
         if family not in self.all:
