@@ -21,6 +21,7 @@ from autopar.passes.precision import precision
 from autopar.passes.prefetch import prefetch
 from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
+from autopar.passes.reroll import reroll
 from autopar.passes.reshard import reshard
 from autopar.passes.ring import ring
 from autopar.passes.rowwise import rowwise
@@ -39,6 +40,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (windows, Level.CAPTURED),  # convolutions along a sequence take in the pads and slices beside them
     (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
     (scans, Level.CAPTURED),  # and a running sum, with its gradient
+    (reroll, Level.CAPTURED),  # a loop over positions, of which the trace has every step, is one op for each line
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
     (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it

@@ -18,6 +18,7 @@ from autopar.passes.halos import Edges, halos_of, runs_of
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
+from autopar.passes.running_states import with_states_before
 from autopar.passes.running_sums import with_sums_before
 from autopar.passes.search.states import by_outer, choices_of
 from autopar.passes.sized import Cut, Sized, sized_program
@@ -121,7 +122,8 @@ class _Partition:
         if rule.scan and rule.scan[0] in cuts:
             name, reverse = rule.scan
             runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)
-            return with_sums_before(self.build, made, runs, reverse, self.mesh)
+            join = with_sums_before if rule.factor is None else with_states_before
+            return join(self.build, made, runs, reverse, self.mesh)
         return made
 
     def _with_halos(self, x: fx.Node, layout: Layout, edges: list[Edges], user: Record) -> fx.Node:

@@ -28,12 +28,13 @@ from autopar.runtime import (
     norms,
     random,
     rows,
+    scans,
 )
 from autopar.runtime.kernel import Kernel
 
 _FILES = (
     attention, attention_compared, attention_dropout, contraction, convolution, ctc, dropout, embedding, experts,
-    indices, losses, norms, random, rows,
+    indices, losses, norms, random, rows, scans,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

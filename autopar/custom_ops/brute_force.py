@@ -222,7 +222,9 @@ class Cut:
         if scan and scan[0] in self.cuts:
             *outer, _ = name_factors(self.trial.rule.sizes[scan[0]], self.cuts[scan[0]])
             runs = math.prod(self.mesh[f] if isinstance(f, str) else abs(f) for f in outer)
-            found = with_sums_before(found, self.trial.rule.results[i].index(scan[:1]), runs, scan[1])
+            at, factor = self.trial.rule.results[i].index(scan[:1]), self.trial.rule.factor
+            by = None if factor is None else self.trial.operands[factor]
+            found = with_sums_before(found, at, runs, scan[1], by)
         return found
 
     def __str__(self) -> str:
@@ -254,12 +256,19 @@ def sum_of_halos(x: torch.Tensor, dim: int, runs: int, halo: Halo) -> torch.Tens
     return found
 
 
-def with_sums_before(x: torch.Tensor, dim: int, runs: int, reverse: bool) -> torch.Tensor:
-    """The running sum of the whole, of which each run of consecutive rows holds its own."""
+def with_sums_before(
+    x: torch.Tensor, dim: int, runs: int, reverse: bool, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The running sum of the whole, of which each run of consecutive rows holds its own. factor: what each row
+    multiplies the sum before it by."""
+    if reverse:
+        return with_sums_before(x.flip(dim), dim, runs, False, None if factor is None else factor.flip(dim)).flip(dim)
     parts = list(x.unflatten(dim, (runs, -1)).unbind(dim))
-    for i in reversed(range(runs - 1)) if reverse else range(1, runs):
-        other, end = (parts[i + 1], 0) if reverse else (parts[i - 1], -1)
-        parts[i] = parts[i] + other.select(dim, end).unsqueeze(dim)
+    for i in range(1, runs):
+        before = parts[i - 1].select(dim, -1).unsqueeze(dim)
+        if factor is not None:
+            before = before * factor.unflatten(dim, (runs, -1)).select(dim, i).cumprod(dim)
+        parts[i] = parts[i] + before
     return torch.cat(parts, dim)
 
 

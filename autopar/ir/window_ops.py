@@ -60,6 +60,17 @@ def running_sum(x: torch.Tensor, dim: int, reverse: bool, *, runs: int = 1) -> t
     return x.new_empty(x.shape)
 
 
+@semantic(
+    "linear_scan(Tensor a, Tensor b, Tensor? start, int dim, bool reverse, *, int runs=1) -> Tensor", precision="high"
+)
+def linear_scan(
+    a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None, dim: int, reverse: bool, *, runs: int = 1
+) -> torch.Tensor:
+    """h[t] = a[t] h[t-1] + b[t] along each run of a dim, or h[t] = a[t] h[t+1] + b[t] from its end. start: what stands
+    before the first row of each run (zeros if None), with as many rows as there are runs."""
+    return b.new_empty(b.shape)
+
+
 def out_space(
     space: tuple[int, ...], kernel: tuple[int, ...], stride: Ints, before: Ints, after: Ints, dilation: Ints,
     runs: Ints = (),
@@ -73,4 +84,6 @@ def out_space(
     return tuple(found)
 
 
-SEMANTIC = (convolution, convolution_input_backward, convolution_weight_backward, pad_rows, running_sum)
+SEMANTIC = (
+    convolution, convolution_input_backward, convolution_weight_backward, pad_rows, running_sum, linear_scan,
+)  # fmt: skip

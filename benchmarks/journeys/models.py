@@ -57,6 +57,22 @@ class Mixer(nn.Module):
         return x_BTD + torch.tanh(mixed)
 
 
+class Recurrence(nn.Module):
+    """A gated state that a loop carries over the positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        state_BD, found = torch.zeros_like(x_BTD[:, 0]), []
+        for row_BD in x_BTD.unbind(1):
+            keep_BD = torch.sigmoid(self.gate(row_BD))
+            state_BD = keep_BD * state_BD + (1 - keep_BD) * self.value(row_BD)
+            found.append(state_BD)
+        return x_BTD + torch.stack(found, 1)
+
+
 class BatchNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -131,6 +147,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "norm": nn.LayerNorm,
     "attention": Attention,
     "mixer": Mixer,
+    "recurrence": Recurrence,
     "batchnorm": BatchNorm,
     "dropout": lambda width: nn.Dropout(0.25),
     "frozen": Frozen,

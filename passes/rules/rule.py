@@ -72,6 +72,7 @@ class Rule:
       the sums of the pieces before it are added.
     reversed: names of which the op turns the order round: they are split in mirrored pieces alone, of which a rank has
       as many rows at the end as at the beginning, and by one axis.
+    factor: the operand by which each row multiplies that sum before it adds its own; None if it does not.
     """
 
     operands: tuple[Dims, ...]
@@ -87,6 +88,7 @@ class Rule:
     halos: tuple[Halo, ...] = ()
     scan: tuple[str, bool] | None = None
     reversed: frozenset[str] = frozenset()
+    factor: int | None = None
 
     @property
     def neighbours(self) -> frozenset[str]:

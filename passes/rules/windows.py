@@ -156,7 +156,19 @@ def _running_sum(call: Call) -> Rule:
     return replace(rule, scan=(*dims[call.args[1]], call.args[2])) if dims[call.args[1]] else rule
 
 
+def _linear_scan(call: Call) -> Rule:
+    """States pass from piece to piece; one that is given stands before the first piece alone."""
+    dim, reverse = call.args[3:5]
+    dims = named(call.operands[0].shape)
+    start = [replace_dim(dims, dim, ())] * (len(call.operands) - 2)
+    rule = build(call, [dims, dims, *start], [dims], replicated=dims[dim] if start else ())
+    return rule if start or not dims[dim] else replace(rule, scan=(*dims[dim], reverse), factor=0)
+
+
 ROWS: Mapping[str, Row] = {
+    "autopar.linear_scan.default": Row(
+        _linear_scan, local=lambda pieces: _with_runs(pieces, pieces.call.args[3], pieces.call.args)
+    ),
     "autopar.running_sum.default": Row(
         _running_sum, local=lambda pieces: _with_runs(pieces, pieces.call.args[1], pieces.call.args)
     ),

@@ -67,6 +67,8 @@ def options_of(
             continue
         flops = item.rule.flops * BYTES_PER_FLOP * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
+        if intent.only_positions:  # a slice sees those before its own in attention alone
+            found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
         if intent.divides_products and item.is_product:
             found = [one for one in found if one.work < 1] or found
         if intent.only_heads and item.node.target in ATTENTION:
@@ -110,7 +112,7 @@ def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str,
             rows = item.types[i].shape[halo.dim(item.rule.results[i])]
             found += halo_share(halo, rows, choice[1], size) * _bytes(item.types[i], item.states[i], sizes)
     if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
-        rows = abs(choice[1]) * (size - 1)
+        rows = abs(choice[1]) * (size - 1) * (1 if item.rule.factor is None else 2)
         found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
     return found
 

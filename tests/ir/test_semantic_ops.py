@@ -25,7 +25,8 @@ each = pytest.mark.parametrize("one", SEMANTIC, ids=lambda one: one.name)
 NO_GRADIENT = {
     "checked_index": "integers", "random": "what is drawn depends on no tensor but the seed",
     **dict.fromkeys(
-        ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "compared_attention"),
+        ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "linear_scan",
+         "compared_attention"),
         "a pass puts them in a graph that has its backward part",
     ),
 }  # fmt: skip

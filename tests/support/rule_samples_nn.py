@@ -172,7 +172,13 @@ def window_samples() -> Samples:
     sums = [sample(r(*shape), dim, reverse) for shape, dim in (((4, 12), 1), ((12, 4), 0)) for reverse in (False, True)]
     rolled = [sample(*one, wrap=True) for one in rows if one[2] == -one[3]]
     moved = [*(sample(*one) for one in rows), *rolled]
-    found: Samples = {"autopar.running_sum.default": sums, "autopar.pad_rows.default": moved}
+    states = [
+        sample(r(*shape), r(*shape), start, dim, reverse)
+        for shape, dim, start in (((4, 12), 1, None), ((12, 4), 0, None), ((4, 12, 2), 1, r(4, 1, 2)))
+        for reverse in (False, True)
+    ]
+    found: Samples = {"autopar.linear_scan.default": states}
+    found |= {"autopar.running_sum.default": sums, "autopar.pad_rows.default": moved}
     for x, w, *shape in cases:
         y = convolution(x, w, *shape)
         grad = torch.rand_like(y)

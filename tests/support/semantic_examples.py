@@ -50,5 +50,6 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "convolution_weight_backward": (torch.randn(2, 6, 7), x, [3], *window),
         "pad_rows": (x, 2, 1, -1),
         "running_sum": (x, 2, True),
+        "linear_scan": (torch.rand(2, 4, 12), x, torch.randn(2, 4, 1), 2, True),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }

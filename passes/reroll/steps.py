@@ -1,0 +1,111 @@
+"""Which step a member of a family belongs to, and the members at the ends of a loop, which read other values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+from torch import fx
+
+from autopar.ir.program import record
+from autopar.passes.reroll.families import Family
+from autopar.passes.reroll.forms import slots_of
+from autopar.passes.reroll.slots import Slot, Slots
+
+Free = Literal["none", "outside", "any"]  # none, those that lie outside of all steps, or all that have no member
+
+
+def count_anew(family: Family, slots: Slots) -> None:
+    """Let a family of a loop count its steps as the last of its operands do."""
+    if family.piece is None:
+        read = [slot for slot in slots.of(family) if slot.family is not None and slot.family is not family]
+        _move(family, _away(family, read, slots), slots)
+
+
+def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
+    """Find the members of the first and last steps. is_fixed: its steps are those of a loop; else they may be those of
+    the gradients that it reads, or of the places among zeros that it fills. free: which of its
+    operands may be a value of no family."""
+    if family.piece is not None:
+        return
+    if family.placed:
+        _move(family, family.placed, slots)
+    _fill(family, slots, free)
+    if is_fixed or family.placed is not None or family.is_full:
+        return
+    own = dict(family.members)
+    gradients = [slot for slot in slots.of(family) if slot.family and record(slot.family.sample).is_backward]
+    away = _away(family, gradients, slots)
+    for by in range(1, abs(away) + 1):
+        _move(family, by if away > 0 else -by, slots)
+        _fill(family, slots, free)
+        if family.is_full:
+            return
+        for node in family.members.values():
+            del slots.families.at[node]
+        family.members = own
+        _move(family, 0, slots)
+
+
+def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
+    """By how many steps a family is away from what it reads last, in the order in which its members stand."""
+    order = slots.families.reading.order
+    first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
+    steps = [slot.by for slot in read] or [0]
+    return max(steps) if first < last else min(steps)
+
+
+def _move(family: Family, by: int, slots: Slots) -> None:
+    """Count the steps of a family from another one on, if none falls out."""
+    if family.steps[0] + by < 0 or family.steps[-1] + by >= family.length:
+        by = 0
+    family.members = {t + by: node for t, node in family.members.items()}
+    family.placed = None if family.placed is None else family.placed - by
+    slots.families.at.update((node, (family, t)) for t, node in family.members.items())
+
+
+def _fill(family: Family, slots: Slots, free: Free) -> None:
+    for t in (family.steps[0] - 1, family.steps[-1] + 1):
+        found = next(_missing(family, t, slots, free), None) if 0 <= t < family.length else None
+        if found is not None:
+            family.members = dict(sorted({**family.members, t: found}.items()))
+            slots.families.at[found] = family, t
+
+
+def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.Node]:
+    """The nodes that do in step t what a family does in others."""
+    families, reading = slots.families, slots.families.reading
+    read = slots.of(family)
+    wanted = [_value(slot, t, slots) for slot in read]
+    if any(one is None and not _is_free(slot, t, free) for slot, one in zip(read, wanted, strict=True)):
+        return
+    value = next((value for slot, value in zip(read, wanted, strict=True) if slot.family and value), None)
+    for user in reading.users.get(value, ()) if value is not None else ():
+        is_free = user not in families.at and user not in reading.sums and user not in reading.inner
+        if is_free and families.alike(user, t, family):
+            operands = [reading.same[one] for one in slots_of(user)]
+            pairs = zip(operands, wanted, strict=True) if len(operands) == len(wanted) else ()
+            if pairs and all(a is b if b is not None else a not in families.at for a, b in pairs):
+                yield user
+
+
+def _is_free(slot: Slot, t: int, free: Free) -> bool:
+    """Whether a slot may read a value of no family where its own family has none."""
+    is_outside = slot.family is not None and not 0 <= t + slot.by < slot.family.length
+    return free == "any" or (free == "outside" and is_outside)
+
+
+def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
+    """What a slot of a family would read in a step without a member."""
+    if slot.family is None:
+        return slot.always
+    return slots.member(slot.family, t + slot.by)
+
+
+def drop_ends(family: Family, loop: Collection[Family], slots: Slots) -> None:
+    """Leave out the first or last member of a family of a loop where it does not read the value of its own step."""
+    for slot in slots.of(family):
+        if slot.family in loop and not slot.by:
+            for t in slot.others:
+                if t in (family.steps[0], family.steps[-1]) and t in family.members:
+                    del slots.families.at[family.members.pop(t)]
