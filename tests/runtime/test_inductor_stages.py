@@ -147,8 +147,8 @@ def test_stages_that_are_alike_are_compiled_once() -> None:
     assert compiled.pipeline is not None
     code, _ = compile_stages(compiled.pipeline, 0, {}, torch.device("cpu"))
     functions = {key: graph.variants[0, None].code.function for key, graph in code.graphs.items()}  # type: ignore[attr-defined]
-    assert functions[2, "F"] is functions[4, "F"] and functions[2, "B"] is functions[4, "B"]
-    assert functions[0, "B"] is not functions[2, "B"]  # that of the batch wants no gradient of its input
+    assert functions[2, "F", 0] is functions[4, "F", 0] and functions[2, "B", 0] is functions[4, "B", 0]
+    assert functions[0, "B", 0] is not functions[2, "B", 0]  # that of the batch wants no gradient of its input
 
 
 def _only_the_first(pipeline: Pipeline) -> None:
@@ -176,7 +176,7 @@ def test_a_graph_that_is_another_for_each_microbatch() -> None:
     program = pipeline.graphs[0, "F"]
     given = [torch.randn(local_type(node, program.mesh).shape) for node in program.placeholders]
     for microbatch in range(3):
-        turn = Turn(microbatch, pipeline.time, Carried(1))
+        turn = Turn(microbatch, pipeline.time, Carried((1,)))
         want, got = (_outputs(graph, [*given, *(None for _ in graph.sums)], turn) for graph in (ours, theirs))
         torch.testing.assert_close(got, want)
 
