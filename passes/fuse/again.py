@@ -2,13 +2,15 @@
 
 A cast to a longer float, a mask, a fill or a gate need not lie in memory if every kernel that reads them can make them
 of operands which it loads. Above all a forward pass keeps less for the backward pass. Only element by element: a
-reduction is never computed twice.
+reduction is never computed twice, nor what is compared with another number bit by bit (two kernels may round a product
+and a sum in another way).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from autopar.ir.program import record
@@ -16,6 +18,9 @@ from autopar.passes.fuse.fits import Fit
 from autopar.passes.fuse.groups import Groups, Unit
 
 MOST_CALLS = 16  # that one group may compute again
+_aten = torch.ops.aten
+# What asks whether two numbers are the same, as the gradient of a maximum does: they are if each is computed once.
+_EXACT = frozenset((_aten.eq.Tensor, _aten.ne.Tensor, _aten.amax.default, _aten.amin.default))
 
 
 def recompute(groups: Groups) -> None:
@@ -103,7 +108,17 @@ class _Again:
 
     def _is_cheap(self, call: fx.Node) -> bool:
         how = self.groups.facts.how.get(call)
-        return call in self.groups.facts.joins and how is not None and how.kind in ("point", "draw", "view")
+        is_cheap = call in self.groups.facts.joins and how is not None and how.kind in ("point", "draw", "view")
+        return is_cheap and not self._is_compared(call)
+
+    def _is_compared(self, call: fx.Node) -> bool:
+        """True for a float, or a view of one, that is compared with another bit by bit."""
+        if not record(call).is_tensor or not record(call).type.dtype.is_floating_point:
+            return False
+        users = self.groups.facts.users[call]
+        hows = {user: self.groups.facts.how.get(user) for user in users}
+        views = [user for user, how in hows.items() if how is not None and how.kind == "view"]
+        return any(user.target in _EXACT for user in users) or any(map(self._is_compared, views))
 
     def _with_copies(self, value: fx.Node, unit: Unit) -> Fit | None:
         """A group that makes a value itself; None where it cannot."""

@@ -142,11 +142,22 @@ def _call(node: fx.Node, made: Mapping[fx.Node, Any], mesh: Mesh, exact: bool) -
     if rule is None:
         raise CannotEmit(f"no kernel is written for {node.target}")
     types = tuple(local_types(node, mesh))
+    if node.target in rules_points.COMPARISONS:
+        args = tuple(
+            _as_stored(made[operand], record(operand).type.dtype) if isinstance(operand, fx.Node) else operand
+            for operand in node.args
+        )
     found = rule(types, *args, **fx.node.map_arg(dict(node.kwargs), lambda n: made[n]))
     if not isinstance(found, tuple):
         return _finished(found, types[0], node, exact)
     kept = iter(types)
     return tuple(None if one is None else _finished(one, next(kept), node, exact) for one in found)
+
+
+def _as_stored(value: Value, dtype: torch.dtype) -> Value:
+    """A value as it would be read from memory: what is compared with a rounded number is rounded as well. Else the
+    largest element of a row, which another kernel wrote, is none of the row that is made here."""
+    return rounded(value, dtype) if dtype in SHORT and value.op != "load" else value
 
 
 def _finished(value: Value, type_: TensorType, node: fx.Node, exact: bool) -> Value:

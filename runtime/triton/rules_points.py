@@ -146,6 +146,11 @@ def _cross_entropy_backward(
     return trailing(grad) * point("tl.exp({0})", x - trailing(shift)) - taken
 
 
+COMPARISONS: Mapping[Any, Rule] = {
+    getattr(getattr(_aten, name), kind): _compare(sign)
+    for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+    for kind in ("Scalar", "Tensor")
+}
 RULES: Mapping[Any, Rule] = {
     _aten.add.Tensor: arithmetic("{0} + {1}"),
     _aten.add.Scalar: arithmetic("{0} + {1}"),
@@ -194,11 +199,7 @@ RULES: Mapping[Any, Rule] = {
     _aten.zeros_like.default: _like(0),
     _aten.ones_like.default: _like(1),
     _aten.full_like.default: _like(None),
-    **{
-        getattr(getattr(_aten, name), kind): _compare(sign)
-        for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
-        for kind in ("Scalar", "Tensor")
-    },
+    **COMPARISONS,
     op("pick_backward"): _pick_backward,
     op("cross_entropy_backward"): _cross_entropy_backward,
 }

@@ -116,6 +116,26 @@ def test_explain_knows_the_groups_of_a_value_and_of_a_module() -> None:
     assert found.explain("blocks.0.mlp").groups
 
 
+class Largest(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * self.weight) * 1.7).amax(-1)
+
+
+def test_what_is_compared_bit_by_bit_is_computed_once() -> None:
+    """The gradient of a maximum goes to the elements that equal it: two kernels may round a product and a sum in
+    another way, and no element would."""
+    program = compile(
+        Largest(), "dp=1", loss_fn=lambda m, x: m(x).square().sum(), batch=torch.randn(32, 64), compile="triton"
+    ).program
+    calls = [call for _, found in groups_of(program) for call in found.calls]
+    (equal,) = (call for call in calls if call.target is aten.eq.Tensor)
+    assert [operand.op for operand in equal.all_input_nodes] == ["placeholder", "placeholder"]
+
+
 def test_nothing_is_fused_without_being_asked_for() -> None:
     program = compiled("gpt", "dp=2,tp=2", double=False).program
     assert not groups_of(program)

@@ -211,8 +211,29 @@ def programs() -> None:
             assert not kernel.reason, (name, kernel.reason)
             compare(name, got, plain(fused)(*operands), reference(fused, operands))
             count += 1
+        _maxima(library)
     assert count >= 60, count
     print(count, "kernels right")
+
+
+def _maxima(library: Library) -> None:
+    """The gradient of a maximum goes to where it is, also if one kernel wrote it and another one makes its row again.
+
+    The row is rounded as it was in memory; with numbers that are not, no element is as large as the maximum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(32, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+
+    def largest(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * w) * 1.7).amax(-1, keepdim=True)
+
+    def counted(x: torch.Tensor, w: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * w) * 1.7 == most).sum(-1, keepdim=True)
+
+    (most,) = library(group(largest, [x, w], "largest", "rows"))(x, w)
+    fused = group(counted, [x, w, most], "count_of_largest", "rows")
+    (count,) = library(fused)(x, w, most)
+    assert (count >= 1).all(), "a row has none"
 
 
 def step() -> None:
