@@ -17,6 +17,7 @@ class Settings:
 
     dump: AUTOPAR_DUMP, a directory for the program after each pass.
     kernels: AUTOPAR_KERNELS, a directory where generated kernels are kept; by default a part of the user's cache.
+    exact: AUTOPAR_EXACT_KERNELS, by which generated kernels round after each op, as eager does.
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
     error_file: where torchrun looks for what a rank that fails has to say.
@@ -24,6 +25,7 @@ class Settings:
 
     dump: Path | None = None
     kernels: Path = Path.home() / ".cache" / "autopar" / "kernels"
+    exact: bool = False
     interpret: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -37,7 +39,8 @@ class Settings:
         return Settings(
             dump=_path("AUTOPAR_DUMP"),
             kernels=_path("AUTOPAR_KERNELS") or _cache() / "autopar" / "kernels",
-            interpret=os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE,
+            exact=_flag("AUTOPAR_EXACT_KERNELS"),
+            interpret=_flag("TRITON_INTERPRET"),
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),
@@ -49,6 +52,10 @@ class Settings:
 def _cache() -> Path:
     """Where the user's programs keep what they can make again (XDG base directories)."""
     return _path("XDG_CACHE_HOME") or Path.home() / ".cache"
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in _TRUE
 
 
 def _integer(name: str) -> int | None:

@@ -27,13 +27,16 @@ def plain(fused: Fused, device: torch.device = CPU) -> Callable[..., Outputs]:
     return call
 
 
-def kernels_for(compiler: str | None, device: torch.device, interpret: bool, directory: Path) -> Kernels | None:
+def kernels_for(
+    compiler: str | None, device: torch.device, interpret: bool, directory: Path, exact: bool = False
+) -> Kernels | None:
     """What runs the groups of a program on a device; None where their calls run one by one, as on a CPU.
 
-    interpret: a CPU runs the kernels too, in Triton's interpreter. directory: where kernels are kept.
+    interpret: a CPU runs the kernels too, in Triton's interpreter. directory: where kernels are kept. exact: they round
+    after each op.
     """
     if compiler != "triton" or not (interpret or device.type == "cuda"):
         return None
     from autopar.runtime.triton.library import Library
 
-    return Library(directory, device, lambda fused: plain(fused, device))
+    return Library(directory, device, lambda fused: plain(fused, device), exact)

@@ -37,4 +37,4 @@ def check_in_one_process(name: Compiler | None) -> None:
 def kernels_of(compiler: Compiler | None, device: torch.device) -> Kernels | None:
     """What runs the groups of a program on a device; None where their calls run one by one."""
     settings = Settings.read()
-    return kernels_for(compiler, device, settings.interpret, settings.kernels)
+    return kernels_for(compiler, device, settings.interpret, settings.kernels, settings.exact)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.custom_ops.registry import CUSTOM_OPS, CustomOps, register_rule
 from autopar.errors import ArtifactError, RuleError, WrongRule
+from autopar.ir.fused import fused_of
 from autopar.ir.program import record
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -61,6 +62,15 @@ ALL = ("scale", "project", "project_weight", "reversed_heads")
 def layouts(compiled: autopar.Compiled, op: str) -> list[str]:
     calls = [node for node in compiled.program.calls() if str(node.target) == f"own_tests.{op}.default"]
     return [str(record(node).layout) for node in calls]
+
+
+def test_a_custom_op_stays_a_call_between_groups(own: CustomOps) -> None:
+    register(*ALL)
+    found = autopar.compile(Net(), "dp=2", loss_fn=loss_fn, batch=batch(), compile="triton")
+    groups = [group for node in found.program.calls() if (group := fused_of(node)) is not None]
+    assert groups and not [call for group in groups for call in group.calls if "own_tests" in str(call.target)]
+    assert layouts(found, "scale") and layouts(found, "reversed_heads")
+    assert autopar.verify(Net().double(), "dp=2", loss_fn=loss_fn, batch=batch(), compile="triton").ok
 
 
 def test_a_model_of_custom_ops_is_split_and_right(own: CustomOps) -> None:
