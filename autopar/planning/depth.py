@@ -1,0 +1,172 @@
+"""A captured step with fewer of its equal layers: what one layer more costs is known from two depths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.ir.modules import layer_of
+from autopar.ir.program import Builder, Program, record
+
+MADE_BY = "depth"
+LEAST = 2  # equal layers that stay: the first reads what stands before them, the last gives on what comes from behind
+
+
+@dataclass(frozen=True, slots=True)
+class Shallow:
+    """A program with `kept` of the `layers` equal ones that the whole has. What costs the same for each of them is
+    linear in their number: cost(kept) + (layers - kept) * (cost(kept + 1) - cost(kept))."""
+
+    program: Program
+    kept: int
+    layers: int
+
+
+def shallow(program: Program, kept: int) -> Shallow | None:
+    """A CAPTURED program with only `kept` (2 or more) of its equal layers; None where no more are found.
+
+    Layers are equal if their calls are, one by one, with the same operands: of the same layer, of the one before or
+    behind it, or one and the same from outside. In place of the values of layers that are left out stand those of the
+    equal layer before them, of the backward pass those of the one behind: the program is a step of a less deep model.
+    A value of theirs that anything else reads (a list of all hidden states) is in the way.
+    """
+    assert kept >= LEAST
+    stack = _longest(program)
+    if stack is None or len(stack) <= kept:
+        return None
+    gone = stack[1 : 1 + len(stack) - kept]
+    made = _without(program, stack[0], gone, stack[1 + len(gone)])
+    return None if made is None else Shallow(made, kept, len(stack))
+
+
+@dataclass(eq=False)
+class _Layer:
+    """The calls of one member of a list of modules, forward and backward, and its parameters by their names in it."""
+
+    path: str
+    calls: list[fx.Node] = field(default_factory=list)
+    parameters: dict[str, fx.Node] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return int(self.path.rpartition(".")[2])
+
+
+class _Layers:
+    """The layers of a program, and where each call stands in its own."""
+
+    def __init__(self, program: Program) -> None:
+        self.of: dict[str, _Layer] = {}
+        self.place: dict[fx.Node, tuple[_Layer, Hashable]] = {}
+        for node, entry in program.entries:
+            path = layer_of(entry.name.rpartition(".")[0])
+            if entry.kind in ("parameter", "buffer") and path:
+                layer = self._layer(path)
+                layer.parameters[entry.name.removeprefix(path)] = node
+                self.place[node] = layer, entry.name.removeprefix(path)
+        for node in program.calls():
+            if path := layer_of(record(node).module):
+                layer = self._layer(path)
+                self.place[node] = layer, len(layer.calls)
+                layer.calls.append(node)
+
+    def _layer(self, path: str) -> _Layer:
+        return self.of.setdefault(path, _Layer(path))
+
+    def stacks(self) -> Iterator[list[_Layer]]:
+        """The layers of each list, in their order."""
+        found: dict[str, list[_Layer]] = defaultdict(list)
+        for layer in self.of.values():
+            found[layer.path.rpartition(".")[0]].append(layer)
+        return (sorted(stack, key=lambda layer: layer.number) for stack in found.values())
+
+    def signature(self, layer: _Layer) -> Hashable:
+        """All that makes a layer what it is; of equal layers the same."""
+        return tuple(self._call(node, layer) for node in layer.calls)
+
+    def _call(self, node: fx.Node, layer: _Layer) -> Hashable:
+        known = record(node)
+        args = fx.node.map_arg((node.args, node.kwargs), lambda operand: _Word(self._operand(operand, layer)))
+        return str(node.target), known.types, known.phase, str(args)
+
+    def _operand(self, operand: fx.Node, layer: _Layer) -> Hashable:
+        """(How many layers away, the place there), or the node itself where it lies in no layer of this list."""
+        other, place = self.place.get(operand, (None, None))
+        if other is None or other.path.rpartition(".")[0] != layer.path.rpartition(".")[0]:
+            return operand.name
+        return other.number - layer.number, place
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What stands for an operand in a signature."""
+
+    text: Hashable
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
+def _longest(program: Program) -> list[_Layer] | None:
+    """The longest run of equal layers, none of which reads one that is further away than its neighbours."""
+    layers, best = _Layers(program), list[_Layer]()
+    for stack in layers.stacks():
+        run: list[_Layer] = []
+        before: Hashable = None
+        for layer in stack:
+            now = layers.signature(layer)
+            follows = run and layer.number == run[-1].number + 1 and now == before and _is_near(layers, layer)
+            run = [*run, layer] if follows else [layer]
+            before = now
+            best = run if len(run) > len(best) else best
+    return best or None
+
+
+def _is_near(layers: _Layers, layer: _Layer) -> bool:
+    operands = (operand for node in layer.calls for operand in node.all_input_nodes)
+    away = (layers._operand(operand, layer) for operand in operands)
+    return all(abs(place[0]) <= 1 for place in away if isinstance(place, tuple))
+
+
+def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _Layer) -> Program | None:
+    """The program without some layers, which stand between two that are their equals."""
+    places = {node: i for layer in gone for i, node in enumerate(layer.calls)}
+    dropped = {*places, *(node for layer in gone for node in layer.parameters.values())}
+    build = Builder(MADE_BY)
+
+    def instead(node: fx.Node) -> fx.Node:
+        if node not in dropped:
+            return build.value[node]
+        assert node in places, f"a parameter of a layer that is left out, {node.name}, is read by another one"
+        return build.value[(behind if record(node).is_backward else before).calls[places[node]]]
+
+    stays = [gone[0].number <= _number(out.name, before) <= gone[-1].number for out in program.outputs]
+    for node in program.graph.nodes:
+        if node in dropped or node.op == "output":
+            continue
+        if any(operand in dropped for operand in node.all_input_nodes) and not _is_next(node, before, behind):
+            return None
+        build.copy(node, instead)
+    kept = [i for i, out in enumerate(program.outputs) if not (out.kind in ("gradient", "buffer") and stays[i])]
+    results = program.results
+    if any(results[i] in dropped for i in kept):
+        return None
+    build.output(
+        [None if results[i] is None else build.value[results[i]] for i in kept], record(program.graph.output_node())
+    )
+    inputs = tuple(entry for node, entry in program.entries if node not in dropped)
+    return program.with_(graph=build.graph, inputs=inputs, outputs=tuple(program.outputs[i] for i in kept))
+
+
+def _number(name: str, layer: _Layer) -> int:
+    """The number of the layer, of the same list, that a parameter belongs to; -1 if it belongs to none."""
+    path = layer_of(name.rpartition(".")[0])
+    return int(path.rpartition(".")[2]) if path and path.rpartition(".")[0] == layer.path.rpartition(".")[0] else -1
+
+
+def _is_next(node: fx.Node, before: _Layer, behind: _Layer) -> bool:
+    """True for a call of one of the layers at the border."""
+    return layer_of(record(node).module) in (before.path, behind.path)
