@@ -1,4 +1,4 @@
-"""The command line: autopar run, compile, inspect, explain, verify, estimate, machine."""
+"""The command line: autopar run, compile, inspect, explain, verify, estimate, plan, machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopar.cli.estimating import estimate
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
+from autopar.cli.planning import plan_
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
@@ -185,6 +186,7 @@ def verify(
 
 
 app.command()(estimate)
+app.command("plan")(plan_)
 
 
 def _finish(found: object) -> None:

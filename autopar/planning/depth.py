@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.ir.modules import layer_of
-from autopar.ir.program import Builder, Program, record
+from autopar.ir.program import Builder, Program, erase_unused, record
 
 MADE_BY = "depth"
 LEAST = 2  # equal layers that stay: the first reads what stands before them, the last gives on what comes from behind
@@ -23,6 +23,7 @@ class Shallow:
     program: Program
     kept: int
     layers: int
+    border: tuple[str, str] = ("", "")  # two neighbours of those that stay
 
 
 def shallow(program: Program, kept: int) -> Shallow | None:
@@ -39,7 +40,21 @@ def shallow(program: Program, kept: int) -> Shallow | None:
         return None
     gone = stack[1 : 1 + len(stack) - kept]
     made = _without(program, stack[0], gone, stack[1 + len(gone)])
-    return None if made is None else Shallow(made, kept, len(stack))
+    border = stack[0].path, stack[1 + len(gone)].path
+    return None if made is None else Shallow(made, kept, len(stack), border)
+
+
+def crossing(program: Program, border: tuple[str, str]) -> list[fx.Node]:
+    """The values of the forward pass of one layer that the next one reads."""
+    (before, behind), paths = border, _paths(program)
+    found = [
+        operand
+        for node, path in paths.items()
+        if path == behind and not record(node).is_backward
+        for operand in node.all_input_nodes
+        if paths.get(operand) == before
+    ]
+    return list(dict.fromkeys(found))
 
 
 @dataclass(eq=False)
@@ -67,11 +82,17 @@ class _Layers:
                 layer = self._layer(path)
                 layer.parameters[entry.name.removeprefix(path)] = node
                 self.place[node] = layer, entry.name.removeprefix(path)
+        self.alike: dict[fx.Node, str] = {}  # of calls in no layer, the first one that computes the same
+        first: dict[Hashable, str] = {}
+        paths = _paths(program)
         for node in program.calls():
-            if path := layer_of(record(node).module):
-                layer = self._layer(path)
-                self.place[node] = layer, len(layer.calls)
-                layer.calls.append(node)
+            if node not in paths:
+                args = fx.node.map_arg((node.args, node.kwargs), lambda x: _Word(self.alike.get(x, x.name)))
+                self.alike[node] = first.setdefault((str(node.target), str(args)), node.name)
+        for node, path in paths.items():
+            layer = self._layer(path)
+            self.place[node] = layer, len(layer.calls)
+            layer.calls.append(node)
 
     def _layer(self, path: str) -> _Layer:
         return self.of.setdefault(path, _Layer(path))
@@ -96,8 +117,25 @@ class _Layers:
         """(How many layers away, the place there), or the node itself where it lies in no layer of this list."""
         other, place = self.place.get(operand, (None, None))
         if other is None or other.path.rpartition(".")[0] != layer.path.rpartition(".")[0]:
-            return operand.name
+            return self.alike.get(operand, operand.name)
         return other.number - layer.number, place
+
+
+def _paths(program: Program) -> dict[fx.Node, str]:
+    """The layer of each call: its own, or that of the call before it if it stands between two layers of a list and
+    reads what they made (a sum that the module around them takes)."""
+    own = {node: layer_of(record(node).module) for node in program.calls()}
+    last = {(path.rpartition(".")[0], record(node).phase): node for node, path in own.items() if path}
+    found: dict[fx.Node, str] = {}
+    before, end = "", None
+    for node, path in own.items():
+        if path:
+            before, end = path, last[path.rpartition(".")[0], record(node).phase]
+        if path or (before and any(operand in found for operand in node.all_input_nodes)):
+            found[node] = path or before
+        if node is end:
+            before, end = "", None
+    return found
 
 
 @dataclass(frozen=True)
@@ -135,6 +173,7 @@ def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _
     """The program without some layers, which stand between two that are their equals."""
     places = {node: i for layer in gone for i, node in enumerate(layer.calls)}
     dropped = {*places, *(node for layer in gone for node in layer.parameters.values())}
+    border = {*before.calls, *behind.calls}
     build = Builder(MADE_BY)
 
     def instead(node: fx.Node) -> fx.Node:
@@ -147,7 +186,7 @@ def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _
     for node in program.graph.nodes:
         if node in dropped or node.op == "output":
             continue
-        if any(operand in dropped for operand in node.all_input_nodes) and not _is_next(node, before, behind):
+        if any(operand in dropped for operand in node.all_input_nodes) and node not in border:
             return None
         build.copy(node, instead)
     kept = [i for i, out in enumerate(program.outputs) if not (out.kind in ("gradient", "buffer") and stays[i])]
@@ -157,6 +196,7 @@ def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _
     build.output(
         [None if results[i] is None else build.value[results[i]] for i in kept], record(program.graph.output_node())
     )
+    erase_unused(build.graph)  # what was made for the layers that are gone
     inputs = tuple(entry for node, entry in program.entries if node not in dropped)
     return program.with_(graph=build.graph, inputs=inputs, outputs=tuple(program.outputs[i] for i in kept))
 
@@ -165,8 +205,3 @@ def _number(name: str, layer: _Layer) -> int:
     """The number of the layer, of the same list, that a parameter belongs to; -1 if it belongs to none."""
     path = layer_of(name.rpartition(".")[0])
     return int(path.rpartition(".")[2]) if path and path.rpartition(".")[0] == layer.path.rpartition(".")[0] else -1
-
-
-def _is_next(node: fx.Node, before: _Layer, behind: _Layer) -> bool:
-    """True for a call of one of the layers at the border."""
-    return layer_of(record(node).module) in (before.path, behind.path)

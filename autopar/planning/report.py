@@ -60,17 +60,17 @@ class StepTime:
 
     def _lines(self) -> Iterator[str]:
         yield (
-            f"a step on {self.mesh or 'one device'} of {self.machine.name}: {_time(self.total)}, "
+            f"a step on {self.mesh or 'one device'} of {self.machine.name}: {time_text(self.total)}, "
             f"{self.tokens_per_second:,.0f} tokens a second, MFU {self.mfu:.1%}, HFU {self.hfu:.1%} of {self.dtype}"
         )
         waits = [(f"waits for {axis}", us) for axis, us in self.exposed.items()]
         rows = [("computing", self.computed), *waits, ("waits for the host", self.hosted)]
         rows += [("idle in the pipeline", self.bubble)] if self.timeline is not None else []
         for name, us in (*rows, ("optimizer (AdamW)", self.optimizer)):
-            yield f"  {name:<22} {_time(us):>10}  {us / self.total:6.1%}"
+            yield f"  {name:<22} {time_text(us):>10}  {us / self.total:6.1%}"
 
 
-def _time(us: float) -> str:
+def time_text(us: float) -> str:
     """`3.76 s`: a time as a person reads it."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:

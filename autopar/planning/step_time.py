@@ -39,7 +39,7 @@ def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
     spent = found.spent
     return StepTime(
         machine, str(mesh), mesh.size, found.end + found.optimizer, spent.computed, spent.exposed, spent.hosted,
-        found.bubble, found.optimizer, spent.calls, *_flops(compiled), _tokens(compiled.program), found.timeline,
+        found.bubble, found.optimizer, spent.calls, *_flops(compiled), tokens_of(compiled.program), found.timeline,
     )  # fmt: skip
 
 
@@ -106,14 +106,15 @@ def _states(compiled: Lowered) -> dict[int, float]:
 
 def _flops(compiled: Lowered) -> tuple[float, float, str]:
     """(FLOPs of the model's own products, those that are computed again, the dtype of most of them)."""
-    whole = _products(dict(compiled.history).get("propagate", compiled.program))
-    final = _products(compiled.program)
+    whole = products(dict(compiled.history).get("propagate", compiled.program))
+    final = products(compiled.program)
     dtype = max(whole, key=lambda name: whole[name], default="float32")
     asked = float(sum(whole.values()))
     return asked, max(0.0, float(sum(final.values())) - asked), dtype
 
 
-def _products(program: Program) -> Counter[str]:
+def products(program: Program) -> Counter[str]:
+    """The FLOPs of the products of a program, by the dtype of their operands."""
     found: Counter[str] = Counter()
     for node in program.calls():
         if flops := record(node).flops:
@@ -121,7 +122,7 @@ def _products(program: Program) -> Counter[str]:
     return found
 
 
-def _tokens(program: Program) -> int:
+def tokens_of(program: Program) -> int:
     """The elements of the first integers of the batch; its rows if it has none."""
     batch = [record(node).type for node, entry in program.entries if entry.kind == "batch"]
     ids = next((type_ for type_ in batch if not type_.dtype.is_floating_point and len(type_.shape) > 1), None)

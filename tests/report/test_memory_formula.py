@@ -17,6 +17,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import PlanError
 from autopar.ir.modules import unit_of
+from autopar.planning.batches import sizes_of
 from autopar.report.memory.formula import (
     WHOLE,
     Sizes,
@@ -25,7 +26,7 @@ from autopar.report.memory.formula import (
     saved_by_module,
     states_formula,
 )
-from autopar.report.memory.show import _builder, sizes_of
+from autopar.report.memory.show import _builder
 
 a, b, h, s, P, T = sympy.symbols("a b h s P T", positive=True)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
-from autopar.capture.containers import map_tensors, take_call_apart
-from autopar.compiler.compile import batch_arguments, compile_step
+from autopar.compiler.compile import compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.job import Job
+from autopar.planning.batches import resized, sizes_of
 from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.formula import Sizes, activation_formulas, states_formula
 from autopar.report.memory.report import ranks_text
@@ -50,7 +49,7 @@ def formula_texts(
     if "b" not in example:
         yield "  activations: the batch has no tensor with a dim, so there is nothing to vary."
         return
-    build = _builder(job, mesh, options, example)
+    build = _builder(job, mesh, options)
     attempts = [_rows_and_sequence(example), _rows(example)] if "s" in example else [_rows(example)]
     for symbols, monomials, points in attempts:
         try:
@@ -62,17 +61,6 @@ def formula_texts(
         yield f"  activations kept for the backward pass, at {shown}:"
         yield from (f"    {formula}" for formula in found)
         return
-
-
-def sizes_of(batch: Any) -> dict[str, int]:
-    """b, the rows of the first tensor, and s, the second dim of the first tensor of integers."""
-    found: dict[str, int] = {}
-    for _, leaf in take_call_apart(*batch_arguments(batch)).tensors():
-        if leaf.ndim:
-            found.setdefault("b", leaf.shape[0])
-            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
-                found.setdefault("s", leaf.shape[1])
-    return found
 
 
 def _rows(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
@@ -89,17 +77,9 @@ def _rows_and_sequence(example: Sizes) -> tuple[str, list[str], list[Sizes]]:
     return "bs", ["b*s**2", "b*s", "b", "s**2", "s", "1"], points
 
 
-def _builder(job: Job, mesh: Mesh, options: StepOptions, example: Sizes) -> Callable[[Sizes], Lowered]:
+def _builder(job: Job, mesh: Mesh, options: StepOptions) -> Callable[[Sizes], Lowered]:
     def build(sizes: Mapping[str, int]) -> Lowered:
-        def resize(leaf: torch.Tensor) -> torch.Tensor:
-            if not leaf.ndim or leaf.shape[0] != example["b"]:
-                return leaf
-            shape = [sizes["b"], *leaf.shape[1:]]
-            if "s" in sizes and leaf.ndim > 1 and shape[1] == example["s"]:
-                shape[1] = sizes["s"]
-            return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-        args, kwargs = map_tensors(resize, batch_arguments(job.batch))
+        args, kwargs = resized(job.batch, sizes)
         return compile_step(job.model, job.loss_fn, args, kwargs, mesh, options)[1]
 
     return build

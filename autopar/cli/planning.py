@@ -1,0 +1,62 @@
+"""`autopar plan`: the fastest way to train on so many devices of a machine that need not be here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from autopar.cli.options import Options, takes_options
+from autopar.cli.show import out, show
+from autopar.errors import TargetError
+from autopar.ir.plan import DEVICES
+from autopar.machines import named
+from autopar.planning.candidates import RECOMPUTE
+from autopar.planning.plan import Asked, plan
+from autopar.planning.table import planned_text
+
+_UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
+_SIZES = ("dp", "tp", "pp", "zero", "rows", "microbatches")
+
+
+@takes_options("cuda_graphs", "check_replicas")
+def plan_(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
+    gpus: Annotated[int, typer.Option(help="devices", min=1)],
+    batch: Annotated[int, typer.Option(help="rows of a step, on all devices together", min=1)],
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
+    memory: Annotated[str | None, typer.Option(metavar="70GiB", help="what a rank may hold")] = None,
+    top: Annotated[int, typer.Option(help="plans to show", min=1)] = 10,
+    fix: Annotated[list[str] | None, typer.Option(metavar="tp=8", help="what is decided; may be repeated")] = None,
+    *,
+    options: Options,
+) -> None:
+    """Find the fastest plan that fits: sizes of dp, tp and pp, ZeRO, recomputation, micro-batches, schedule."""
+    fixed = dict(_decided(text) for text in fix or ())
+    asked = Asked(gpus, batch, named(machine), _bytes(memory), fixed, top)
+    job = options.job(target)
+    with Progress(console=out, transient=True) as bar:
+        task = bar.add_task("plans", total=None)
+        found = plan(job, asked, lambda done, all_: bar.update(task, completed=done, total=all_))
+    show(planned_text(found))
+
+
+def _decided(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if name in _SIZES and value.isdigit():
+        return name, int(value)
+    if name == "recompute" and value in RECOMPUTE:
+        return name, value
+    known = ", ".join(f"{name}=N" for name in _SIZES)
+    raise TargetError(f"--fix {text}: write {known} or recompute={'|'.join(RECOMPUTE)}.")
+
+
+def _bytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
+        raise TargetError(f"--memory {text}: write a number of bytes, or one with {', '.join(filter(None, _UNITS))}.")
+    return float(match[1]) * _UNITS[match[2]]

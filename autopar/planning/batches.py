@@ -1,0 +1,38 @@
+"""A job's batch at other sizes, without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.capture.containers import map_tensors, take_call_apart
+from autopar.compiler.compile import batch_arguments
+
+
+def sizes_of(batch: Any) -> dict[str, int]:
+    """b, the rows of the first tensor, and s, the second dim of the first tensor of integers."""
+    found: dict[str, int] = {}
+    for _, leaf in take_call_apart(*batch_arguments(batch)).tensors():
+        if leaf.ndim:
+            found.setdefault("b", leaf.shape[0])
+            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
+                found.setdefault("s", leaf.shape[1])
+    return found
+
+
+def resized(batch: Any, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a batch with other sizes (`sizes_of`), of which those that are not named stay."""
+    example = sizes_of(batch)
+
+    def resize(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.ndim or leaf.shape[0] != example["b"]:
+            return leaf
+        shape = [sizes.get("b", example["b"]), *leaf.shape[1:]]
+        if "s" in sizes and leaf.ndim > 1 and shape[1] == example["s"]:
+            shape[1] = sizes["s"]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    args, kwargs = map_tensors(resize, batch_arguments(batch))
+    return args, kwargs

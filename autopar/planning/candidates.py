@@ -1,0 +1,97 @@
+"""All plans for a number of devices: sizes of axes, ZeRO, recomputation, micro-batches, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import divisors
+
+RECOMPUTE = ("none", "selective", "full")
+ZERO = (0, 1, 2, 3)
+CHUNKS = 2  # stages a rank, of an interleaved schedule
+MOST_ROWS = 64  # of a micro-batch on one rank
+SHORT = {"none": "", "selective": "selective", "full": "recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan. rows: of a micro-batch on one rank. microbatches: of a step."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero: int
+    recompute: str
+    rows: int
+    microbatches: int
+    schedule: str = "1f1b"
+
+    @property
+    def mesh(self) -> str:
+        """tp lies within a node: the last axis is numbered fastest."""
+        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
+
+    @property
+    def chunks(self) -> int:
+        return CHUNKS if self.schedule == "interleaved-1f1b" else 1
+
+    def options(self) -> dict[str, Any]:
+        """The options of `parallelize` beside the mesh."""
+        found: dict[str, Any] = {"recompute": self.recompute}
+        if self.dp > 1:
+            found["zero"] = self.zero
+        if self.microbatches > 1:
+            found["microbatches"] = self.microbatches
+        if self.pp > 1:
+            found["schedule"] = self.schedule
+        if self.tp > 1:
+            found["sequence_parallel"] = "auto"
+        return found
+
+    def __str__(self) -> str:
+        words = [self.mesh, f"zero={self.zero}" if self.dp > 1 else "", SHORT[self.recompute]]
+        words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What there is to choose from. batch: rows of a step. node: devices of one. layers: equal ones of the model, 0 if
+    it has none, and no pipeline is planned then. fixed: sizes of axes and options that are decided."""
+
+    gpus: int
+    batch: int
+    node: int
+    layers: int
+    fixed: Mapping[str, Any]
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All of them, in no order that means anything."""
+        for tp in divisors(self.gpus, 2 * self.node):
+            for pp in divisors(self.gpus // tp, max(self.layers, 1)):
+                dp = self.gpus // tp // pp
+                if self.batch % dp == 0:
+                    yield from self._with(dp, tp, pp)
+
+    def _with(self, dp: int, tp: int, pp: int) -> Iterator[Candidate]:
+        own = self.batch // dp
+        schedules = ("1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",)
+        for rows in divisors(own, MOST_ROWS):
+            for zero in ZERO if dp > 1 else (0,):
+                for recompute in RECOMPUTE:
+                    for schedule in schedules:
+                        found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule)
+                        if self._fits(found):
+                            yield found
+
+    def _fits(self, found: Candidate) -> bool:
+        if any(getattr(found, name) != value for name, value in self.fixed.items()):
+            return False
+        if found.pp == 1:
+            return True
+        if found.chunks > 1 and (found.microbatches % found.pp or found.pp * found.chunks > self.layers):
+            return False
+        return found.microbatches >= found.pp

@@ -1,0 +1,135 @@
+"""`plan`: the fastest way to train a model on so many devices of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.capture import Captured
+from autopar.compiler.compile import capture_step
+from autopar.compiler.options import options_of
+from autopar.errors import BatchError, PlanError, divisors, one_of
+from autopar.ir.measure import human
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepOptions
+from autopar.ir.program import Program, record
+from autopar.job import Job
+from autopar.machines import Machine
+from autopar.planning.batches import resized, sizes_of
+from autopar.planning.candidates import Space
+from autopar.planning.layers import PARTS, Layers, Linear
+from autopar.planning.search import FITS, Found, Work, search
+from autopar.planning.step_time import products, tokens_of
+
+Tell = Callable[[int, int], None]
+ONE = Mesh((("dp", 1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be planned. gpus: devices. batch: rows of a step. memory: bytes that a rank may hold, by default what
+    of a device's memory is left to a program. fixed: fields of a candidate (`tp`) that are decided. top: plans."""
+
+    gpus: int
+    batch: int
+    machine: Machine
+    memory: float | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    top: int = 10
+
+    @property
+    def limit(self) -> float:
+        return FITS * self.machine.device.memory if self.memory is None else self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """found: the plans. tokens: of a step. flops: of its products. layers: equal ones of the model."""
+
+    asked: Asked
+    found: Found
+    tokens: int
+    work: Work
+    layers: int
+
+
+def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
+    """Search all plans (`planning/search.py`) for a job's model. tell: of progress, (done, all).
+
+    Raises PlanError if no plan fits, with the least memory that any would take, and BatchError for a batch that no
+    number of devices divides.
+    """
+    layers = layers_of(job, asked.machine)
+    equal = layers.depths(PARTS)[0].layers
+    whole = layers.captured(PARTS).program
+    work = _work(whole, layers, asked)
+    candidates = list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
+    if not candidates:
+        raise _none_divides(asked, equal)
+    found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, equal, tell)
+    if not found.best:
+        raise _none_fits(asked, found)
+    return Planned(asked, found, tokens_of(whole) // PARTS * asked.batch, work, equal)
+
+
+def layers_of(job: Job, machine: Machine) -> Layers:
+    """The programs of a job's micro-batches. Raises BatchError for a batch without rows, and PlanError for options that
+    a plan decides."""
+    if "b" not in sizes_of(job.batch):
+        raise BatchError("a plan divides the rows of the batch, and this job's batch has no tensor with a dim.")
+    options = _open(options_of(**job.step))
+
+    def capture(count: int) -> Captured:
+        args, kwargs = resized(job.batch, {"b": count})
+        return capture_step(job.model, job.loss_fn, args, kwargs, options)
+
+    return Layers(capture, options, machine)
+
+
+def _open(options: StepOptions) -> StepOptions:
+    """The options of the job but those that are planned."""
+    planned = {name: default for name, default in _PLANNED.items() if getattr(options, name) != default}
+    if options.stages or options.shard:
+        raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
+    return replace(options, **planned)
+
+
+_PLANNED: dict[str, Any] = {
+    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "recompute": "none",
+    "sequence_parallel": False, "stage_memory": None,
+}  # fmt: skip
+
+
+def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
+    """The products of a step, known once there are layouts, from two depths and a small batch."""
+    made = layers.lowered(PARTS, ONE, {})
+    counts = [products(dict(each.history)["propagate"]) for each in made]
+    depths = tuple(each.kept for each in layers.depths(PARTS))
+    flops = Linear.through(depths, [float(sum(count.values())) for count in counts])(layers.depths(PARTS)[0].layers)
+    parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
+    dtype = max(counts[0], key=lambda name: counts[0][name], default="float32")
+    return Work(flops / PARTS * asked.batch, parameters, dtype)
+
+
+def _none_divides(asked: Asked, equal: int) -> PlanError:
+    fixed = ", ".join(f"{name}={value}" for name, value in asked.fixed.items())
+    given = f" with {fixed}" if fixed else ""
+    return PlanError(
+        f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: the data axis must divide the rows "
+        f"({one_of(divisors(asked.batch, asked.gpus))} do here), tp and pp the devices, and a pipeline has at most "
+        f"a rank for each of the {equal} equal layers and a micro-batch for each rank. Change the batch or what is "
+        f"fixed."
+    )
+
+
+def _none_fits(asked: Asked, found: Found) -> PlanError:
+    if found.least is None:
+        reasons = "; ".join(f"{count} {what}" for what, count in found.counts.most_common(3))
+        return PlanError(f"no plan for {asked.gpus} devices: {reasons}.")
+    least = found.least
+    return PlanError(
+        f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
+        f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
+        f"devices, a smaller batch, or a device with more memory would do."
+    )

@@ -1,0 +1,160 @@
+"""The step of a candidate, from what a micro-batch costs on a stage: pipeline, data axes, memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from autopar.ir.measure import group_of
+from autopar.ir.mesh import PIPELINE, parse_mesh
+from autopar.ir.program import TensorType
+from autopar.ir.schedule import Costs, Flow, Work
+from autopar.machines import Machine
+from autopar.machines.model import MESSAGE, Group
+from autopar.passes.schedules.parse import parse_schedule
+from autopar.passes.schedules.simulate import simulate
+from autopar.passes.schedules.transfers import with_transfers
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Cost
+from autopar.planning.step_time import ADAMW, LARGE
+
+ROUNDS = 4  # micro-batches a stage that are simulated: each one more takes as long as the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
+    tp, and for the data axes."""
+
+    candidate: Candidate
+    total: float
+    memory: float
+    bubble: float
+    exposed: float
+    data: float
+    optimizer: float
+
+
+def predict(candidate: Candidate, cost: Cost, layers: int, machine: Machine, slowest: float = math.inf) -> Prediction:
+    """The time and the memory of a step. layers: equal ones of the model. slowest: us from which on nobody asks how
+    much slower it is; then no schedule is simulated, and the time is that without a bubble."""
+    stages = _stages(candidate, cost, layers)
+    data = max(_data(candidate, cost, share, machine) for share in stages)
+    own = max(cost.parameters(n) if i == len(stages) - 1 else n * cost.parameters.each for i, n in enumerate(stages))
+    optimizer = machine.memory_us(max(1.0, ADAMW * own / (candidate.dp if candidate.zero else 1)))
+    once = cost.once.outside + max(stages) * cost.once.each
+    exposed = cost.exposed(sum(stages)) / len(stages) * candidate.microbatches
+    flight = held_at_once(candidate)
+    memory = max(_memory(candidate, cost, n, i, len(stages), flight) for i, n in enumerate(stages))
+    busy = _busy(cost, stages)
+    most = candidate.microbatches * max(f + b for f, b in busy)
+    beside = once + data + optimizer
+    bubble = _bubble(candidate, cost, busy, machine) if most + beside < slowest else 0.0
+    return Prediction(candidate, most + bubble + beside, memory, bubble, exposed, data, optimizer)
+
+
+def held_at_once(candidate: Candidate) -> list[int]:
+    """The micro-batches of a chunk whose activations each rank of the pipeline holds (arXiv 2104.04473)."""
+    p, v, m = candidate.pp, candidate.chunks, candidate.microbatches
+    if v == 1:
+        return [min(p - i, m) for i in range(p)]
+    return [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]
+
+
+def _stages(candidate: Candidate, cost: Cost, layers: int) -> list[int]:
+    """Layers of each rank, such that the slowest is as fast as can be; what is outside of them is on the last one."""
+    count = candidate.pp
+    if count == 1:
+        return [layers]
+    each, outside = cost.forward.each + cost.backward.each, cost.forward.outside + cost.backward.outside
+    best = min(
+        range(layers // count + 1),
+        key=lambda last: max(-(-(layers - last) // (count - 1)) * each, last * each + outside),
+    )
+    inner, more = divmod(layers - best, count - 1)
+    return [inner + (i < more) for i in range(count - 1)] + [best]
+
+
+def _busy(cost: Cost, stages: list[int]) -> list[tuple[float, float]]:
+    """us of the forward and the backward pass of a micro-batch, by rank."""
+    found = [(cost.forward.each * n, cost.backward.each * n) for n in stages]
+    forward, backward = found[-1]
+    return [*found[:-1], (forward + cost.forward.outside, backward + cost.backward.outside)]
+
+
+def _bubble(candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine) -> float:
+    """us that a step takes longer than the work of its slowest rank. Some micro-batches are simulated: with each one
+    more it grows by that rank's time."""
+    ranks, chunks = candidate.pp, candidate.chunks
+    if ranks == 1:
+        return 0.0
+    count = min(candidate.microbatches, ROUNDS * ranks)
+    schedule = parse_schedule(candidate.schedule, ranks, count, ranks * chunks)
+    is_far = group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks).nodes > 1
+    link = machine.between if is_far else machine.inside
+    times = {(s, kind): busy[rank][i] / chunks for s, rank in enumerate(schedule.ranks) for i, kind in enumerate("FB")}
+    costs = Costs(times, link.start_us, link.speed(MESSAGE, LARGE) / 1e6)
+    flow = _chain(schedule.ranks, count, int(cost.message))
+    timeline = simulate(with_transfers(schedule.orders, flow, costs), flow, costs)
+    return timeline.span_us - count * max(f + b for f, b in busy)
+
+
+def _chain(ranks: tuple[int, ...], count: int, message: int) -> Flow:
+    """Stages one behind the other, with one value between two of them on the way there and back."""
+    last, works, types = len(ranks) - 1, dict[tuple[int, str], Work](), dict[str, TensorType]()
+    for s in range(last + 1):
+        there = ((f"x{s}",) if s else ()), ((f"x{s + 1}",) if s < last else ())
+        back = ((f"g{s + 1}",) if s < last else ()), ((f"g{s}",) if s else ())
+        works[s, "F"] = Work(there[0], (*there[1], f"saved{s}"))
+        works[s, "B"] = Work((*back[0], f"saved{s}"), back[1])
+        types |= dict.fromkeys((f"x{s}", f"g{s}", f"saved{s}"), TensorType((message,), torch.uint8))
+    return Flow(ranks, count, works, types)
+
+
+def _data(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> float:
+    """What a rank waits for the data axis: sums of gradients once a step, parameters of ZeRO-3 where no product hides
+    them."""
+    if candidate.dp == 1:
+        return 0.0
+    group = group_of(parse_mesh(candidate.mesh), "dp", machine.ranks)
+    gradients, parameters = cost.gradients(layers), cost.parameters(layers)
+    if candidate.zero == 0:
+        return machine.collective_us("all_reduce", gradients, group)
+    scattered = machine.collective_us("reduce_scatter", gradients, group)
+    if candidate.zero == 1:
+        return scattered + machine.collective_us("all_gather", parameters, group)
+    if candidate.zero == 2:
+        return _all(candidate, cost, layers, scattered) + machine.collective_us("all_gather", parameters, group)
+    gathered = _per_layer("all_gather", cost.parameters.each, layers, group, machine)
+    hidden = candidate.microbatches * (cost.forward(layers) + cost.backward(layers))
+    moved = candidate.microbatches * 2 * gathered
+    return max(0.0, moved - hidden) + _all(candidate, cost, layers, scattered)
+
+
+def _all(candidate: Candidate, cost: Cost, layers: int, scattered: float) -> float:
+    """Gradients that each micro-batch scatters, under its backward pass; the last bucket has nothing over it."""
+    hidden = cost.backward(layers)
+    return candidate.microbatches * max(0.0, scattered - hidden) + scattered / max(layers, 1)
+
+
+def _per_layer(kind: str, bytes_: float, layers: int, group: Group, machine: Machine) -> float:
+    return max(layers, 1) * machine.collective_us(kind, bytes_, group)
+
+
+def _memory(candidate: Candidate, cost: Cost, layers: int, place: int, stages: int, flight: list[int]) -> float:
+    """The bytes of a rank at its peak. What is outside of the equal layers is on the last stage."""
+    is_last = place == stages - 1
+    dp, zero = candidate.dp, candidate.zero
+
+    def of(line: object) -> float:
+        return line(layers) if is_last else layers * line.each  # type: ignore[operator, attr-defined]
+
+    parameters = of(cost.parameters) / (dp if zero == 3 else 1)
+    parameters += 2 * cost.parameters.each if zero == 3 else 0.0  # of the layer at work, and of the next one
+    gradients = of(cost.gradients) / (dp if zero >= 2 else 1)
+    states = of(cost.states) / (dp if zero >= 1 else 1)
+    held = flight[place] * of(cost.saved) / candidate.chunks
+    others = max(0.0, cost.others(layers))
+    return parameters + gradients + states + held + others

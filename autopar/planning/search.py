@@ -1,0 +1,130 @@
+"""Find the fastest plan that fits: candidates in the order of a bound, simulated until no other one can be better."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from autopar.errors import AutoparError
+from autopar.machines import Machine
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Layers
+from autopar.planning.predict import Prediction, predict
+
+FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every plan has to do. flops: of the products of a step. parameters: their bytes. dtype: of most products."""
+
+    flops: float
+    parameters: float
+    dtype: str
+
+
+@dataclass(slots=True)
+class Found:
+    """best: plans that fit, the fastest first. least: the one that takes least memory. counts: of candidates, by what
+    became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
+    sentence of what refused them."""
+
+    best: list[Prediction] = field(default_factory=list)
+    least: Prediction | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def certificate(self) -> str:
+        """How many candidates there were, and what became of them."""
+        parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
+        return f"{sum(self.counts.values())} candidates: {parts}"
+
+
+def search(
+    candidates: Iterable[Candidate], layers: Layers, work: Work, machine: Machine, limit: float, top: int,
+    equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
+) -> Found:  # fmt: skip
+    """The `top` fastest candidates whose memory is at most `limit` bytes. equal: layers of the model that are equal.
+
+    Those come first whose bound is lowest, and each has two: `Bounds.products` costs nothing, `Bounds.calls` a program
+    for each number of rows. When the lowest bound is above the time of the last of `top`, no other can be among them.
+    tell: of progress, (done, all).
+    """
+    found, bounds, known = Found(), Bounds(layers, work, machine, equal), list(candidates)
+    queue = [(bounds.products(candidate), False, i, candidate) for i, candidate in enumerate(known)]
+    heapq.heapify(queue)
+    total = len(queue)
+    while queue:
+        bound, is_close, i, candidate = heapq.heappop(queue)
+        tell(total - len(queue), total)
+        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        if bound >= slowest:
+            found.counts["slower by a bound"] += len(queue) + 1
+            break
+        if bounds.memory(candidate) > limit:
+            found.counts["larger by a bound"] += 1
+        elif not is_close:
+            heapq.heappush(queue, (bounds.calls(candidate), True, i, candidate))
+        else:
+            _try(candidate, found, layers, machine, limit, top, equal, slowest)
+    if not found.best and found.least is None and known:
+        small = min(known, key=bounds.memory)
+        found.least = predict(small, layers.cost(small.tp, small.rows, small.recompute), equal, machine)
+    return found
+
+
+def _try(
+    candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
+    slowest: float,
+) -> None:  # fmt: skip
+    try:
+        cost = layers.cost(candidate.tp, candidate.rows, candidate.recompute)
+    except AutoparError as error:
+        found.counts[f"refused ({str(error).split('. ')[0].splitlines()[0]})"] += 1
+        return
+    made = predict(candidate, cost, equal, machine, slowest)
+    if found.least is None or made.memory < found.least.memory:
+        found.least = made
+    if made.memory > limit:
+        found.counts["larger than the memory"] += 1
+        return
+    found.counts["simulated"] += 1
+    found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no plan falls below, known without its programs."""
+
+    layers: Layers
+    work: Work
+    machine: Machine
+    equal: int
+
+    def products(self, candidate: Candidate) -> float:
+        """us of the products of a step at the best share of the peak that the machine reaches."""
+        flops = self.machine.device.flops
+        best = max(share for _, share in self.machine.device.products.points)
+        peak = flops.get(self.work.dtype, flops["float32"]) * best
+        return self.work.flops / (candidate.dp * candidate.tp * candidate.pp) / peak * 1e6 * _filling(candidate)
+
+    def calls(self, candidate: Candidate) -> float:
+        """us of the calls of a step, as if tp and pp divided them without a rest and nothing was computed again."""
+        cost = self.layers.cost(1, candidate.rows, "none")
+        both = cost.forward(self.equal) + cost.backward(self.equal)
+        return candidate.microbatches * both / (candidate.tp * candidate.pp) * _filling(candidate)
+
+    def memory(self, candidate: Candidate) -> float:
+        """Bytes of a rank's part of parameters, gradients and states, and of what a micro-batch keeps at least."""
+        part = self.work.parameters / candidate.tp / candidate.pp
+        split = [candidate.dp if candidate.zero >= stage else 1 for stage in (3, 2, 1, 1)]
+        saved = self.layers.cost(1, 1, "full").saved.each * self.equal * candidate.rows / candidate.tp / candidate.pp
+        return sum(part / ranks for ranks in split) + saved
+
+
+def _filling(candidate: Candidate) -> float:
+    """How much longer a pipeline takes that fills and empties: (m + (p - 1) / v) / m."""
+    return 1 + (candidate.pp - 1) / candidate.chunks / candidate.microbatches

@@ -1,0 +1,71 @@
+"""The bytes that a rank holds of a step, read off its programs: parameters, gradients, states, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.compiler.lowered import Lowered
+from autopar.ir.measure import local_bytes
+from autopar.ir.program import Program, is_getitem, is_view, kept_values, root_of
+
+MOMENTS = 2  # of AdamW, in the dtype of the parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes. saved: of one micro-batch, from its forward to its backward pass. others: what is alive beside all of
+    that at the worst moment."""
+
+    parameters: float
+    gradients: float
+    states: float
+    saved: float
+    others: float
+
+
+def held(compiled: Lowered) -> Held:
+    """Of rank 0, with one micro-batch under way."""
+    program = compiled.program
+    parameters = sum(local_bytes(node, program.mesh) for node, _ in program.parameters())
+    gradients = sum(
+        local_bytes(node, program.mesh) for node, out in program.leaving if out.kind == "gradient" and node is not None
+    )
+    if compiled.pipeline is None:
+        saved = sum(local_bytes(node, program.mesh) for node in kept_values(program))
+        others = max(0.0, _peak(program) - saved)
+        return Held(parameters, gradients, MOMENTS * parameters, saved, others)
+    graphs = {kind: graph for (_, kind), graph in compiled.pipeline.graphs.items()}
+    kept = [node for node, out in graphs["F"].leaving if out.kind == "saved" and node is not None]
+    others = max(_peak(graph) for kind, graph in graphs.items() if kind in "FBIW")
+    return Held(parameters, gradients, MOMENTS * parameters, _bytes(graphs["F"], kept), others)
+
+
+def _bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
+    """Of what some values lie in, but for what was there before."""
+    roots = {root_of(node) for node in nodes}
+    return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
+
+
+def _peak(program: Program) -> int:
+    """The most bytes of a graph's own values that are alive at once, beside those that it leaves."""
+    leaving = {root_of(node) for node in program.results if node is not None}
+    own = {
+        node: local_bytes(node, program.mesh)
+        for node in program.calls()
+        if not is_getitem(node) and not is_view(node) and node not in leaving
+    }
+    last: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        last.update(dict.fromkeys(map(root_of, node.all_input_nodes), node))
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        dying.setdefault(user, []).append(node)
+    alive = most = 0
+    for node in program.calls():
+        alive += own.get(node, 0)
+        most = max(most, alive)
+        alive -= sum(own.get(gone, 0) for gone in dying.get(node, ()))
+    return most

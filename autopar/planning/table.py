@@ -1,0 +1,40 @@
+"""What `autopar plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.measure import human
+from autopar.planning.plan import Planned
+from autopar.planning.predict import Prediction
+from autopar.planning.report import time_text
+from autopar.report.text import table_text
+
+HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp", "data axes", "optimizer")
+
+
+def planned_text(planned: Planned) -> str:
+    """The plans that fit, the fastest first, and what became of the others."""
+    return "\n".join(_lines(planned))
+
+
+def _lines(planned: Planned) -> Iterator[str]:
+    asked, best = planned.asked, planned.found.best
+    layers = f", {planned.layers} equal layers" if planned.layers else ""
+    yield (
+        f"{asked.gpus} devices of {asked.machine.name}, {asked.batch} rows ({planned.tokens:,} tokens) a step, at most "
+        f"{human(asked.limit)} a device{layers}"
+    )
+    yield table_text(HEADS, [_row(planned, each) for each in best])
+    yield planned.found.certificate
+
+
+def _row(planned: Planned, found: Prediction) -> tuple[str, ...]:
+    flops = planned.asked.machine.device.flops
+    peak = planned.asked.gpus * flops.get(planned.work.dtype, flops["float32"])
+    parts = (found.bubble, found.exposed, found.data, found.optimizer)
+    return (
+        str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",
+        f"{planned.work.flops / peak / found.total * 1e6:.1%}", human(found.memory),
+        *(f"{us / found.total:.1%}" for us in parts),
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""`plan`: the search finds what trying everything finds, its bounds are bounds, and what it says of plans is true."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from models import Llama, token_loss
+
+import autopar
+from autopar.cli import commands as cli
+from autopar.errors import PlanError
+from autopar.machines import Machine, named
+from autopar.passes.schedules import in_flight, parse_schedule
+from autopar.planning.candidates import Candidate, Space
+from autopar.planning.layers import PARTS
+from autopar.planning.plan import Asked, Planned, layers_of, plan
+from autopar.planning.predict import held_at_once, predict
+from autopar.planning.search import Bounds
+
+ROWS, GPUS = 8, 4
+MACHINE = Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0)
+
+
+def job() -> autopar.Job:
+    with torch.device("meta"):
+        model = Llama(6, 256, 8, 8, 512, 512, 64)
+        ids = torch.empty(2, 64, dtype=torch.int64)
+    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+
+
+def asked(**changes: object) -> Asked:
+    given = {"gpus": GPUS, "batch": ROWS, "machine": MACHINE, "memory": math.inf, "top": 3, **changes}
+    return Asked(**given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    return plan(job(), asked())
+
+
+def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None:
+    layers, equal = layers_of(job(), MACHINE), planned.layers
+    bounds = Bounds(layers, planned.work, MACHINE, equal)
+    tried = []
+    for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, {}).candidates():
+        cost = layers.cost(candidate.tp, candidate.rows, candidate.recompute)
+        found = predict(candidate, cost, equal, MACHINE)
+        assert bounds.products(candidate) <= found.total * (1 + 1e-9), candidate
+        assert bounds.calls(candidate) <= found.total * (1 + 1e-9), candidate
+        assert bounds.memory(candidate) <= found.memory * (1 + 1e-9), candidate
+        tried.append(found)
+    best = sorted(tried, key=lambda each: each.total)[:3]
+    assert [each.total for each in planned.found.best] == pytest.approx([each.total for each in best])
+    assert sum(planned.found.counts.values()) == len(tried)
+
+
+def test_what_does_not_fit_is_not_chosen(planned: Planned) -> None:
+    limit = min(each.memory for each in planned.found.best) * 0.8
+    found = plan(job(), asked(memory=limit))
+    assert all(each.memory <= limit for each in found.found.best)
+    assert found.found.best[0].total > planned.found.best[0].total
+
+
+def test_what_is_fixed_stays(planned: Planned) -> None:
+    found = plan(job(), asked(fixed={"tp": 2, "zero": 1}))
+    assert {(each.candidate.tp, each.candidate.zero) for each in found.found.best} == {(2, 1)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 4), (4, 8)])
+def test_what_a_rank_of_a_pipeline_holds_at_once(schedule: str, pp: int, microbatches: int) -> None:
+    candidate = Candidate(1, 1, pp, 0, "none", 1, microbatches, schedule)
+    orders = parse_schedule(schedule, pp, microbatches, pp * candidate.chunks).orders
+    assert held_at_once(candidate) == [in_flight(order) for order in orders]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(4, 1, 1, 0, "none", 1, 2), Candidate(1, 4, 1, 0, "full", 4, 2), Candidate(2, 2, 1, 3, "none", 2, 2),
+        Candidate(2, 1, 2, 1, "none", 1, 4), Candidate(1, 2, 2, 0, "selective", 2, 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: Candidate, planned: Planned) -> None:
+    given = job()
+    ids = torch.empty(ROWS, 64, dtype=torch.int64, device="meta")
+    compiled = autopar.compile(
+        given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
+    )
+    cost = layers_of(job(), MACHINE).cost(candidate.tp, candidate.rows, candidate.recompute)
+    found = predict(candidate, cost, planned.layers, MACHINE)
+    assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=0.15)
+
+
+def test_no_plan_fits() -> None:
+    with pytest.raises(PlanError, match=r"no plan fits in 1 MB a device on 4 devices: the least memory is [\d.]+ MB"):
+        plan(job(), asked(memory=1e6))
+
+
+def test_no_plan_divides_the_batch() -> None:
+    with pytest.raises(PlanError, match="no plan for 4 devices and 7 rows a step with tp=1, pp=1: the data axis must"):
+        plan(job(), asked(batch=7, fixed={"tp": 1, "pp": 1}))
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(
+        "import torch, autopar\nfrom torch import nn\n\n"
+        "def loss(model, x):\n    return model(x).square().mean()\n\n"
+        "def job():\n    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]\n"
+        "    return autopar.Job(nn.Sequential(*layers), loss, torch.randn(4, 64))\n"
+    )
+    words = [
+        "plan",
+        f"{tmp_path / 'jobs.py'}:job",
+        "--gpus",
+        "4",
+        "--batch",
+        "8",
+        "--machine",
+        "a100-80g",
+        "--top",
+        "2",
+    ]
+    cli.app([*words, "--fix", "tp=1"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert re.search(r"4 devices of a100-80g, 8 rows \(8 tokens\) a step, at most 79 GB a device", said)
+    assert re.search(r"\d+ candidates: ", said) and "dp=4" in said
+    assert named("a100-80g").device.memory == 85.9e9 and PARTS == 2
