@@ -21,7 +21,8 @@ from autopar.planning.plan import Asked, Planned, layers_of, plan
 from autopar.planning.predict import held_at_once, predict
 from autopar.planning.search import Bounds
 
-ROWS, GPUS = 8, 4
+ROWS, GPUS = 4, 4
+PLAIN = {"recompute": "none"}  # so that there are few programs to make
 MACHINE = Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0)
 
 
@@ -33,7 +34,7 @@ def job() -> autopar.Job:
 
 
 def asked(**changes: object) -> Asked:
-    given = {"gpus": GPUS, "batch": ROWS, "machine": MACHINE, "memory": math.inf, "top": 3, **changes}
+    given = {"gpus": GPUS, "batch": ROWS, "machine": MACHINE, "memory": math.inf, "top": 3, "fixed": PLAIN, **changes}
     return Asked(**given)  # type: ignore[arg-type]
 
 
@@ -46,7 +47,7 @@ def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None
     layers, equal = layers_of(job(), MACHINE), planned.layers
     bounds = Bounds(layers, planned.work, MACHINE, equal)
     tried = []
-    for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, {}).candidates():
+    for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, PLAIN).candidates():
         cost = layers.cost(candidate.tp, candidate.rows, candidate.recompute)
         found = predict(candidate, cost, equal, MACHINE)
         assert bounds.products(candidate) <= found.total * (1 + 1e-9), candidate
@@ -59,14 +60,14 @@ def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None
 
 
 def test_what_does_not_fit_is_not_chosen(planned: Planned) -> None:
-    limit = min(each.memory for each in planned.found.best) * 0.8
+    limit = max(each.memory for each in planned.found.best) * 0.999
     found = plan(job(), asked(memory=limit))
     assert all(each.memory <= limit for each in found.found.best)
-    assert found.found.best[0].total > planned.found.best[0].total
+    assert found.found.best[-1].total > planned.found.best[-1].total
 
 
 def test_what_is_fixed_stays(planned: Planned) -> None:
-    found = plan(job(), asked(fixed={"tp": 2, "zero": 1}))
+    found = plan(job(), asked(fixed={**PLAIN, "tp": 2, "zero": 1}))
     assert {(each.candidate.tp, each.candidate.zero) for each in found.found.best} == {(2, 1)}
 
 
@@ -81,8 +82,8 @@ def test_what_a_rank_of_a_pipeline_holds_at_once(schedule: str, pp: int, microba
 @pytest.mark.parametrize(
     "candidate",
     [
-        Candidate(4, 1, 1, 0, "none", 1, 2), Candidate(1, 4, 1, 0, "full", 4, 2), Candidate(2, 2, 1, 3, "none", 2, 2),
-        Candidate(2, 1, 2, 1, "none", 1, 4), Candidate(1, 2, 2, 0, "selective", 2, 4),
+        Candidate(2, 1, 1, 0, "none", 1, 2), Candidate(1, 4, 1, 0, "full", 2, 2), Candidate(2, 2, 1, 3, "none", 1, 2),
+        Candidate(1, 2, 2, 0, "none", 1, 4),
     ],
     ids=str,
 )  # fmt: skip
