@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from autopar.cli.compiling import compiled_of, job_of
-from autopar.cli.estimating import estimate
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
-from autopar.cli.planning import plan_
+from autopar.cli.planning import estimate, plan_
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
 from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
