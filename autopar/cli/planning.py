@@ -1,4 +1,4 @@
-"""`autopar estimate` and `plan`: time and memory of a step on a machine that need not be here, and the best plans there."""
+"""`autopar estimate` and `plan`: what a step takes on a machine that need not be here, and the best plans there."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -87,7 +88,7 @@ class _Layers:
         paths = _paths(program)
         for node in program.calls():
             if node not in paths:
-                args = fx.node.map_arg((node.args, node.kwargs), lambda x: _Word(self.alike.get(x, x.name)))
+                args = fx.node.map_arg((node.args, node.kwargs), lambda x: f"<{self.alike.get(x, x.name)}>")
                 self.alike[node] = first.setdefault((str(node.target), str(args)), node.name)
         for node, path in paths.items():
             layer = self._layer(path)
@@ -110,7 +111,7 @@ class _Layers:
 
     def _call(self, node: fx.Node, layer: _Layer) -> Hashable:
         known = record(node)
-        args = fx.node.map_arg((node.args, node.kwargs), lambda operand: _Word(self._operand(operand, layer)))
+        args = fx.node.map_arg((node.args, node.kwargs), lambda operand: f"<{self._operand(operand, layer)}>")
         return str(node.target), known.types, known.phase, str(args)
 
     def _operand(self, operand: fx.Node, layer: _Layer) -> Hashable:
@@ -136,16 +137,6 @@ def _paths(program: Program) -> dict[fx.Node, str]:
         if node is end:
             before, end = "", None
     return found
-
-
-@dataclass(frozen=True)
-class _Word:
-    """What stands for an operand in a signature."""
-
-    text: Hashable
-
-    def __repr__(self) -> str:
-        return f"<{self.text}>"
 
 
 def _longest(program: Program) -> list[_Layer] | None:
@@ -193,9 +184,8 @@ def _without(program: Program, before: _Layer, gone: Sequence[_Layer], behind: _
     results = program.results
     if any(results[i] in dropped for i in kept):
         return None
-    build.output(
-        [None if results[i] is None else build.value[results[i]] for i in kept], record(program.graph.output_node())
-    )
+    chosen: list[Any] = [None if results[i] is None else build.value[results[i]] for i in kept]  # type: ignore[index]
+    build.output(chosen, record(program.graph.output_node()))
     erase_unused(build.graph)  # what was made for the layers that are gone
     inputs = tuple(entry for node, entry in program.entries if node not in dropped)
     return program.with_(graph=build.graph, inputs=inputs, outputs=tuple(program.outputs[i] for i in kept))
