@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
 
 Tensor = torch.Tensor
@@ -15,7 +16,7 @@ ROW = 1024  # elements of a row: to call for a shorter one costs more than to co
 def linear_scan(a: Tensor, b: Tensor, start: Tensor | None, dim: int, reverse: bool, *, runs: int = 1) -> Tensor:
     found = torch.empty(b.shape, dtype=b.dtype, device=b.device)
     a, b, out = (x.unflatten(dim, (runs, -1)).movedim(dim + 1, 0) for x in (a, b, found))
-    if b.is_cuda or b[0].numel() < ROW:
+    if not host.on_host(b) or b[0].numel() < ROW:
         _scan_blocks(a, b, start, out, reverse)
     else:
         _scan_rows(a, b, start, out, reverse)

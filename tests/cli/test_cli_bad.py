@@ -22,7 +22,8 @@ def job():
     return autopar.Job(model, loss_fn, (torch.randn(8, 8), torch.randn(8, 8)))
 """
 
-# JOB: the TARGET; FILE: a file where a folder is meant; NEW: a folder that is not there. Then what is said.
+# JOB: the TARGET; FILE: a file where a folder is meant; NEW: a folder that a test makes; NONE: one that nobody makes.
+# Then what is said.
 WRONG = {
     "run JOB --mesh dp=1 --steps -5": "--steps -5: write a number of 1 or more.",
     "run JOB --mesh dp=2 --steps 0": "--steps 0: write a number of 1 or more.",
@@ -52,7 +53,7 @@ WRONG = {
     "machine show NEW.toml": "machine file 'NEW.toml': No such file or directory.",
     "machine show tpu": "machine 'tpu': there is a100-80g, cpu, h100-80g",
     "machine measure --out FILE": "machine file 'FILE': write a name that ends in .toml",
-    "machine measure --out NEW/mine.toml": "machine file 'NEW/mine.toml': there is no folder 'NEW'; make it first.",
+    "machine measure --out NONE/mine.toml": "machine file 'NONE/mine.toml': there is no folder 'NONE'; make it first.",
     "machine measure --out FILE.toml --seconds 2": "--seconds 2: write 10 to 3600.",
     "machine measure --out FILE.toml --ranks 0": "--ranks 0: write a number of 1 or more.",
     "machine measure --out FILE.toml --device tpu": "--device tpu: write cpu or cuda.",
@@ -78,6 +79,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "JOB": f"{folder}/job.py:job",
         "FILE": f"{folder}/file",
         "NEW": f"{folder}/new",
+        "NONE": f"{folder}/none",
         "SAVED": f"{folder}/saved",
     }
     code, said, _ = call(f"compile {found['JOB']} --mesh dp=2 --out {found['SAVED']}")

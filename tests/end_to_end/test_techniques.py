@@ -53,7 +53,7 @@ def test_bubbles(schedule: str, formula: str, simulated: str, monkeypatch: pytes
     command = f"inspect docs/techniques.py:wide --mesh pp=4 --microbatches 8 --schedule {schedule} {chunks}--timeline"
     (idle,) = re.findall(r"simulated: .* idle ([\d.]+)%", output(command))
     assert abs(float(idle) - float(simulated)) < 0.2  # the page is up to date
-    assert float(idle) == pytest.approx(float(formula), abs=3)  # and near its formula
+    assert -4 < float(idle) - float(formula) < 3  # and near its formula, which for zb-v is a bound
 
 
 def test_the_page_was_read() -> None:

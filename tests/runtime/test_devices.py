@@ -25,7 +25,7 @@ from autopar.runtime.callables import creates
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
 from autopar.runtime.functional import FunctionalCollectives
-from autopar.runtime.inductor import _RankTrace
+from autopar.runtime.rank_trace import RankTrace
 from autopar.torch_compat import OpOverload
 
 META = torch.device("meta")
@@ -133,7 +133,7 @@ def test_the_host_does_not_wait_for_a_pinned_batch(pinned: bool, monkeypatch: py
 
 def test_what_a_compiler_is_given_lies_there_too() -> None:
     compiled = compile(Makes(), "dp=1", batch=(TOKENS,))
-    trace = _RankTrace(compiled.program, FunctionalCollectives(compiled.mesh, {"dp": 0}, {}), META)
+    trace = RankTrace(compiled.program, FunctionalCollectives(compiled.mesh, {"dp": 0}, {}), META)
     with torch.no_grad():
         graph = make_fx(trace.run, tracing_mode="fake")(*inputs_of(compiled)).graph
     made = [node for node in graph.nodes if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]

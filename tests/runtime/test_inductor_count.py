@@ -67,4 +67,4 @@ def test_our_groups_move_at_most_as_much_in_at_most_as_many_kernels(block: str) 
 def test_without_groups_there_would_be_more() -> None:
     for name, program in graphs("llama"):
         one = ours(name, program)
-        assert one.kernels > 2 * MEASURED[name][0] and one.bytes_ > 1.2 * MEASURED[name][1], one
+        assert one.kernels > 1.5 * MEASURED[name][0] and one.bytes_ > 1.2 * MEASURED[name][1], one

@@ -33,11 +33,11 @@ PASSES = (("forward", "F"), ("backward", "B"))
 OPAQUE = ("autopar.einsum", "autopar.attention", "autopar.embedding_backward", "autopar.checked")
 MEASURED = {
     "gpt step": (26, 3_432_484_872),
-    "gpt split": (34, 1_636_093_960),
+    "gpt split": (35, 1_753_526_280),
     "gpt forward": (8, 1_879_355_400),
     "gpt backward": (19, 2_155_036_672),
     "llama step": (15, 3_865_178_120),
-    "llama split": (24, 1_656_819_720),
+    "llama split": (47, 1_858_146_312),
     "llama forward": (6, 1_729_187_844),
     "llama backward": (9, 2_896_216_064),
     "t5 step": (22, 9_414_298_632),
