@@ -76,6 +76,8 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
         options |= {"slices": dice.choice((2, 4)), "schedule": dice.choice(SLICED)}
         if dice.random() < 0.5:
             options["slices"] = dice.choice(LENGTHS[options["slices"]])
+    if dice.random() < 0.3:
+        options["compile"] = "triton"  # groups, which a CPU runs call by call
     return name, mesh, options
 
 

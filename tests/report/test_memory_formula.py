@@ -163,7 +163,7 @@ def test_formulas_are_of_the_program_that_is_trained() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
     job = autopar.Job(model, total, (torch.randn(4, 8, 16),), precision="bf16")
     mesh, choices = mesh_of("dp=2"), options_of(**job.step)
-    built = _builder(job, mesh, choices, {"b": 4, "s": 8})({"b": 4, "s": 8})
+    built = _builder(job, mesh, choices)({"b": 4, "s": 8})
     trained = autopar.compile(model, mesh, loss_fn=total, batch=job.batch, precision="bf16")
     assert "bf16" in built.text()
     assert saved_by_module(built) == saved_by_module(trained)
