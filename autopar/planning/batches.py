@@ -30,7 +30,7 @@ def resized(batch: Any, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict
         if not leaf.ndim or leaf.shape[0] != example["b"]:
             return leaf
         shape = [sizes.get("b", example["b"]), *leaf.shape[1:]]
-        if "s" in sizes and leaf.ndim > 1 and shape[1] == example["s"]:
+        if "s" in sizes and leaf.ndim > 1 and shape[1] == example.get("s"):
             shape[1] = sizes["s"]
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
