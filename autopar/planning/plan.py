@@ -54,13 +54,14 @@ class Planned:
     layers: int
 
 
-def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
-    """Search all plans (`planning/search.py`) for a job's model. tell: of progress, (done, all).
+def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
+    """Search all plans (`planning/search.py`) for a job's model. tell: of progress, (done, all). layers: what
+    `layers_of` gave for this job and machine; what it knows is not made again.
 
     Raises PlanError if no plan fits, with the least memory that any would take, and BatchError for a batch that no
     number of devices divides.
     """
-    layers = layers_of(job, asked.machine)
+    layers = layers or layers_of(job, asked.machine)
     equal = layers.depths(PARTS)[0].layers
     whole = layers.captured(PARTS).program
     work = _work(whole, layers, asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.machines import Machine, named
 from autopar.passes.schedules import in_flight, parse_schedule
 from autopar.planning.candidates import Candidate, Space
-from autopar.planning.layers import PARTS
+from autopar.planning.layers import PARTS, Layers
 from autopar.planning.plan import Asked, Planned, layers_of, plan
 from autopar.planning.predict import held_at_once, predict
 from autopar.planning.search import Bounds
@@ -38,17 +39,27 @@ def asked(**changes: object) -> Asked:
     return Asked(**given)  # type: ignore[arg-type]
 
 
+@cache
+def layers() -> Layers:
+    """Of all plans of this file: each program is made once."""
+    return layers_of(job(), MACHINE)
+
+
+def planned_for(**changes: object) -> Planned:
+    return plan(job(), asked(**changes), layers=layers())
+
+
 @pytest.fixture(scope="module")
 def planned() -> Planned:
-    return plan(job(), asked())
+    return planned_for()
 
 
 def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None:
-    layers, equal = layers_of(job(), MACHINE), planned.layers
-    bounds = Bounds(layers, planned.work, MACHINE, equal)
+    equal = planned.layers
+    bounds = Bounds(layers(), planned.work, MACHINE, equal)
     tried = []
     for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, PLAIN).candidates():
-        cost = layers.cost(candidate.tp, candidate.rows, candidate.recompute)
+        cost = layers().cost(candidate.tp, candidate.rows, candidate.recompute)
         found = predict(candidate, cost, equal, MACHINE)
         assert bounds.products(candidate) <= found.total * (1 + 1e-9), candidate
         assert bounds.calls(candidate) <= found.total * (1 + 1e-9), candidate
@@ -61,13 +72,13 @@ def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None
 
 def test_what_does_not_fit_is_not_chosen(planned: Planned) -> None:
     limit = max(each.memory for each in planned.found.best) * 0.999
-    found = plan(job(), asked(memory=limit))
+    found = planned_for(memory=limit)
     assert all(each.memory <= limit for each in found.found.best)
     assert found.found.best[-1].total > planned.found.best[-1].total
 
 
 def test_what_is_fixed_stays(planned: Planned) -> None:
-    found = plan(job(), asked(fixed={**PLAIN, "tp": 2, "zero": 1}))
+    found = planned_for(fixed={**PLAIN, "tp": 2, "zero": 1})
     assert {(each.candidate.tp, each.candidate.zero) for each in found.found.best} == {(2, 1)}
 
 
@@ -93,19 +104,19 @@ def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: 
     compiled = autopar.compile(
         given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
     )
-    cost = layers_of(job(), MACHINE).cost(candidate.tp, candidate.rows, candidate.recompute)
+    cost = layers().cost(candidate.tp, candidate.rows, candidate.recompute)
     found = predict(candidate, cost, planned.layers, MACHINE)
     assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=0.15)
 
 
 def test_no_plan_fits() -> None:
     with pytest.raises(PlanError, match=r"no plan fits in 1 MB a device on 4 devices: the least memory is [\d.]+ MB"):
-        plan(job(), asked(memory=1e6))
+        planned_for(memory=1e6)
 
 
 def test_no_plan_divides_the_batch() -> None:
     with pytest.raises(PlanError, match="no plan for 4 devices and 7 rows a step with tp=1, pp=1: the data axis must"):
-        plan(job(), asked(batch=7, fixed={"tp": 1, "pp": 1}))
+        planned_for(batch=7, fixed={"tp": 1, "pp": 1})
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
