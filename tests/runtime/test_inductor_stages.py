@@ -3,6 +3,7 @@ float64, from graphs that Inductor wrote and the list of instructions runs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,9 +17,11 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import CompileError
 from autopar.ir.measure import local_type
 from autopar.ir.ops import op
 from autopar.ir.pipeline import Pipeline
+from autopar.parallel.inductor import check_slices
 from autopar.runtime import inductor
 from autopar.runtime.inductor_stages import compile_stages
 from autopar.runtime.microbatches import StageGraph, Turn
@@ -241,3 +244,16 @@ def _forward(rank: int) -> None:
 @pytest.mark.gloo
 def test_a_forward_pass_and_another_batch(two: Ranks) -> None:
     two.run(_forward, timeout=200)
+
+
+@needs_compiler
+def test_slices_of_unequal_length_are_refused_and_never_chosen() -> None:
+    model, loss_fn, batch = models.short_gpt()
+    options: dict[str, Any] = {"microbatches": 3, "schedule": "seq1f1b", "compile": "inductor"}
+    compiled = autopar.compile(model, "pp=2", loss_fn=loss_fn, batch=batch, slices=[6, 2], **options)
+    assert compiled.pipeline is not None
+    said = r'compile="inductor" takes slices of equal length, and these have [6, 2] positions: write slices=[4, 4], or'
+    with pytest.raises(CompileError, match=re.escape(said)):
+        check_slices(compiled.pipeline)
+    chosen = autopar.compile(model, "pp=2", loss_fn=loss_fn, batch=batch, slices=2, **options)
+    assert chosen.pipeline is not None and not chosen.pipeline.flow.lengths
