@@ -19,7 +19,7 @@ from autopar.cli.commands import app
 
 PAGE = (ROOT / "docs" / "techniques.md").read_text()
 SHOWN = [tuple(block.splitlines()) for block in re.findall(r"^```text\n\$ autopar (.*?)^```", PAGE, re.M | re.S)]
-SIMULATED = re.findall(r"^\| `([\w-]+)` \| .*?([\d.]+) %(?: at most)? \|.*\| ([\d.]+) % \|$", PAGE, re.M)
+SIMULATED = re.findall(r"^\| `([\w-]+)` \| .*?([\d.]+) %( at most)? \|.*\| ([\d.]+) % \|$", PAGE, re.M)
 
 P = 8 * 8 * 256**2
 LAYERS, ROWS, LENGTH, WIDTH = 2, 24, 48, 128  # of examples/train_gpt.py
@@ -46,14 +46,15 @@ def test_a_command_says_what_the_page_shows(shown: tuple[str, ...], monkeypatch:
     assert lines and [line for line in lines if not any(one.startswith(words(line)) for one in said)] == []
 
 
-@pytest.mark.parametrize(("schedule", "formula", "simulated"), SIMULATED)
-def test_bubbles(schedule: str, formula: str, simulated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("schedule", "formula", "at_most", "simulated"), SIMULATED)
+def test_bubbles(schedule: str, formula: str, at_most: str, simulated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     chunks = "--chunks 2 " if schedule == "interleaved-1f1b" else ""
     command = f"inspect docs/techniques.py:wide --mesh pp=4 --microbatches 8 --schedule {schedule} {chunks}--timeline"
     (idle,) = re.findall(r"simulated: .* idle ([\d.]+)%", output(command))
     assert abs(float(idle) - float(simulated)) < 0.2  # the page is up to date
-    assert -4 < float(idle) - float(formula) < 3  # and near its formula, which for zb-v is a bound
+    beyond = float(idle) - float(formula)
+    assert beyond <= 0 if at_most else abs(beyond) < 3  # and below its bound, or near its formula
 
 
 def test_the_page_was_read() -> None:
