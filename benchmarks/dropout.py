@@ -62,11 +62,12 @@ def main() -> None:
     parser.add_argument("--p", type=float, default=0.1)
     parser.add_argument("--seconds", type=float, default=4.0, help="spent on each shape")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
+    parser.add_argument("--shapes", type=int, help="how many of the shapes, the smallest first; without it all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"p={options.p}, ms of forward and backward on {options.device}, median")
     for dtype in (torch.float32, torch.bfloat16):
-        for shape in SHAPES[options.device]:
+        for shape in SHAPES[options.device][: options.shapes]:
             ours, theirs = _compare(shape, dtype, options)
             print(f"{shape!s:16} {dtype!s:15} ours {ours:8.3f}  F.dropout {theirs:8.3f}  ratio {ours / theirs:.2f}")
 

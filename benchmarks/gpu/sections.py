@@ -38,7 +38,8 @@ def demo(device: str) -> None:
 
 def dropout(device: str) -> None:
     """Dropout beside `F.dropout`."""
-    _call("-m", "benchmarks.dropout", "--device", device, "--seconds", "2" if device == "cuda" else "0")
+    sizes = ("--seconds", "2") if device == "cuda" else ("--seconds", "0", "--shapes", "2")
+    _call("-m", "benchmarks.dropout", "--device", device, *sizes)
 
 
 def _call(*arguments: str) -> None:

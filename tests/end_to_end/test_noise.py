@@ -116,6 +116,7 @@ def compiled_case(depth: int, spread: float) -> tuple[Case, Captured, Compiled]:
     return (model, batch), captured, Compiled(plan, run_passes(captured.program, plan))
 
 
+@functools.cache
 def broken(depth: int, spread: float, name: str, change: Callable[[Program, fx.Node], None]) -> Report:
     (model, batch), captured, compiled = compiled_case(depth, spread)
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -316,12 +316,13 @@ def test_500_breaks() -> None:
     assert tally["harmless, accepted"] > 10  # it does not refuse whatever differs
 
 
-def test_1024_ranks() -> None:
-    """About 300,000 instructions, in a second on one core of a desk machine."""
-    lists, flow = lists_of("1f1b", 1024, 48)
-    assert 290_000 < sum(map(len, lists)) < 310_000
+@pytest.mark.parametrize("ranks", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_many_ranks(ranks: int) -> None:
+    """Of 1,024 about 300,000 instructions, in a second on one core of a desk machine."""
+    lists, flow = lists_of("1f1b", ranks, 48)
+    assert 290 * ranks < sum(map(len, lists)) < 310 * ranks
     start = time.process_time()
     check_schedule(lists, flow)
     took = time.process_time() - start
     print(f"checked {sum(map(len, lists)):,} instructions in {took:.2f} s")
-    assert took < 5
+    assert took < ranks / 200

@@ -84,15 +84,15 @@ def test_layers_of_torch_are_one_op_too() -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_layer_grows_with_the_sequence_and_not_with_its_square(device: str) -> None:
+@pytest.mark.parametrize(("device", "length"), [("cuda", 8192), ("cpu", 4096)])
+def test_a_layer_grows_with_the_sequence_and_not_with_its_square(device: str, length: int) -> None:
     def activations(length: int) -> int:
         with torch.device("meta"):
             model, x = Layer(256, True), torch.empty(1, length, 256)
         report = autopar.compile(model, "dp=1", loss_fn=square, batch=(x,)).memory(0, device=device)
         return report.peak - sum(report.states.values())
 
-    assert activations(16384) <= 2.1 * activations(8192)
+    assert activations(2 * length) <= 2.1 * activations(length)
 
 
 class Padded(nn.Module):
