@@ -121,8 +121,8 @@ def _order(key: tuple[int, str]) -> tuple[int, int]:
 
 
 class _Compiler:
-    """Compiles the graphs of a rank, one after the other. given: the strides of what the graphs so far give, by name and
-    shape (slices differ in length): those who read it take it as it lies."""
+    """Compiles the graphs of a rank, one after the other. given: the strides of what the graphs so far give, by name
+    and shape (slices differ in length): those who read it take it as it lies."""
 
     def __init__(self, pipeline: Pipeline, rank: int, groups: Mapping[str, Group], device: torch.device) -> None:
         self.pipeline, self.groups, self.device, self.writer = pipeline, groups, device, Writer(rank)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ir.fused import Fused
-from autopar.runtime.triton.configuration import programs_of
+from autopar.runtime.triton.configuration import processors_of, programs_of
 from autopar.runtime.triton.emit import FAR, Kernel, Strides, emit
 from autopar.runtime.triton.lower import Lowered, Result, lower
 from autopar.runtime.triton.values import CannotEmit, wide
@@ -34,15 +34,18 @@ class FusedKernel:
     """A group ready to run: called with its operands it gives its results, in memory of their own.
 
     plain: computes the group op by op, for what has no kernel. compiled: gives the function of a kernel. over: for each
-    result the operand over which it may be written, None for memory of its own. reason: why it has no kernel, if so.
+    result the operand over which it may be written, None for memory of its own. processors: of the GPU, those of
+    `device` if not given. say: told of a group without a kernel. reason: why it has none, if so.
     """
 
     def __init__(
         self, fused: Fused, plain: Function, compiled: Callable[[Kernel], Any], device: torch.device,
-        exact: bool = False, over: Sequence[int | None] = (),
+        exact: bool = False, over: Sequence[int | None] = (), processors: int | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self.fused, self.plain, self.compiled, self.device = fused, plain, compiled, device
-        self.exact = exact
+        self.exact, self.say = exact, say or _say
+        self.processors = processors or processors_of(device)
         self.over = tuple(over) or (None,) * len(fused.results)
         self.reason = ""
         self.lowered: Lowered | None = None
@@ -89,11 +92,11 @@ class FusedKernel:
                 )
         kernel = emit(lowered, strides)
         is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
-        return Launch(kernel, self.compiled(kernel), programs_of(kernel.tile, lowered.rows, self.device), is_far)
+        return Launch(kernel, self.compiled(kernel), programs_of(kernel.tile, lowered.rows, self.processors), is_far)
 
     def _give_up(self, reason: str) -> None:
         self.lowered, self.reason = None, reason
-        _say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
+        self.say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
 
     def _allocate(self, lowered: Lowered, launch: Launch, operands: Sequence[Any]) -> list[torch.Tensor]:
         """Where the kernel writes."""
