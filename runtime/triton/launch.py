@@ -64,25 +64,27 @@ class FusedKernel:
         known = self._launches.get(strides)
         if known is None:
             return self._first(strides, operands)
-        return self._run(known, operands, self._allocate(self.lowered, known, operands))
+        results = self._allocate(self.lowered, known, operands)
+        self._start(known, operands, results)
+        return self._results(results)
 
     def _first(self, strides: Strides, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """The first call with operands of some strides: what Triton or the driver refuse, they refuse here."""
+        """The first call with operands of some strides: what Triton or the driver refuse, they refuse here; of any
+        kind, the compiler's, the assembler's, the driver's, or a file that can be written nowhere."""
         assert self.lowered is not None
         try:
             made = self._launch(self.lowered, strides, operands)
-        except CannotEmit as error:
-            self._give_up(str(error))
+        except Exception as error:
+            self._give_up(_reason(error))
             return self.plain(*operands)
         results = self._allocate(self.lowered, made, operands)
         try:
-            found = self._run(made, operands, results)
-        except Exception as error:  # of any kind: the compiler's, the assembler's, the driver's
-            last = str(error).strip().splitlines()[-1:]
-            self._give_up(" ".join((f"{type(error).__name__}:", *last)))
+            self._start(made, operands, results)
+        except Exception as error:
+            self._give_up(_reason(error))
             return self.plain(*operands)
         self._launches[strides] = made
-        return found
+        return self._results(results)
 
     def _launch(self, lowered: Lowered, strides: Strides, operands: Sequence[Any]) -> Launch:
         for i, (operand, type_) in enumerate(zip(operands, lowered.operands, strict=True)):
@@ -115,7 +117,7 @@ class FusedKernel:
             return found
         return torch.empty(result.type.shape, dtype=result.type.dtype, device=self.device)
 
-    def _run(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _start(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
         lowered, tile = self.lowered, launch.kernel.tile
         assert lowered is not None
         grid = (launch.programs, tile.across) if tile.is_persistent else (launch.programs,)
@@ -124,7 +126,18 @@ class FusedKernel:
                 *operands, *results, lowered.rows, launch.is_far,
                 num_warps=tile.warps, enable_fp_fusion=not self.exact,
             )  # fmt: skip
-        return [_whole(result, made) for result, made in zip(lowered.results, results, strict=True)]
+
+    def _results(self, written: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the group gives, of what its kernel writes."""
+        assert self.lowered is not None
+        return [_whole(result, made) for result, made in zip(self.lowered.results, written, strict=True)]
+
+
+def _reason(error: Exception) -> str:
+    """Why a group has no kernel, in a line."""
+    if isinstance(error, CannotEmit):
+        return str(error)
+    return " ".join((f"{type(error).__name__}:", *str(error).strip().splitlines()[-1:]))
 
 
 @functools.cache

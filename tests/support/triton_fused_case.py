@@ -259,7 +259,7 @@ def step() -> None:
 
 
 class Chain(torch.nn.Module):
-    """Products and sums of bfloat16, element by element: what rounds after each has other bits than what rounds once."""
+    """Products and sums of bfloat16, element by element: rounded after each they have other bits than rounded once."""
 
     def __init__(self) -> None:
         super().__init__()
