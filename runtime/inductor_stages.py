@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.ir.measure import local_type
-from autopar.ir.mesh import MICROBATCH, PIPELINE, SLICE
+from autopar.ir.mesh import MICROBATCH, PIPELINE, SLICE, Mesh
 from autopar.ir.ops import op
 from autopar.ir.pipeline import Graph, Pipeline
 from autopar.ir.program import Output, Program, TensorType
@@ -121,8 +121,8 @@ def _order(key: tuple[int, str]) -> tuple[int, int]:
 
 
 class _Compiler:
-    """Compiles the graphs of a rank, one after the other. given: shape and strides of what the graphs so far give, by
-    name: those who read it take it as it lies."""
+    """Compiles the graphs of a rank, one after the other. given: the strides of what the graphs so far give, by name
+    and shape (slices differ in length): those who read it take it as it lies."""
 
     def __init__(self, pipeline: Pipeline, rank: int, groups: Mapping[str, Group], device: torch.device) -> None:
         self.pipeline, self.groups, self.device, self.writer = pipeline, groups, device, Writer(rank)
@@ -131,7 +131,7 @@ class _Compiler:
             name for line in pipeline.lists[coord.get(PIPELINE, 0)] if line.op == "RECV" for name in line.values
         }
         self.coord = {axis: place for axis, place in coord.items() if axis != PIPELINE}
-        self.given: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
+        self.given: dict[tuple[str, torch.Size], tuple[int, ...]] = {}
 
     def compile(self, one: Graph) -> InductorGraph:
         """Write the code of a graph, for each of its slices."""
@@ -177,17 +177,17 @@ class _Compiler:
 
     def _like(self, name: str, type_: TensorType) -> torch.Tensor:
         x = torch.empty(type_.shape, dtype=type_.dtype, device=self.device)
-        shape, stride = self.given.get(name, (x.shape, x.stride()))
-        if shape != x.shape:  # the whole of what was given in parts
+        stride = self.given.get((name, x.shape))
+        if stride is None:  # from elsewhere, or the whole of what was given in parts
             return x
-        return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
 
     def _learn(self, names: Sequence[str], traced: fx.GraphModule) -> None:
         """How what a graph gives lies. What other ranks send is dense."""
         results: Any = traced.graph.output_node().args[0]
         for name, result in zip(names, results, strict=True):
             if isinstance(result, fx.Node) and name not in self.received:
-                self.given[name] = result.meta["val"].shape, result.meta["val"].stride()
+                self.given[name, result.meta["val"].shape] = result.meta["val"].stride()
 
 
 def _name_of(out: Output) -> str:
@@ -277,7 +277,9 @@ class _Trace:
         return *added, *passing.kept.values(), *passing.left.values()
 
     def _rank_trace(self, passing: Passing, number: Any) -> RankTrace:
-        compiler, mesh = self._compiler, self._graph.program.mesh
+        compiler, program = self._compiler, self._graph.program
+        # a graph of one length has the mesh of slices alike; where a slice begins, only the lengths of all tell
+        mesh = Mesh(program.mesh.axes, compiler.pipeline.flow.lengths) if SLICE in program.mesh else program.mesh
         coord = {**compiler.coord, MICROBATCH: number, SLICE: self._slice}
         collectives = FunctionalCollectives(mesh, coord, compiler.groups)
-        return RankTrace(self._graph.program, collectives, compiler.device, passing)
+        return RankTrace(program, collectives, compiler.device, passing)

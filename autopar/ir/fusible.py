@@ -191,18 +191,14 @@ def _step_of_one(place: int) -> _How:
     return how
 
 
-def _drawn_without_mirrors(place: int, floats: bool) -> _How:
-    """Draws whose runs are the same wherever the piece lies: no dim counts from its end (see `Runs`)."""
-
-    def how(node: fx.Node, type_: TensorType) -> Fusible | None:
-        whole: Any = node.args[place]
-        return Fusible("draw") if min(whole, default=0) >= 0 and (not floats or type_.dtype.is_floating_point) else None
-
-    return how
-
-
 def _uniform(node: fx.Node, type_: TensorType) -> Fusible | None:
-    return _drawn_without_mirrors(5, floats=False)(node, type_) if node.args[2] == "uniform" else None
+    # a normal or an exponential draw takes a logarithm, whose last bits Triton has otherwise than torch: these stay
+    # calls, so that a number is the same wherever it is drawn
+    return Fusible("draw") if node.args[2] == "uniform" else None
+
+
+def _dropped(node: fx.Node, type_: TensorType) -> Fusible | None:
+    return Fusible("draw") if type_.dtype.is_floating_point else None
 
 
 def _argument(node: fx.Node, place: int, default: Any = None) -> Any:
@@ -281,7 +277,7 @@ _TABLE: Mapping[Any, Fusible | _How] = MappingProxyType(
         op("rms_norm_backward"): _norm((1,), _weight_shape(2)),
         _aten.native_layer_norm.default: _norm((), lambda node: node.args[1]),  # type: ignore[arg-type,return-value]
         _aten.native_layer_norm_backward.default: _layer_norm_backward,
-        op("dropout"): _drawn_without_mirrors(4, floats=True),
+        op("dropout"): _dropped,
         op("random"): _uniform,
     }
 )

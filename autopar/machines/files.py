@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import MachineError, one_of
-from autopar.machines.model import ALL, ANY, MESSAGE, PRODUCTS, Curve, Device, Link, Machine
+from autopar.machines.model import ALL, ANY, H100, MESSAGE, PRODUCTS, Curve, Device, Link, Machine
 
 _FOLDER = Path(__file__).parent
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -37,6 +37,7 @@ _BYTES = _Range(1e7, 1e14, "bytes")
 _US = _Range(0, 1e6, "us")
 _SHARE = _Range(1e-6, 2, "of the peak")
 _RANKS = _Range(1, 1e6, "devices")
+_PROCESSORS = _Range(1, 1e4, "multiprocessors")
 
 
 def built_in() -> tuple[str, ...]:
@@ -98,6 +99,7 @@ def _device(table: _Table) -> Device:
     device = Device(
         peaks, table.number("bandwidth", _SPEED), table.number("memory", _BYTES), table.number("least_us", _US),
         table.curve("products"), table.curve("streams"), table.number("attention", _SHARE, 1.0),
+        *([table.count("processors", _PROCESSORS)] if "processors" in table.values else []),
     )  # fmt: skip
     table.end()
     return device
@@ -202,6 +204,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
     lines += ["", "[device]", f"bandwidth = {_word(device.bandwidth)}  # bytes a second, of its memory"]
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]
     lines += [f"attention = {_word(device.attention)}  # of what a product of as many FLOPs reaches"]
+    if not machine.is_host or device.processors != H100:
+        lines += [f"processors = {device.processors}  # multiprocessors"]
     lines += [f"products = {_points(device.products)}  # [FLOPs, share of the peak]"]
     lines += [f"streams = {_points(device.streams)}  # [bytes read and written, share of the bandwidth]"]
     lines += ["", "[device.flops]  # FLOP/s, the peaks", *_pairs(device.flops)]

@@ -46,12 +46,15 @@ ANY = "any"
 MESSAGE = "message"
 
 
+H100 = 132  # multiprocessors
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
     FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
-    call."""
+    call. processors: streaming multiprocessors of a GPU, those of an H100 if not given."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -60,6 +63,7 @@ class Device:
     products: Curve = ALL
     streams: Curve = ALL
     attention: float = 1.0
+    processors: int = H100
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from autopar.compiler.lowered import STEP
-from autopar.errors import CompileError
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program
@@ -35,22 +34,11 @@ def compiled_program(
     return agreement.together("compilation", compile_here)
 
 
-def check_slices(pipeline: Pipeline) -> None:
-    """Raise CompileError for slices of a sequence that differ in length."""
-    if lengths := pipeline.flow.lengths:
-        equal = [sum(lengths) // len(lengths)] * len(lengths)
-        raise CompileError(
-            f'compile="inductor" takes slices of equal length, and these have {list(lengths)} positions: write '
-            f"slices={equal}, or leave compile out."
-        )
-
-
 def compiled_pipeline(
     program: Program, pipeline: Pipeline, driver: DistributedDriver, groups: Mapping[str, Group],
     agreement: Agreement, device: torch.device,
 ) -> Runner:  # fmt: skip
     """Only ranks at the same place of the pipeline compile the same graphs."""
-    check_slices(pipeline)
 
     def compile_here(phase: Phase) -> tuple[RankCode, Mapping[str, Sequence[str]]]:
         from autopar.runtime.inductor_stages import compile_stages

@@ -62,5 +62,7 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         made["options"]["attention"] = draw(st.sampled_from(ATTENTION))
     if head != "regress" and draw(st.integers(0, 2)) == 2:
         made["options"]["chunked_loss"] = draw(st.sampled_from(CHUNKS))
+    if draw(st.integers(0, 2)) == 2:
+        made["options"]["compile"] = "triton"  # groups, which a CPU runs call by call
     made["options"] = options_on(mesh, made["options"])
     return made

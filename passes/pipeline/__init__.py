@@ -98,9 +98,7 @@ def make_pipeline(program: Program, plan: Plan, explicit: Program | None = None)
 
     if explicit is not None and plan.slices > 1:
         is_open = isinstance(plan.options.slices, int)
-        is_equal = is_open and plan.options.compile == "inductor"  # whose code is for slices that are alike
         lengths = slice_lengths(pipeline, plan, explicit, lists_of) if is_open else plan.slice_lengths
-        lengths = () if is_equal else lengths
         if lengths:
             plan = replace(plan, slice_lengths=lengths)
             pipeline = with_lengths(split_into_stages(program, plan, places), plan, explicit)

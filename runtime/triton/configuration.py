@@ -59,15 +59,19 @@ def tile_of(lowered: Lowered) -> Tile:
     return Tile(max(1, elements // columns), columns, -(-width // columns), 4, False, lowered.has_columns)
 
 
-def programs_of(tile: Tile, rows: int, device: torch.device) -> int:
+def processors_of(device: torch.device) -> int | None:
+    """The multiprocessors of a GPU; None for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+
+
+def programs_of(tile: Tile, rows: int, processors: int | None) -> int:
     """How many programs share the tiles of rows. Those that sum are as many as run at once with 128 registers a thread:
-    a processor has room for 16 warps of these."""
+    a processor has room for 16 warps of these. processors: of the GPU; None in the interpreter."""
     tiles = -(-rows // tile.rows)
     if not tile.is_persistent:
         return tiles * tile.across
-    if device.type != "cuda":
+    if processors is None:
         return min(tiles, _CPU_PROGRAMS)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(tiles, max(1, processors * (_WARPS_AT_ONCE // tile.warps) // tile.across))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ir.fused import Fused
-from autopar.runtime.triton.configuration import programs_of
+from autopar.runtime.triton.configuration import processors_of, programs_of
 from autopar.runtime.triton.emit import FAR, Kernel, Strides, emit
 from autopar.runtime.triton.lower import Lowered, Result, lower
 from autopar.runtime.triton.values import CannotEmit, wide
@@ -34,15 +34,18 @@ class FusedKernel:
     """A group ready to run: called with its operands it gives its results, in memory of their own.
 
     plain: computes the group op by op, for what has no kernel. compiled: gives the function of a kernel. over: for each
-    result the operand over which it may be written, None for memory of its own. reason: why it has no kernel, if so.
+    result the operand over which it may be written, None for memory of its own. processors: of the GPU, those of
+    `device` if not given. say: told of a group without a kernel. reason: why it has none, if so.
     """
 
     def __init__(
         self, fused: Fused, plain: Function, compiled: Callable[[Kernel], Any], device: torch.device,
-        exact: bool = False, over: Sequence[int | None] = (),
+        exact: bool = False, over: Sequence[int | None] = (), processors: int | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self.fused, self.plain, self.compiled, self.device = fused, plain, compiled, device
-        self.exact = exact
+        self.exact, self.say = exact, say or _say
+        self.processors = processors or processors_of(device)
         self.over = tuple(over) or (None,) * len(fused.results)
         self.reason = ""
         self.lowered: Lowered | None = None
@@ -61,25 +64,27 @@ class FusedKernel:
         known = self._launches.get(strides)
         if known is None:
             return self._first(strides, operands)
-        return self._run(known, operands, self._allocate(self.lowered, known, operands))
+        results = self._allocate(self.lowered, known, operands)
+        self._start(known, operands, results)
+        return self._results(results)
 
     def _first(self, strides: Strides, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """The first call with operands of some strides: what Triton or the driver refuse, they refuse here."""
+        """The first call with operands of some strides: what Triton or the driver refuse, they refuse here; of any
+        kind, the compiler's, the assembler's, the driver's, or a file that can be written nowhere."""
         assert self.lowered is not None
         try:
             made = self._launch(self.lowered, strides, operands)
-        except CannotEmit as error:
-            self._give_up(str(error))
+        except Exception as error:
+            self._give_up(_reason(error))
             return self.plain(*operands)
         results = self._allocate(self.lowered, made, operands)
         try:
-            found = self._run(made, operands, results)
-        except Exception as error:  # of any kind: the compiler's, the assembler's, the driver's
-            last = str(error).strip().splitlines()[-1:]
-            self._give_up(" ".join((f"{type(error).__name__}:", *last)))
+            self._start(made, operands, results)
+        except Exception as error:
+            self._give_up(_reason(error))
             return self.plain(*operands)
         self._launches[strides] = made
-        return found
+        return self._results(results)
 
     def _launch(self, lowered: Lowered, strides: Strides, operands: Sequence[Any]) -> Launch:
         for i, (operand, type_) in enumerate(zip(operands, lowered.operands, strict=True)):
@@ -89,11 +94,11 @@ class FusedKernel:
                 )
         kernel = emit(lowered, strides)
         is_far = max((lowered.rows * lowered.width, *map(_reach, operands))) >= FAR
-        return Launch(kernel, self.compiled(kernel), programs_of(kernel.tile, lowered.rows, self.device), is_far)
+        return Launch(kernel, self.compiled(kernel), programs_of(kernel.tile, lowered.rows, self.processors), is_far)
 
     def _give_up(self, reason: str) -> None:
         self.lowered, self.reason = None, reason
-        _say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
+        self.say(f"the group {self.fused.name} runs op by op, without a kernel: {reason}")
 
     def _allocate(self, lowered: Lowered, launch: Launch, operands: Sequence[Any]) -> list[torch.Tensor]:
         """Where the kernel writes."""
@@ -112,7 +117,7 @@ class FusedKernel:
             return found
         return torch.empty(result.type.shape, dtype=result.type.dtype, device=self.device)
 
-    def _run(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _start(self, launch: Launch, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
         lowered, tile = self.lowered, launch.kernel.tile
         assert lowered is not None
         grid = (launch.programs, tile.across) if tile.is_persistent else (launch.programs,)
@@ -121,7 +126,18 @@ class FusedKernel:
                 *operands, *results, lowered.rows, launch.is_far,
                 num_warps=tile.warps, enable_fp_fusion=not self.exact,
             )  # fmt: skip
-        return [_whole(result, made) for result, made in zip(lowered.results, results, strict=True)]
+
+    def _results(self, written: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the group gives, of what its kernel writes."""
+        assert self.lowered is not None
+        return [_whole(result, made) for result, made in zip(self.lowered.results, written, strict=True)]
+
+
+def _reason(error: Exception) -> str:
+    """Why a group has no kernel, in a line."""
+    if isinstance(error, CannotEmit):
+        return str(error)
+    return " ".join((f"{type(error).__name__}:", *str(error).strip().splitlines()[-1:]))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from autopar.runtime.triton.configuration import Tile
 from autopar.runtime.triton.index import COLUMN, ROW, ZERO, Form, column, contiguous, flat, places, row
 from autopar.runtime.triton.lower import REDUCTIONS, Lowered, walk
-from autopar.runtime.triton.values import TYPES, CannotEmit, Draw, Index, Value
+from autopar.runtime.triton.values import TYPES, CannotEmit, Draw, Index, Linear, Value
 from autopar.runtime.triton.writer import Term, Writer
 
 Strides = tuple[tuple[int, ...] | None, ...]
@@ -145,23 +145,20 @@ class Puller:
     def _bits(self, value: Value, index: Index) -> Term:
         draw: Draw = value.data
         first, second = (self._key(draw, start) for start in ("FIRST", "SECOND"))
-        place = flat(index, draw.strides)
-        text = self.text(place)
+        place = flat(index, [stride.const for stride in draw.strides])
+        by_rank = [(each, stride) for each, stride in zip(index, draw.strides, strict=True) if stride.terms]
+        long = ".to(tl.int64)" if draw.wide else ""
+        products = [f"({self.text(each)}) * ({Linear(0, stride.terms).text(long)})" for each, stride in by_rank]
+        text = " + ".join((self.text(place), *products))
         if draw.wide:  # before it is multiplied
             text = re.sub(rf"\b({ROW}|{COLUMN})\b", r"\1.to(tl.int64)", text)
-        text = f"mixed({text} + {self._start(draw)}, {first.text}, {second.text}, {draw.wide})"
-        return self.writer.put("bits", text, _axes(place), value.name)
+        text = f"mixed({text} + {draw.start.text(long)}, {first.text}, {second.text}, {draw.wide})"
+        axes = _axes(place).union(*(_axes(each) for each, _ in by_rank))
+        return self.writer.put("bits", text, axes, value.name)
 
     def _key(self, draw: Draw, start: str) -> Term:
         text = f"key_of(in{draw.seed}, {draw.key}, {draw.stream}, {start})"
         return self.writer.put(start.lower(), text, frozenset())
-
-    def _start(self, draw: Draw) -> str:
-        """Where the piece starts in the whole: its offsets times the strides."""
-        pairs = list(zip(draw.offsets, draw.strides, strict=True))
-        long = ".to(tl.int64)" if draw.wide else ""
-        given = [f"in{offset.data}{long} * {stride}" for offset, stride in pairs if isinstance(offset, Value)]
-        return " + ".join((*given, str(sum(o * stride for o, stride in pairs if not isinstance(o, Value)))))
 
     def in_place(self) -> tuple[tuple[int, ...], ...]:
         """For each result the operands of its type that it needs, and that are read only where it is written.

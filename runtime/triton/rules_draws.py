@@ -10,8 +10,7 @@ import torch
 
 from autopar.ir.ops import op
 from autopar.ir.program import TensorType
-from autopar.runtime.triton.index import contiguous
-from autopar.runtime.triton.values import Draw, Value, point, where, wide
+from autopar.runtime.triton.values import Draw, Linear, Value, point, where, wide
 from autopar.runtime.triton.views import shaped
 
 Types = Sequence[TensorType]
@@ -23,10 +22,32 @@ def _bits(
 ) -> Value:
     if seed.op != "load":
         raise AssertionError("the seed of a draw is an operand")
-    is_wide = math.prod(whole) > 2**31
-    draw = Draw(seed.data, key, stream, tuple(local), contiguous(whole), tuple(offsets), is_wide)
+    start, dims = _runs(whole, local, offsets)
+    shape, strides = tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
+    draw = Draw(seed.data, key, stream, start, strides, abs(math.prod(whole)) > 2**31)
     numbers = tuple(offset for offset in offsets if isinstance(offset, Value))
-    return Value("bits", (seed, *numbers), tuple(local), torch.int32, draw)
+    return Value("bits", (seed, *numbers), shape, torch.int32, draw)
+
+
+def _runs(
+    whole: Sequence[int], local: Sequence[int], offsets: Sequence[Any]
+) -> tuple[Linear, list[tuple[int, Linear]]]:
+    """Where a piece starts in the whole, and the sizes and strides of its elements: as `counter.Runs.of`, which says
+    what negative sizes are, for offsets that the rank decides."""
+    start, stride, dims = Linear(), 1, list[tuple[int, Linear]]()
+    apart: Linear | None = None  # two places of the next dim, as the mirrored one behind it has them
+    for size, part, offset in zip(reversed(whole), reversed(local), reversed(offsets), strict=True):
+        stride = stride // -part if part < 0 else stride
+        start += Linear.of(offset) * stride
+        if part > 0 and size < 0:
+            apart = (Linear.of(offset) * -2 + (-2 * size - 1)) * stride
+        elif part > 0 and apart is not None:
+            dims += [(2, apart), (part // 2, Linear(2 * stride))]
+            apart = None
+        elif part > 0:
+            dims.append((part, Linear(stride)))
+        stride *= abs(size)
+    return start, dims[::-1]
 
 
 def _dropout(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import importlib.util
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,35 +48,45 @@ def _function(kernel: Kernel) -> str:
 
 
 def load(kernels: Sequence[Kernel], directory: Path) -> ModuleType:
-    """The module of some kernels, from a file in a directory, written there if no earlier run did."""
+    """The module of some kernels, from a file in a directory, written there if no earlier run did; in a temporary one
+    if nothing can be written there."""
+    try:
+        return _module(_written(kernels, directory))
+    except OSError as error:
+        return _module(_written(kernels, _instead_of(directory, error.strerror or str(error))))
+
+
+def _written(kernels: Sequence[Kernel], directory: Path) -> Path:
     digest = hashlib.sha256("".join(sorted(kernel.digest for kernel in kernels)).encode()).hexdigest()[:16]
-    path = _directory(directory) / f"kernels_{digest}.py"
+    path = directory / f"kernels_{digest}.py"
     if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
         _write(path, text_of(kernels))
-    return _module(path)
+    return path
 
 
 @functools.cache
-def _directory(wanted: Path) -> Path:
-    """The directory, or a temporary one if nothing can be written there."""
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted
-    except OSError as error:
-        made = Path(tempfile.mkdtemp(prefix="autopar_kernels_"))
-        _log.warning(
-            "generated kernels cannot be kept in %s (%s): they go to %s and are compiled anew in each run. "
-            "AUTOPAR_KERNELS names another directory.", wanted, error.strerror or error, made,
-        )  # fmt: skip
-        return made
+def _instead_of(directory: Path, reason: str) -> Path:
+    """A temporary directory, which goes when the process ends."""
+    made = tempfile.mkdtemp(prefix="autopar_kernels_")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    _log.warning(
+        "generated kernels cannot be kept in %s (%s): they go to %s and are compiled anew in each run. "
+        "AUTOPAR_KERNELS names another directory.", directory, reason, made,
+    )  # fmt: skip
+    return Path(made)
 
 
 def _write(path: Path, text: str) -> None:
-    """Other processes see the whole file or none."""
+    """Other processes see the whole file or none, and a disk that is full keeps no part of it."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+        part = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -75,19 +75,42 @@ Operand = Value | float | int | bool
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random bits of an element, by its place in the whole: its place along each dim of the piece, plus the piece's
-    offset there (a number, or the integer operand that gives it), times the stride of the whole.
+    """Random bits of an element, by its place in the whole: where the piece starts, plus the element's place along each
+    dim of the piece times its stride in the whole.
 
-    seed: the number of the operand. stream: None for the bits of dropout.
+    seed: the number of the operand. stream: None for the bits of dropout. Starts and strides are sums of numbers and of
+    integer operands, which depend on the rank, times numbers.
     """
 
     seed: int
     key: int
     stream: int | None
-    local: Shape
-    strides: Shape
-    offsets: tuple[int | Value, ...]
+    start: Linear
+    strides: tuple[Linear, ...]
     wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """const + the sum of operands (integers that the group is given) times factors."""
+
+    const: int = 0
+    terms: tuple[tuple[Value, int], ...] = ()
+
+    @staticmethod
+    def of(number: int | Value) -> Linear:
+        return Linear(0, ((number, 1),)) if isinstance(number, Value) else Linear(number)
+
+    def __add__(self, other: Linear | int) -> Linear:
+        other = Linear(other) if isinstance(other, int) else other
+        return Linear(self.const + other.const, (*self.terms, *other.terms))
+
+    def __mul__(self, factor: int) -> Linear:
+        return Linear(self.const * factor, tuple((operand, each * factor) for operand, each in self.terms))
+
+    def text(self, cast: str = "") -> str:
+        """In Python. cast: of the operands, before they are multiplied."""
+        return " + ".join((*(f"in{operand.data}{cast} * {factor}" for operand, factor in self.terms), str(self.const)))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

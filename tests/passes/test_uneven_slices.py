@@ -180,6 +180,7 @@ def test_lengths_are_chosen_where_they_gain(schedule: str) -> None:
     times = [costs.time_us(Action(0, "F", part)) + costs.time_us(Action(0, "B", part)) for part in range(4)]
     assert max(times) < 1.1 * min(times), times
     assert long(64, **sliced(4, 1, schedule)).plan.slice_lengths == ()  # calls as short as calls are
+    assert long(2**16, compile="inductor", **sliced(4, 1, schedule)).plan.slice_lengths == lengths
 
 
 def test_a_choice_is_that_of_one_device() -> None:

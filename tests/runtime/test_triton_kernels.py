@@ -33,6 +33,13 @@ def test_kernels_of_real_programs_are_right_in_the_interpreter() -> None:
     assert _run("programs", TRITON_INTERPRET="1").endswith("kernels right\n")
 
 
+def test_exact_kernels_have_the_bits_of_eager(tmp_path: Path) -> None:
+    """AUTOPAR_EXACT_KERNELS reaches the kernels of a module; without it a chain rounds once, and has other bits."""
+    kernels = {"TRITON_INTERPRET": "1", "AUTOPAR_KERNELS": str(tmp_path)}
+    assert _run("exact", **kernels, AUTOPAR_EXACT_KERNELS="1") == "output True gradient True\n"
+    assert _run("exact", **kernels, AUTOPAR_EXACT_KERNELS="0") == "output False gradient False\n"
+
+
 def test_a_training_step_runs_its_groups_as_kernels(tmp_path: Path) -> None:
     assert _run("step", TRITON_INTERPRET="1", AUTOPAR_KERNELS=str(tmp_path)).endswith("a step of kernels\n")
     texts = [path.read_text() for path in tmp_path.glob("kernels_*.py")]  # one, and those for operands of other strides

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,10 @@ from torch import Tensor
 
 from autopar.errors import CompileError
 from autopar.ir.fused import Fused
-from autopar.runtime.fused import kernels_for
+from autopar.runtime.fused import kernels_for, plain
 from autopar.runtime.triton import source, toolchain
 from autopar.runtime.triton.emit import Kernel, emit
+from autopar.runtime.triton.launch import FusedKernel
 from autopar.runtime.triton.lower import lower
 from autopar.runtime.triton.toolchain import check_toolchain
 from autopar.runtime.triton.values import CannotEmit
@@ -98,6 +103,43 @@ def test_a_directory_that_cannot_be_written_is_replaced_with_one_warning(
     assert said.endswith("and are compiled anew in each run. AUTOPAR_KERNELS names another directory.")
 
 
+def test_the_temporary_directory_goes_with_its_process(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton has no package for this machine")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from autopar.runtime.triton import source
+        from test_triton_library import gated, kernel_of
+        print(source.load([kernel_of(gated())], Path(sys.argv[1])).__file__)"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "file")], capture_output=True, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.startswith(str(tmp_path / "temporary" / "autopar_kernels_")), done.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_disk_that_is_full_keeps_no_part_of_a_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group then runs op by op: there is no room in the temporary directory either."""
+    made, x = library(tmp_path)(gated()), torch.randn(4, 3, 96)
+
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(source.os, "replace", full)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert torch.equal(made(x, x)[0], F.silu(x) * x)
+    assert f"kept in {tmp_path} (No space left on device)" in caplog.messages[0]
+    assert caplog.messages[1] == (
+        "the group silu_mul runs op by op, without a kernel: OSError: [Errno 28] No space left on device"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- no kernel --------------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +155,44 @@ def test_a_kernel_that_cannot_be_launched_is_replaced_by_its_ops_and_says_so_onc
             assert torch.equal(layer(x)[0], x.relu() * 3)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("the group unlaunched runs op by op, without a kernel: ")
+
+
+class Refusing:
+    """A kernel whose machine code no assembler makes, at its first launch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*operands: Any, **options: Any) -> None:
+            raise RuntimeError("`ptxas` failed with error code 255:\nptxas fatal : Unresolved extern function")
+
+        return launch
+
+
+def unreadable(kernel: Kernel) -> Any:
+    return compile("def kernel(:", "kernels.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "reason"),
+    [
+        (lambda kernel: Refusing(), "RuntimeError: ptxas fatal : Unresolved extern function"),
+        (unreadable, "SyntaxError: invalid syntax (kernels.py, line 1)"),
+    ],
+    ids=["assembler", "source"],
+)
+def test_a_kernel_that_does_not_compile_is_replaced_by_its_ops(
+    compiled: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each group: it is not tried again. Operands that it would have written over are as they were."""
+    fused = group(lambda x: x.relu() * 3, [torch.empty(4, 96)], f"refused_by_{compiled.__name__}", "points")
+    tries = []
+    made = FusedKernel(fused, plain(fused), lambda kernel: tries.append(kernel) or compiled(kernel), CPU, over=(0,))
+    x = torch.randn(4, 96)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        for _ in range(2):
+            assert torch.equal(made(x)[0], x.relu() * 3)
+    assert made.reason == reason and len(tries) == 1
+    (said,) = caplog.messages
+    assert said == f"the group {fused.name} runs op by op, without a kernel: {reason}"
 
 
 def test_operands_of_other_types_than_the_programs_run_op_by_op(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ TRITON_INTERPRET=1 python tests/support/triton_fused_case.py interpret   # by ha
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py programs    # of real programs: numbers
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py faults      # kernels with a fault are seen
 TRITON_INTERPRET=1 python tests/support/triton_fused_case.py step        # a step of `autopar.parallelize`
+TRITON_INTERPRET=1 python tests/support/triton_fused_case.py exact       # its bits, by what the environment says
 python tests/support/triton_fused_case.py compile                        # machine code for GPUs that are not here
 """
 
@@ -257,6 +258,35 @@ def step() -> None:
     print("a step of kernels")
 
 
+class Chain(torch.nn.Module):
+    """Products and sums of bfloat16, element by element: rounded after each they have other bits than rounded once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.y = torch.nn.Parameter(torch.randn(5, 40, generator=torch.Generator().manual_seed(2)).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.y + x) * self.y - x) * self.y + x
+
+
+def exact() -> None:
+    """Whether what a chain gives and its gradient have eager's bits: AUTOPAR_EXACT_KERNELS decides."""
+    import strict_triton
+
+    import autopar
+
+    strict_triton.install()
+    model, x = Chain(), torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = model(x)
+    (gradient,) = torch.autograd.grad(want.sum(), model.y)
+    parallel = autopar.parallelize(model, "dp=1", loss_fn=lambda model, x: model(x).sum(), compile="triton")
+    got = parallel(x)
+    parallel.forward_backward(x)
+    code = parallel.generated_code
+    assert code is not None and code.count("@triton.jit") >= 2, code
+    print("output", torch.equal(got, want), "gradient", torch.equal(parallel.full_gradients()["y"], gradient))
+
+
 # -- faults that the checks must see -----------------------------------------------------------------------------------
 
 
@@ -311,4 +341,4 @@ if __name__ == "__main__":
 
         compile_()
     else:
-        {"interpret": interpret, "programs": programs, "faults": faults, "step": step}[sys.argv[1]]()
+        {"interpret": interpret, "programs": programs, "faults": faults, "step": step, "exact": exact}[sys.argv[1]]()

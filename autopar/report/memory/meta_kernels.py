@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from autopar.ir.fused import Fused
-from autopar.ir.measure import local_type
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes, record
 from autopar.runtime import dropout as dropout_kernel
@@ -23,8 +22,11 @@ from autopar.runtime.attention_compared import compared_attention, compared_atte
 from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
 from autopar.runtime.compared_blocks import undecided
 from autopar.runtime.counter import PIECE
+from autopar.runtime.executor import Kernels
+from autopar.runtime.fused import plain
 from autopar.runtime.random import random
 from autopar.runtime.ring_kernels import compared_ring, compared_ring_backward
+from autopar.runtime.triton.launch import FusedKernel
 
 
 def _dropout(x: torch.Tensor, seed: torch.Tensor, key: int, p: float, *_: Any) -> torch.Tensor:
@@ -80,19 +82,25 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def results_only(fused: Fused, over: tuple[int | None, ...]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """What the kernel of a group leaves in memory: its results. What it computes on the way stays in registers; rows of
-    sums over all rows, one a program, are a few MB and gone before anything else runs."""
-    types = [local_type(result, fused.mesh) for result in fused.results]
+def unlaunched(processors: int) -> Kernels:
+    """Kernels of a GPU of so many multiprocessors, as they are launched, without the launch: memory for their results
+    and for the partial sums of each program. What a kernel computes on the way stays in registers."""
+    device = torch.device("meta")
 
-    def call(*operands: Any) -> tuple[torch.Tensor, ...]:
-        device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
-        return tuple(
-            torch.empty(type_.shape, dtype=type_.dtype, device=device) if place is None else operands[place].detach()
-            for type_, place in zip(types, over, strict=True)
-        )
+    def make(fused: Fused, over: tuple[int | None, ...]) -> FusedKernel:
+        return FusedKernel(
+            fused, plain(fused, device), lambda kernel: _Unlaunched(), device,
+            over=over, processors=processors, say=lambda what: None,
+        )  # fmt: skip
 
-    return call
+    return make
+
+
+class _Unlaunched:
+    """The function of a kernel that does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *operands, **options: None
 
 
 _LOOKUPS = (op("embedding"), op("embedding_backward"))

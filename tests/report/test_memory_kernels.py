@@ -1,0 +1,99 @@
+"""Memory of generated kernels on a GPU: results, and the partial sums of programs that run at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hand_groups import group
+from torch import Tensor, nn
+
+import autopar
+from autopar.compiled import Compiled
+from autopar.ir.plan import Fixed
+from autopar.machines.files import named
+from autopar.report.memory.meta_kernels import unlaunched
+from autopar.report.memory.track import Tracker
+from autopar.runtime.fused import plain
+
+META = torch.device("meta")
+WIDTH, ROWS, FLOAT = 1024, 4096, 4
+
+
+def sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """As the gradients of a norm's weight and bias: reads rows, and sums over them."""
+    z = x * y.softmax(-1)
+    return z.sum(0), y.sum(0)
+
+
+def norms() -> Compiled:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    batch = (torch.empty(ROWS, WIDTH),)
+    return autopar.compile(model, "dp=1", loss_fn=lambda m, x: m(x).square().mean(), batch=batch, compile="triton")
+
+
+def on(found: Compiled, machine: str) -> Compiled:
+    return replace(found, plan=replace(found.plan, fixed=Fixed(machine=named(machine))))
+
+
+@pytest.mark.parametrize(("processors", "programs"), [(132, 528), (108, 432), (2, 8), (2000, ROWS)])
+def test_each_program_has_a_row_of_partial_sums(processors: int, programs: int) -> None:
+    """Four programs of four warps run at once on a processor; there are no more of them than rows."""
+    fused = group(sums, [torch.empty(ROWS, WIDTH)] * 2, "sums", "columns")
+    x, y = (torch.empty(ROWS, WIDTH, device=META) for _ in range(2))
+    with Tracker("meta") as tracker:
+        found = unlaunched(processors)(fused, (None, None))(x, y)
+    assert [(tuple(each.shape), each.dtype) for each in found] == [((WIDTH,), torch.float32)] * 2
+    row = WIDTH * FLOAT
+    # both partial sums are there until the launch has been asked for, and the first total beside them
+    assert [event.total // row for event in tracker.events[:3]] == [programs, 2 * programs, 2 * programs + 1]
+    del found
+    assert tracker.total == 0
+
+
+def test_a_report_counts_them() -> None:
+    """The gradients of a norm's weight and bias and of the bias before it, on an H100 and on an A100."""
+    found = norms()
+
+    def at_norm(machine: str) -> int:
+        moments = on(found, machine).memory(device="cuda").timeline
+        (moment,) = (each for each in moments if "native_layer_norm_backward" in each.node)
+        return moment.peak
+
+    assert at_norm("h100-80g") - at_norm("a100-80g") == 3 * 4 * (132 - 108) * WIDTH * FLOAT
+
+
+def test_a_group_without_a_kernel_takes_what_its_calls_take(caplog: pytest.LogCaptureFixture) -> None:
+    """Sums over rows that no program holds; an estimate launches nothing, so it warns of nothing."""
+    fused = group(lambda x: (lambda y: (y, y.sum(0)))(x.softmax(-1)), [torch.empty(4, 20_000)], "long")
+    x = torch.empty(4, 20_000, device=META)
+    peaks = []
+    for call in (unlaunched(132)(fused, (None, None)), plain(fused, META)):
+        with Tracker("meta") as tracker:
+            call(x)
+        peaks.append(tracker.peak_bytes())
+    assert peaks[0] == peaks[1] == (4 + 1) * 20_000 * FLOAT and not caplog.messages
+
+
+def test_the_launcher_allocates_them(tmp_path: Path) -> None:
+    """What runs, in memory of the CPU, allocates what the estimate says of as many processors."""
+    from autopar.runtime.triton.launch import FusedKernel
+
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]):
+            assert grid == (8, 1)
+            return lambda *operands, **options: None
+
+    fused = group(sums, [torch.empty(ROWS, WIDTH)] * 2, "sums", "columns")
+    seen = []
+    for device, kernel in (
+        ("cpu", FusedKernel(fused, plain(fused), lambda _: Nothing(), torch.device("cpu"), processors=2)),
+        ("meta", unlaunched(2)(fused, (None, None))),
+    ):
+        x, y = (torch.empty(ROWS, WIDTH, device=device) for _ in range(2))
+        with Tracker(device) as tracker:
+            kernel(x, y)
+        seen.append([event.total for event in tracker.events])
+    assert seen[0] == seen[1] and max(seen[0]) > 2 * 8 * WIDTH * FLOAT
