@@ -44,8 +44,8 @@ def _check_has_flops(compiled: Lowered) -> None:
     if "propagate" not in dict(compiled.history):
         raise ArtifactError(
             f"the time of these programs on '{compiled.mesh}' cannot be simulated: they were loaded, and saved "
-            f"programs tell no FLOPs of their products, nor which of them are computed again. Ask what autopar.compile(model, "
-            f"'{compiled.mesh}', ...) returns, before it is saved."
+            f"programs tell no FLOPs of their products, nor which of them are computed again. Ask what "
+            f"autopar.compile(model, '{compiled.mesh}', ...) returns, before it is saved."
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli import commands as cli
+from autopar.cli import planning
 from autopar.errors import ArtifactError, MachineError
 from autopar.ir.schedule import Action
 from autopar.machines import Machine, named
@@ -149,6 +150,44 @@ def test_ranks_by_the_thousand_cost_no_more_to_simulate() -> None:
 def test_a_machine_that_is_not_known() -> None:
     with pytest.raises(MachineError, match=re.escape("machine 'b300': there is a100-80g, cpu, h100-80g or h200")):
         stack(2, "dp=1").time("b300")
+
+
+def test_estimate_compiles_for_the_machine_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut of stages, prefetch and buckets are decided for it, not for the default."""
+    asked: list[str] = []
+    plain = planning.compiled_of
+
+    def compiled_of(*args: object) -> autopar.Compiled:
+        made = plain(*args)  # type: ignore[arg-type]
+        asked.append(made.plan.fixed.machine.name)
+        return made
+
+    monkeypatch.setattr(planning, "compiled_of", compiled_of)
+    target = f"{ROOT / 'examples' / 'train_gpt.py'}:job"
+    cli.app(["estimate", target, "--mesh", "pp=2", "--microbatches", "2", "--machine", "cpu"], standalone_mode=False)
+    assert asked == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=1", {"chunked_loss": True}), ("tp=2", {"chunked_loss": True}), ("dp=1", {"microbatches": 2}),
+        ("tp=2", {"sequence_parallel": True}), ("pp=2", {"microbatches": 4}), ("dp=2", {"zero": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_computed_again_without_recomputation(mesh: str, options: dict[str, object]) -> None:
+    found = llama(mesh, **options).time()
+    assert found.recomputed == 0
+    assert found.flops == llama("dp=1").time().flops
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("pp=2", {"microbatches": 4}), ("dp=1", {"chunked_loss": True})], ids=str
+)
+def test_what_is_computed_again_is_the_same_however_the_step_is_cut(mesh: str, options: dict[str, object]) -> None:
+    whole = llama("dp=1", recompute="full").time()
+    assert llama(mesh, recompute="full", **options).time().recomputed == pytest.approx(whole.recomputed, rel=0.2)
 
 
 def test_estimate_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
