@@ -51,7 +51,7 @@ class Device:
     """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
     FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
-    call."""
+    call. communicating: the share of the device that collectives take from the calls beside them."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -60,6 +60,7 @@ class Device:
     products: Curve = ALL
     streams: Curve = ALL
     attention: float = 1.0
+    communicating: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

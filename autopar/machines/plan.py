@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -106,6 +106,9 @@ def measure_machine(
         levels.append(levels[0])
         remarks.append(_SAME[groups[0].nodes == 1])
     fitted = fit_device(samples, memory_of(device, count), main)
+    if device.type == "cuda":
+        fitted = replace(fitted, communicating=named("h100-80g").device.communicating)
+        remarks.append(f"communicating is not measured: {fitted.communicating}, as on h100-80g.")
     inside, between = levels
     machine = Machine(name, fitted, inside, between, count, launch_us, device.type == "cpu")
     return Found(machine, tuple(samples), tuple(remarks))
