@@ -33,6 +33,8 @@ def run(program: Program, machine: Machine) -> Ran:
     """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
     in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
 
+    Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
+
     Where cores are the devices (`machine.is_host`) they move data too: nothing hides a collective.
     """
     streams = _Streams(machine, node_times(program, machine))
@@ -81,9 +83,18 @@ class _Streams:
 
     def _compute(self, time: float) -> None:
         begin = max(self.device, self.host)
+        time = self._beside(time, max(self.moving.values(), default=0.0) - begin)
         self.hosted += begin - self.device
         self.device = begin + time
         self.computed += time
+
+    def _beside(self, time: float, moving: float) -> float:
+        """The time of a call that would take `time` alone. moving: until the end of the last collective, of all that
+        were launched before it: each stream is busy until then, since a collective begins at once or when another
+        one ends."""
+        left = 1 - self.machine.device.communicating
+        slowed = min(max(0.0, moving), time / left)
+        return slowed + (time - left * slowed)
 
     def _await(self, end: float, axis: str) -> None:
         self.exposed[axis] += max(0.0, end - self.device)

@@ -10,17 +10,21 @@ from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Fixed
 from autopar.job import Job
+from autopar.machines import Machine
 from autopar.settings import Settings
 
 
-def compiled_of(target: str, mesh: str, options: Options) -> Compiled:
-    """The TARGET's step, compiled for a mesh with what the command line says."""
+def compiled_of(target: str, mesh: str, options: Options, machine: Machine | None = None) -> Compiled:
+    """The TARGET's step, compiled for a mesh with what the command line says. machine: what it decides for."""
     check_options(options)
     parsed = mesh_of(mesh)
     job = job_of(target, parsed, options)
     chosen = options_of(**job.step)  # what is cheap to find is found before the capture
-    return Compiled.of(compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, chosen)[1])
+    fixed = None if machine is None else Fixed(machine=machine)
+    made = compile_step(job.model, job.loss_fn, *batch_arguments(job.batch), parsed, chosen, fixed=fixed)
+    return Compiled.of(made[1])
 
 
 def job_of(target: str, mesh: Mesh, options: Options) -> Job:

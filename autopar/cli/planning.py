@@ -33,7 +33,7 @@ def estimate(
 ) -> None:
     """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
     chosen = named(machine)
-    compiled = compiled_of(target, mesh, options)
+    compiled = compiled_of(target, mesh, options, chosen)
     show(str(compiled.time(chosen)))
     device = "cpu" if chosen.is_host else "cuda"
     peaks = [compiled.memory(ranks[0], device=device).peak for ranks in compiled.alike]

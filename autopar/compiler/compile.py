@@ -28,14 +28,14 @@ from autopar.settings import Settings
 
 def compile_step(
     model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
-    options: StepOptions, *, train: bool = True, lift: torch.dtype | None = None,
+    options: StepOptions, *, train: bool = True, lift: torch.dtype | None = None, fixed: Fixed | None = None,
 ) -> tuple[Captured, Lowered]:  # fmt: skip
     """Check a model, capture its step and take that through the passes: the one way from a module to its programs.
 
-    train, lift: as of `capture`.
+    train, lift: as of `capture`. fixed: as of `lower`.
     """
     captured = capture_step(model, loss_fn, args, kwargs, options, train=train, lift=lift)
-    return captured, lower(captured, mesh, options)
+    return captured, lower(captured, mesh, options, fixed)
 
 
 @uncollected()

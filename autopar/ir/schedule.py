@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from autopar.ir.program import TensorType
 
@@ -135,6 +136,14 @@ class Flow:
     def rank_of(self, action: Action) -> int:
         """Who runs an action."""
         return self.ranks[action.stage] if action.kind in "FBIW" else action.stage
+
+
+class Times(Protocol):
+    """What an action and a transfer take: all that a simulation asks."""
+
+    def time_us(self, action: Action) -> float: ...
+
+    def transfer_us(self, types: tuple[TensorType, ...]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ _SPEED = _Range(1e5, 1e15, "bytes/s")
 _BYTES = _Range(1e7, 1e14, "bytes")
 _US = _Range(0, 1e6, "us")
 _SHARE = _Range(1e-6, 2, "of the peak")
+_PART = _Range(0, 0.9, "of the device")
 _RANKS = _Range(1, 1e6, "devices")
 _PROCESSORS = _Range(1, 1e4, "multiprocessors")
 
@@ -99,7 +100,8 @@ def _device(table: _Table) -> Device:
     device = Device(
         peaks, table.number("bandwidth", _SPEED), table.number("memory", _BYTES), table.number("least_us", _US),
         table.curve("products"), table.curve("streams"), table.number("attention", _SHARE, 1.0),
-        *([table.count("processors", _PROCESSORS)] if "processors" in table.values else []),
+        table.count("processors", _PROCESSORS) if "processors" in table.values else H100,
+        table.number("communicating", _PART, 0.0),
     )  # fmt: skip
     table.end()
     return device
@@ -206,6 +208,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
     lines += [f"attention = {_word(device.attention)}  # of what a product of as many FLOPs reaches"]
     if not machine.is_host or device.processors != H100:
         lines += [f"processors = {device.processors}  # multiprocessors"]
+    if not machine.is_host or device.communicating:
+        lines += [f"communicating = {_word(device.communicating)}  # of the device, taken by collectives beside calls"]
     lines += [f"products = {_points(device.products)}  # [FLOPs, share of the peak]"]
     lines += [f"streams = {_points(device.streams)}  # [bytes read and written, share of the bandwidth]"]
     lines += ["", "[device.flops]  # FLOP/s, the peaks", *_pairs(device.flops)]

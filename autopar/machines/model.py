@@ -54,7 +54,8 @@ class Device:
     """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
     FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
-    call. processors: streaming multiprocessors of a GPU, those of an H100 if not given."""
+    call. processors: streaming multiprocessors of a GPU, those of an H100 if not given. communicating: the share of the
+    device that collectives take from the calls beside them."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -64,6 +65,7 @@ class Device:
     streams: Curve = ALL
     attention: float = 1.0
     processors: int = H100
+    communicating: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

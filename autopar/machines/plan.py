@@ -107,7 +107,9 @@ def measure_machine(
         remarks.append(_SAME[groups[0].nodes == 1])
     fitted = fit_device(samples, memory_of(device, count), main)
     if device.type == "cuda":
-        fitted = replace(fitted, processors=torch.cuda.get_device_properties(device).multi_processor_count)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        fitted = replace(fitted, processors=processors, communicating=named("h100-80g").device.communicating)
+        remarks.append(f"communicating is not measured: {fitted.communicating}, as on h100-80g.")
     inside, between = levels
     machine = Machine(name, fitted, inside, between, count, launch_us, device.type == "cpu")
     return Found(machine, tuple(samples), tuple(remarks))

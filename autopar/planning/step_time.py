@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from autopar.compiler.lowered import Lowered
+from autopar.errors import ArtifactError
 from autopar.ir.layout import local_shape
-from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType, operand_nodes, record
-from autopar.ir.schedule import Costs, Timeline
 from autopar.machines import Machine
-from autopar.machines.model import MESSAGE
-from autopar.passes.schedules.simulate import simulate
-from autopar.passes.streams import Ran, run
+from autopar.passes.streams import run
+from autopar.planning.pipeline_time import PipelineTime, pipeline_time
 from autopar.planning.report import StepTime
 
 ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
@@ -26,16 +21,18 @@ LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
     """The time of a step on a machine; by default on the one that the programs were made for.
 
-    Ranks that differ by dp, tp or cp alone run the same program, so each place on pp is simulated once.
+    Ranks that differ by dp, tp or cp alone run the same program, so each place on pp is simulated once. Raises
+    ArtifactError for programs that were loaded.
     """
+    _check_has_flops(compiled)
     machine = machine or compiled.plan.fixed.machine
     mesh = compiled.mesh
     optimizer = {place: machine.memory_us(bytes_) for place, bytes_ in _states(compiled).items()}
     if compiled.pipeline is None:
         spent = run(compiled.program, machine)
-        found = _Found(spent.total, spent, 0.0, optimizer[0])
+        found = PipelineTime(spent.total, spent, 0.0, optimizer[0])
     else:
-        found = _of_pipeline(compiled.pipeline, machine, optimizer)
+        found = pipeline_time(compiled.pipeline, machine, optimizer)
     spent = found.spent
     return StepTime(
         machine, str(mesh), mesh.size, found.end + found.optimizer, spent.computed, spent.exposed, spent.hosted,
@@ -43,52 +40,13 @@ def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Of the slowest rank. end: of its last action; spent: what all of them take."""
-
-    end: float
-    spent: Ran
-    bubble: float
-    optimizer: float
-    timeline: Timeline | None = None
-
-
-def _of_pipeline(pipeline: Pipeline, machine: Machine, optimizer: Mapping[int, float]) -> _Found:
-    spent = {key: run(graph, machine) for key, graph in pipeline.graphs.items()}
-    timeline = simulate(pipeline.lists, pipeline.flow, _costs(pipeline, spent, machine))
-    ends = {rank: max((span.end_us for span in spans), default=0.0) for rank, spans in enumerate(timeline.ranks)}
-    last = max(ends, key=lambda rank: ends[rank] + optimizer.get(rank, 0.0))
-    own = [_times(ran, pipeline.times_of(key)) for key, ran in spent.items() if pipeline.place_of(key) == last]
-    all_ = _sum(own)
-    busy = sum(span.end_us - span.start_us for span in timeline.runs(last))
-    return _Found(ends[last], all_, ends[last] - busy, optimizer.get(last, 0.0), timeline)
-
-
-def _costs(pipeline: Pipeline, spent: Mapping[tuple[int, str], Ran], machine: Machine) -> Costs:
-    """The times of the emitted graphs, in place of those by which the pipeline was cut."""
-    link = machine.between if group_of(pipeline.mesh, PIPELINE, machine.ranks).nodes > 1 else machine.inside
-    times = dict.fromkeys(((place, "P" if kind == "C" else kind) for place, kind in spent), 0.0)
-    for (place, kind), ran in spent.items():
-        times[place, "P" if kind == "C" else kind] += ran.total
-    return replace(
-        pipeline.costs, times_us=times, latency_us=link.start_us, bytes_per_us=link.speed(MESSAGE, LARGE) / 1e6
-    )
-
-
-def _times(ran: Ran, times: int) -> Ran:
-    exposed = {axis: times * us for axis, us in ran.exposed.items()}
-    return Ran(times * ran.total, times * ran.computed, exposed, times * ran.hosted, times * ran.calls)
-
-
-def _sum(all_: list[Ran]) -> Ran:
-    exposed: Counter[str] = Counter()
-    for ran in all_:
-        exposed.update(ran.exposed)
-    return Ran(
-        sum(ran.total for ran in all_), sum(ran.computed for ran in all_), dict(exposed),
-        sum(ran.hosted for ran in all_), sum(ran.calls for ran in all_),
-    )  # fmt: skip
+def _check_has_flops(compiled: Lowered) -> None:
+    if "propagate" not in dict(compiled.history):
+        raise ArtifactError(
+            f"the time of these programs on '{compiled.mesh}' cannot be simulated: they were loaded, and saved "
+            f"programs tell no FLOPs of their products, nor which of them are computed again. Ask what "
+            f"autopar.compile(model, '{compiled.mesh}', ...) returns, before it is saved."
+        )
 
 
 def _states(compiled: Lowered) -> dict[int, float]:

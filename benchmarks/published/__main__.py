@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from scipy.stats import spearmanr
 
-import autopar
 import benchmarks.published
+from autopar.compiler.compile import compile_step
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import options_of
 from autopar.errors import AutoparError
-from autopar.planning import StepTime
+from autopar.ir.plan import Fixed
+from autopar.planning import StepTime, step_time
 from benchmarks.published.models import token_loss
 from benchmarks.published.rows import Case, cases
 
@@ -37,9 +40,11 @@ def predict(case: Case, options: dict[str, object]) -> Predicted:
     """The step of a case, simulated. Raises AutoparError where its programs cannot be emitted."""
     with torch.device("meta"):
         model = case.model()
-    compiled = autopar.compile(model, case.mesh, loss_fn=token_loss, batch=case.batch(), **{**case.options, **options})  # type: ignore[arg-type]
-    found = compiled.time(case.machine)
-    return Predicted(case, found)
+    chosen = options_of(**{**case.options, **options})
+    made = compile_step(
+        model, token_loss, case.batch(), {}, mesh_of(case.mesh), chosen, fixed=Fixed(machine=case.machine)
+    )  # fmt: skip
+    return Predicted(case, step_time(made[1]))
 
 
 def table(path: Path, options: dict[str, object], chosen: str, parts: bool) -> list[Predicted]:

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import ONCE, Action, Costs, Flow, Instruction, Span, Timeline
+from autopar.ir.schedule import ONCE, Action, Flow, Instruction, Span, Timeline, Times
 
 
-def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Costs) -> Timeline:
+def simulate(lists: Sequence[Sequence[Instruction]], flow: Flow, costs: Times) -> Timeline:
     """Replay checked lists (`check_schedule`) with asynchronous transfers.
 
     A SEND starts when its action has ended and arrives `transfer_us` later, beside all other transfers; neither rank

@@ -59,6 +59,17 @@ def test_cores_move_data_themselves() -> None:
     assert found.exposed == {"tp": pytest.approx(MOVED)} and found.total == pytest.approx(found.computed + MOVED)
 
 
+@pytest.mark.parametrize(("moves", "takes"), [(10.0, 1.0), (0.25, 0.25 + 0.375), (0.0, 0.5)])
+def test_a_call_beside_a_collective_has_what_it_leaves(moves: float, takes: float) -> None:
+    """Half of the device, until the collective ends: half a microsecond's call takes one, or less if it ends before."""
+    machine = Machine.flat(10, 1e9, 1e9, moves, 0.5)
+    free = ran(machine)
+    slow = ran(replace(machine, device=replace(machine.device, communicating=0.5)))
+    assert slow.computed == pytest.approx(free.computed + takes - 0.5, abs=1e-6)
+    assert slow.exposed["tp"] == pytest.approx(max(0.0, moves - takes), abs=1e-6)
+    assert slow.total == pytest.approx(slow.computed + slow.exposed["tp"])
+
+
 def test_the_host_is_waited_for_where_calls_are_small() -> None:
     free, slow = ran(MACHINE), ran(replace(MACHINE, launch_us=1000.0))
     assert slow.total == pytest.approx(5 * 1000.0 + 0.5), "the last launch, and its call"

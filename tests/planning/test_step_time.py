@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.errors import MachineError
+from autopar.cli import planning
+from autopar.errors import ArtifactError, MachineError
+from autopar.ir.schedule import Action
 from autopar.machines import Machine, named
 from autopar.planning import StepTime
+from autopar.planning.pipeline_time import emitted_costs
 from autopar.planning.step_time import ADAMW
 
 ROWS, WIDTH = 2**15, 2048
@@ -72,6 +75,58 @@ def test_the_bubble_of_a_pipeline(ranks: int, microbatches: int) -> None:
     assert found.computed == pytest.approx(found.flops / 1e3 / ranks, rel=0.1)
 
 
+@pytest.mark.parametrize("slices", [[256, 256], [384, 128], [192, 128, 128, 64]], ids=str)
+def test_slices_together_take_what_the_step_takes(slices: list[int]) -> None:
+    """Each slice of its own length, its attention by the positions before it: all of them are the model's products."""
+    found = llama("pp=2", microbatches=2, slices=slices, schedule="seq1f1b").time(FLAT)
+    assert found.timeline is not None
+    spans = [span for rank in (0, 1) for span in found.timeline.runs(rank)]
+    assert sum(span.end_us - span.start_us for span in spans) == pytest.approx(found.flops / 1e3, rel=0.01)
+    last = max((0, 1), key=lambda rank: found.timeline.ranks[rank][-1].end_us)
+    busy = sum(span.end_us - span.start_us for span in found.timeline.runs(last))
+    assert busy == pytest.approx(found.computed + found.hosted + sum(found.exposed.values()), rel=1e-6)
+
+
+def test_slices_on_another_machine_than_that_of_their_pipeline() -> None:
+    """Later slices attend to more, by that machine's FLOPs; one that is twice as fast takes half as long."""
+    compiled = llama("pp=2", microbatches=2, slices=4, schedule="seq1f1b")
+    slow, fast = (compiled.time(Machine.flat(*(speed * each for each in (1e3, 1e6, 1e5)), 0, 0)) for speed in (1, 2))
+    spans = ([span.end_us - span.start_us for span in found.timeline.runs(1)] for found in (slow, fast))
+    assert all(before == pytest.approx(2 * now) for before, now in zip(*spans, strict=True))
+    assert slow.total == pytest.approx(2 * fast.total)
+    assert slow.timeline is not None
+    forwards = [span for span in slow.timeline.runs(0) if span.instruction.action.kind == "F"][:4]
+    first, *_, last = (span.end_us - span.start_us for span in forwards)
+    assert last > 1.05 * first
+
+
+def test_a_prologue_counts_every_microbatch() -> None:
+    """What a mean over the tokens that count needs beforehand: the graph C runs once for each micro-batch."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 8, bias=False))
+        batch = torch.empty(ROWS, WIDTH), torch.empty(ROWS, dtype=torch.int64)
+    compiled = autopar.compile(model, "pp=2", loss_fn=masked_loss, batch=batch, microbatches=4, schedule="1f1b")
+    pipeline = compiled.pipeline
+    assert pipeline is not None
+    (rank,) = {place for place, kind in pipeline.graphs if kind == "C"}
+    machine = Machine.flat(1e3, 1e6, 1e5, 0, 1.0)
+    times = emitted_costs(pipeline, machine)
+    count, whole = times.graphs[rank, "C", 0].total, times.time_us(Action(rank, "P"))
+    assert count > 0 and whole == pytest.approx(4 * count + times.graphs[rank, "P", 0].total)
+
+
+def masked_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y, ignore_index=0)
+
+
+def test_a_loaded_program_says_that_it_has_no_flops(tmp_path: Path) -> None:
+    stack(2, "dp=2").save(tmp_path / "saved")
+    with pytest.raises(
+        ArtifactError, match=re.escape("the time of these programs on 'dp=2' cannot be simulated: they ")
+    ):
+        autopar.load(tmp_path / "saved").time(FLAT)
+
+
 def test_recomputation_counts_beside_the_flops_of_the_model() -> None:
     plain, again = llama("tp=2").time(), llama("tp=2", recompute="full").time()
     assert again.flops == plain.flops and plain.recomputed == 0
@@ -95,6 +150,44 @@ def test_ranks_by_the_thousand_cost_no_more_to_simulate() -> None:
 def test_a_machine_that_is_not_known() -> None:
     with pytest.raises(MachineError, match=re.escape("machine 'b300': there is a100-80g, cpu, h100-80g or h200")):
         stack(2, "dp=1").time("b300")
+
+
+def test_estimate_compiles_for_the_machine_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut of stages, prefetch and buckets are decided for it, not for the default."""
+    asked: list[str] = []
+    plain = planning.compiled_of
+
+    def compiled_of(*args: object) -> autopar.Compiled:
+        made = plain(*args)  # type: ignore[arg-type]
+        asked.append(made.plan.fixed.machine.name)
+        return made
+
+    monkeypatch.setattr(planning, "compiled_of", compiled_of)
+    target = f"{ROOT / 'examples' / 'train_gpt.py'}:job"
+    cli.app(["estimate", target, "--mesh", "pp=2", "--microbatches", "2", "--machine", "cpu"], standalone_mode=False)
+    assert asked == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=1", {"chunked_loss": True}), ("tp=2", {"chunked_loss": True}), ("dp=1", {"microbatches": 2}),
+        ("tp=2", {"sequence_parallel": True}), ("pp=2", {"microbatches": 4}), ("dp=2", {"zero": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_computed_again_without_recomputation(mesh: str, options: dict[str, object]) -> None:
+    found = llama(mesh, **options).time()
+    assert found.recomputed == 0
+    assert found.flops == llama("dp=1").time().flops
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("pp=2", {"microbatches": 4}), ("dp=1", {"chunked_loss": True})], ids=str
+)
+def test_what_is_computed_again_is_the_same_however_the_step_is_cut(mesh: str, options: dict[str, object]) -> None:
+    whole = llama("dp=1", recompute="full").time()
+    assert llama(mesh, recompute="full", **options).time().recomputed == pytest.approx(whole.recomputed, rel=0.2)
 
 
 def test_estimate_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,14 @@
+"""Steps that the simulator foretells, beside the same steps run on this machine: `python -m benchmarks.planner`.
+
+    timeout 2400 .venv/bin/python -m benchmarks.planner [--only "gpt tp=2"] [--seconds 120] [--machine mine.toml]
+
+Three models (a GPT, a Llama, a convolutional one) on two Gloo ranks, each in some dozen ways: dp, tp or pp, ZeRO,
+recomputation, micro-batches, sequence parallelism. The machine is the one that `autopar machine measure` writes. All
+ways of a model are compiled in the same two processes and take a step each in turns, so that other work of the machine
+meets all of them alike; the time that a quarter of the steps stay below counts, as in `machine measure`. Predicted is
+`Compiled.time` of the very programs that run, with the optimizer's step (a fused AdamW). Memory is `Compiled.memory`
+beside what a tracker of live tensors saw.
+
+Printed are a line for each way, then the mean and the largest error of the step time, the regret (how much slower the
+way with the least predicted time is than the fastest one, by measured times) and the largest error of memory.
+"""
