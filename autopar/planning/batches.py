@@ -9,6 +9,7 @@ import torch
 
 from autopar.capture.containers import map_tensors, take_call_apart
 from autopar.compiler.compile import batch_arguments
+from autopar.errors import BatchError
 
 
 def sizes_of(batch: Any) -> dict[str, int]:
@@ -20,6 +21,14 @@ def sizes_of(batch: Any) -> dict[str, int]:
             if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.shape[0] == found["b"]:
                 found.setdefault("s", leaf.shape[1])
     return found
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch. Raises BatchError for one that has none."""
+    sizes = sizes_of(batch)
+    if "b" not in sizes:
+        raise BatchError("a plan divides the rows of the batch, and this batch has no tensor with a dim.")
+    return sizes["b"]
 
 
 def resized(batch: Any, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,15 +9,16 @@ from typing import Any
 from autopar.capture import Captured
 from autopar.compiler.compile import capture_step
 from autopar.compiler.options import options_of
-from autopar.errors import BatchError, PlanError, divisors, one_of
+from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.batches import resized, sizes_of
+from autopar.planning.batches import resized, rows_of
 from autopar.planning.candidates import Space
+from autopar.planning.decisions import PLANNED
 from autopar.planning.layers import PARTS, Layers, Linear
 from autopar.planning.search import FITS, Found, Work, search
 from autopar.planning.step_time import products, tokens_of
@@ -77,8 +78,7 @@ def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: L
 def layers_of(job: Job, machine: Machine) -> Layers:
     """The programs of a job's micro-batches. Raises BatchError for a batch without rows, and PlanError for options that
     a plan decides."""
-    if "b" not in sizes_of(job.batch):
-        raise BatchError("a plan divides the rows of the batch, and this job's batch has no tensor with a dim.")
+    rows_of(job.batch)
     options = _open(options_of(**job.step))
 
     def capture(count: int) -> Captured:
@@ -90,16 +90,10 @@ def layers_of(job: Job, machine: Machine) -> Layers:
 
 def _open(options: StepOptions) -> StepOptions:
     """The options of the job but those that are planned."""
-    planned = {name: default for name, default in _PLANNED.items() if getattr(options, name) != default}
+    planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
     if options.stages or options.shard:
         raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
     return replace(options, **planned)
-
-
-_PLANNED: dict[str, Any] = {
-    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "recompute": "none",
-    "sequence_parallel": False, "stage_memory": None,
-}  # fmt: skip
 
 
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
