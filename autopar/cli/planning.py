@@ -13,6 +13,7 @@ from rich.progress import Progress
 from autopar.cli.compiling import compiled_of
 from autopar.cli.options import Options, takes_options
 from autopar.cli.show import out, show, show_notes
+from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
 from autopar.ir.measure import human
 from autopar.ir.plan import DEVICES
@@ -67,7 +68,7 @@ def plan_(
     """Find the fastest plan that fits: sizes of dp, tp and pp, ZeRO, recomputation, micro-batches, schedule."""
     fixed = dict(_decided(text) for text in fix or ())
     job = options.job(target)
-    asked = Asked(gpus, batch or rows_of(job.batch), named(machine), _bytes(memory), fixed, top)
+    asked = Asked(gpus, batch or rows_of(*batch_arguments(job.batch)), named(machine), _bytes(memory), fixed, top)
     with Progress(console=out, transient=True) as bar:
         task = bar.add_task("plans", total=None)
         found = plan(job, asked, lambda done, all_: bar.update(task, completed=done, total=all_))

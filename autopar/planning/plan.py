@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from autopar.capture import Captured
-from autopar.compiler.compile import capture_step
+from autopar.capture.capture import LossFn
+from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.compiler.options import options_of
 from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
@@ -16,7 +19,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.batches import resized, rows_of
+from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.candidates import Space
 from autopar.planning.decisions import PLANNED
 from autopar.planning.layers import PARTS, Layers, Linear
@@ -56,13 +59,17 @@ class Planned:
 
 
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
-    """Search all plans (`planning/search.py`) for a job's model. tell: of progress, (done, all). layers: what
-    `layers_of` gave for this job and machine; what it knows is not made again.
+    """Search all plans for a job's model (`planned`). layers: what `layers_of` gave for this job and machine; what it
+    knows is not made again."""
+    return planned(layers or layers_of(job, asked.machine), asked, tell)
 
-    Raises PlanError if no plan fits, with the least memory that any would take, and BatchError for a batch that no
-    number of devices divides.
+
+def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
+    """Search all plans (`planning/search.py`). tell: of progress, (done, all).
+
+    Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
+    devices divides.
     """
-    layers = layers or layers_of(job, asked.machine)
     equal = layers.depths(PARTS)[0].layers
     whole = layers.captured(PARTS).program
     work = _work(whole, layers, asked)
@@ -76,16 +83,23 @@ def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: L
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:
-    """The programs of a job's micro-batches. Raises BatchError for a batch without rows, and PlanError for options that
-    a plan decides."""
-    rows_of(job.batch)
-    options = _open(options_of(**job.step))
+    """The programs of a job's micro-batches. Raises as `layers_of_call`."""
+    return layers_of_call(job.model, job.loss_fn, *batch_arguments(job.batch), options_of(**job.step), machine)
+
+
+def layers_of_call(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
+    machine: Machine,
+) -> Layers:  # fmt: skip
+    """The programs of the micro-batches of a step. Raises BatchError for a batch without rows, and PlanError for
+    stages and layouts that are chosen already."""
+    rows_of(args, kwargs)
+    free = _open(options)
 
     def capture(count: int) -> Captured:
-        args, kwargs = resized(job.batch, {"b": count})
-        return capture_step(job.model, job.loss_fn, args, kwargs, options)
+        return capture_step(model, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
 
-    return Layers(capture, options, machine)
+    return Layers(capture, free, machine)
 
 
 def _open(options: StepOptions) -> StepOptions:

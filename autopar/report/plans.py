@@ -27,6 +27,19 @@ def plan_line(planned: Planned) -> str:
     )
 
 
+def reason_line(planned: Planned) -> str:
+    """The best plan and why it is the best, for a log."""
+    best, asked = planned.found.best[0], planned.asked
+    others = [f"the next, {each.candidate}, takes {_longer(each, best)}" for each in planned.found.best[1:2]]
+    words = f"{best.candidate} for {asked.gpus} ranks of {asked.machine.name} and {asked.batch} rows"
+    found = f"{words}: {time_text(best.total)} a step, {human(best.memory)} of {human(asked.limit)}"
+    return "; ".join((found, *others, planned.found.certificate))
+
+
+def _longer(found: Prediction, best: Prediction) -> str:
+    return f"{found.total / best.total - 1:.1%} longer"
+
+
 def _mfu(planned: Planned, found: Prediction) -> float:
     flops = planned.asked.machine.device.flops
     peak = planned.asked.gpus * flops.get(planned.work.dtype, flops["float32"])
