@@ -64,6 +64,13 @@ def train(rows: int, state: Any = None, **options: Any) -> tuple[str, list[str]]
                 optimizer.step()
                 optimizer.zero_grad()
         assert next(model.parameters()) is first, "an optimizer holds it"
+        for parameter in model.parameters():
+            moment = optimizers[0].state[parameter]["exp_avg"]
+            is_split = parameter.to_local().shape != parameter.shape
+            assert not is_split or (moment.device_mesh, moment.placements) == (
+                parameter.device_mesh,
+                parameter.placements,
+            )
         assert_same_state(model, plain, "weights")
         assert model.compiled is not None
         return str(model.compiled.mesh), [text for text in said if "auto" in text]
