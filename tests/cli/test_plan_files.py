@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import socket
 
 import pytest
+import torch
 from test_cli_bad import JOB, call, filled
 
 PLAN = 'mesh = "dp=2"\nzero = 1\nmicrobatches = 2\n'
@@ -14,6 +16,10 @@ WRONG = {
     "verify JOB --plan PLAN --zero 2": "--zero 2: plan 'PLAN' says zero = 1. Leave out the flag, or change the plan.",
     "explain JOB 0.weight --plan PLAN --microbatches 4": "--microbatches 4: plan 'PLAN' says microbatches = 2. Leave",
     "estimate JOB": "write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.",
+    "run JOB --plan PLAN --mesh auto": "--mesh auto: plan 'PLAN' says mesh = 'dp=2'. Leave out the flag, or change",
+    "run JOB --mesh auto --zero 1": "--zero beside --mesh auto, which decides it: leave it out, or plan around it",
+    "run JOB --mesh dp=2 --machine cpu": "--machine cpu: it is of --mesh auto, and the mesh is 'dp=2'. Leave it out.",
+    "verify JOB --mesh auto": "mesh 'auto' is planned where ranks run: parallelize and `autopar run` take it. Here",
     "inspect SAVED --plan PLAN": "'SAVED' is compiled already: it takes no --mesh and no options of a step.",
 }
 
@@ -55,6 +61,21 @@ def test_a_plan_is_run_on_its_ranks(places: dict[str, str], tmp_path: Path) -> N
     code, _, said = call(filled(f"run JOB --plan PLAN --steps 2 --log {tmp_path / 'log'}", places))
     assert code == 0, said
     assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_a_mesh_that_is_planned(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the job says what a plan decides."""
+    if not torch.cuda.is_available():
+        code, _, said = call(filled("run JOB --mesh auto", places))
+        assert code == 1 and said.startswith("autopar: mesh 'auto' needs the number of ranks, which is not known here")
+    with socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**here, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    code, shown, said = call(filled("run JOB --mesh auto --machine cpu --steps 1", places))
+    assert code == 0 and "mesh dp=1: compiled" in shown, (shown, said)
 
 
 def test_plan_takes_no_flags_for_what_it_plans(places: dict[str, str]) -> None:
