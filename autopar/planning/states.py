@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import local_bytes
-from autopar.ir.program import Program, is_getitem, is_view, kept_values, root_of
+from autopar.ir.program import Program, is_getitem, is_view, root_of
 
 MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
@@ -33,10 +33,7 @@ def held(compiled: Lowered) -> Held:
     gradients = sum(
         local_bytes(node, program.mesh) for node, out in program.leaving if out.kind == "gradient" and node is not None
     )
-    if compiled.pipeline is None:
-        saved = sum(local_bytes(node, program.mesh) for node in kept_values(program))
-        others = max(0.0, _peak(program) - saved)
-        return Held(parameters, gradients, MOMENTS * parameters, saved, others)
+    assert compiled.pipeline is not None
     graphs = {kind: graph for (_, kind), graph in compiled.pipeline.graphs.items()}
     kept = [node for node, out in graphs["F"].leaving if out.kind == "saved" and node is not None]
     others = max(_peak(graph) for kind, graph in graphs.items() if kind in "FBIW")
