@@ -14,7 +14,6 @@ from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.compiler.options import options_of
 from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
-from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.job import Job
@@ -22,12 +21,12 @@ from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.candidates import Space
 from autopar.planning.decisions import PLANNED
-from autopar.planning.layers import PARTS, Layers, Linear
+from autopar.planning.layers import Layers
+from autopar.planning.micro import PARTS
 from autopar.planning.search import FITS, Found, Work, search
-from autopar.planning.step_time import products, tokens_of
+from autopar.planning.step_time import tokens_of
 
 Tell = Callable[[int, int], None]
-ONE = Mesh((("dp", 1),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
     devices divides.
     """
-    equal = layers.depths(PARTS)[0].layers
-    whole = layers.captured(PARTS).program
+    equal, whole = layers.equal, layers.whole
     work = _work(whole, layers, asked)
     candidates = list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
     if not candidates:
@@ -111,14 +109,10 @@ def _open(options: StepOptions) -> StepOptions:
 
 
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
-    """The products of a step, known once there are layouts, from two depths and a small batch."""
-    made = layers.lowered(PARTS, ONE, {})
-    counts = [products(dict(each.history)["propagate"]) for each in made]
-    depths = tuple(each.kept for each in layers.depths(PARTS))
-    flops = Linear.through(depths, [float(sum(count.values())) for count in counts])(layers.depths(PARTS)[0].layers)
+    """The products of a step, and the bytes of its parameters."""
+    flops, dtype = layers.products()
     parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
-    dtype = max(counts[0], key=lambda name: counts[0][name], default="float32")
-    return Work(flops / PARTS * asked.batch, parameters, dtype)
+    return Work(flops * asked.batch, parameters, dtype)
 
 
 def _none_divides(asked: Asked, equal: int) -> PlanError:

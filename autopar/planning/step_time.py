@@ -14,13 +14,11 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType, operand_nodes, record
 from autopar.ir.schedule import Costs, Timeline
 from autopar.machines import Machine
-from autopar.machines.model import MESSAGE
 from autopar.passes.schedules.simulate import simulate
 from autopar.passes.streams import Ran, run
 from autopar.planning.report import StepTime
 
 ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
-LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 
 
 def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
@@ -67,13 +65,11 @@ def _of_pipeline(pipeline: Pipeline, machine: Machine, optimizer: Mapping[int, f
 
 def _costs(pipeline: Pipeline, spent: Mapping[tuple[int, str], Ran], machine: Machine) -> Costs:
     """The times of the emitted graphs, in place of those by which the pipeline was cut."""
-    link = machine.between if group_of(pipeline.mesh, PIPELINE, machine.ranks).nodes > 1 else machine.inside
+    start_us, bytes_per_us = machine.message_line(group_of(pipeline.mesh, PIPELINE, machine.ranks))
     times = dict.fromkeys(((place, "P" if kind == "C" else kind) for place, kind in spent), 0.0)
     for (place, kind), ran in spent.items():
         times[place, "P" if kind == "C" else kind] += ran.total
-    return replace(
-        pipeline.costs, times_us=times, latency_us=link.start_us, bytes_per_us=link.speed(MESSAGE, LARGE) / 1e6
-    )
+    return replace(pipeline.costs, times_us=times, latency_us=start_us, bytes_per_us=bytes_per_us)
 
 
 def _times(ran: Ran, times: int) -> Ran:
