@@ -35,6 +35,7 @@ class Options(StepKeywords, total=False):
     cuda_graphs: Graphs
     check_replicas: int | None
     weights: str | Path | None
+    machine: str | None
 
 
 @overload
@@ -54,6 +55,7 @@ def parallelize(
     cuda_graphs: Graphs = False,
     check_replicas: int | None = CHECK_EVERY,
     weights: str | Path | None = None,
+    machine: str | None = None,
     **step: Unpack[StepKeywords],
 ) -> Any:
     """Make a module train on every rank of a mesh, with the numbers of one device. Call it on every rank.
@@ -61,7 +63,8 @@ def parallelize(
     model: the module; its parameters become DTensors (rank 0's values count). As a decorator,
       `@parallelize("dp=2,tp=2", loss_fn=...)` on a module class or on a function that builds one.
     mesh: `"dp=2,tp=2"`, `{"dp": 2, "tp": 2}`, a named DeviceMesh or an `autopar.Mesh`; -1 takes what is left of the
-      world. A mesh of size 1 needs no launcher.
+      world. A mesh of size 1 needs no launcher. "auto" plans the fastest mesh and options of a step that fit, at the
+      first training batch (docs/planning.md).
     loss_fn: `loss_fn(model, *batch)` gives the scalar loss; None if the module returns it (a scalar, a tuple that
       begins with it, an object or dict with `.loss`).
     batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
@@ -73,6 +76,8 @@ def parallelize(
       differs. None for no comparison.
     weights: a safetensors file, or a folder of them as `save_pretrained` writes it, with the values of what is on the
       meta device: each rank reads its parts. None for the modules' own `reset_parameters()`.
+    machine: what mesh="auto" plans for: a name that `autopar machine show` knows, or the path of a file. None for the
+      built-in one that fits this rank's device.
 
     And of the step: every field of `autopar.StepOptions` by its name, e.g. `zero=3, recompute="selective"`.
 
@@ -82,6 +87,7 @@ def parallelize(
     asked = functools.partial(
         Asked, step=step, loss_fn=loss_fn, batch=batch, seed=seed, device=device,
         cuda_graphs=cuda_graphs, check_replicas=check_replicas, weights=weights,
+        machine=machine,
     )  # fmt: skip
     if isinstance(model, nn.Module):
         if mesh is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -29,9 +29,10 @@ class Ran:
     calls: int
 
 
-def run(program: Program, machine: Machine) -> Ran:
-    """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
-    in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
+def run(program: Program, machine: Machine, counts: Callable[[fx.Node], bool] = lambda node: True) -> Ran:
+    """Run the nodes of a LOCAL graph that count. The host launches one call after another, `machine.launch_us` each.
+    The device computes them in that order, and every axis has a stream of its own, in which a collective begins when
+    its operand is there.
 
     Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
 
@@ -39,7 +40,7 @@ def run(program: Program, machine: Machine) -> Ran:
     """
     streams = _Streams(machine, node_times(program, machine))
     for node in program.calls():
-        if node.target is WAIT or not (is_getitem(node) or is_view(node)):
+        if (node.target is WAIT or not (is_getitem(node) or is_view(node))) and counts(node):
             streams.launch(node)
     return streams.ran()
 

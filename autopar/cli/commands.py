@@ -12,6 +12,7 @@ from autopar.cli.compiling import compiled_of, job_of
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
+from autopar.cli.planned import check_auto
 from autopar.cli.planning import estimate, plan_
 from autopar.cli.preflight import check_run
 from autopar.cli.ranks import on_ranks, running_mesh
@@ -29,29 +30,32 @@ app.add_typer(machine_app, name="machine")
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
+RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
 
 
 @app.command()
 @takes_options()
 def run(
     target: Target,
-    mesh: MeshOption,
+    mesh: RunMesh,
     steps: Annotated[int, typer.Option(help="training steps")] = 100,
     log: Annotated[Path | None, typer.Option(help="write a JSON line a step here")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write what each rank did in the last steps")
     ] = None,
+    machine: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="what --mesh auto plans for")] = None,
     *,
     options: Options,
 ) -> None:
     """Compile and train: on local processes, or as a part of a running torchrun job."""
     check_run(options, steps, log, trace)
+    check_auto(options.flags(), machine, mesh)
     arguments = ["run", target, "--mesh", mesh, "--steps", str(steps), *options.arguments()]
-    files = {"--log": log, "--trace": trace}
-    arguments += [word for flag, path in files.items() if path is not None for word in (flag, str(path))]
+    more = {"--log": log, "--trace": trace, "--machine": machine}
+    arguments += [word for flag, value in more.items() if value is not None for word in (flag, str(value))]
 
     def train_here() -> None:
-        train(job_of(target, running_mesh(mesh), options), mesh, steps, options.seed, log, trace)
+        train(job_of(target, running_mesh(mesh), options), mesh, steps, options.seed, log, trace, machine)
 
     on_ranks(mesh, arguments, train_here)
 

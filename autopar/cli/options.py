@@ -6,13 +6,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 
+from autopar.cli.planned import check_beside, mesh_beside
 from autopar.cli.target import load_job
 from autopar.ir.options import Flag, StepOptions, read_stages, short_text
 from autopar.job import Job
+from autopar.planning.decisions import Decisions, read_plan
 
 OWN = {  # what a run takes beside its steps
     "seed": (0, Flag(int, more="of the initial weights and of random ops")),
@@ -45,9 +48,11 @@ FLAGS = _flags()
 
 
 class Options:
-    """What a command line says of a job, by the names of `FLAGS`; what is None or False is left to the job."""
+    """What a command line says of a job, by the names of `FLAGS`; what is None or False is left to the job. plan: of
+    `--plan`, which goes before what the job says as well."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, plan: Decisions | None = None, **given: Any) -> None:
+        self.plan = plan
         self.given = {name: given.pop(name, default) for name, _, default in FLAGS}
         assert not given, given
 
@@ -58,7 +63,7 @@ class Options:
             raise AttributeError(name) from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Options) and self.given == other.given
+        return isinstance(other, Options) and (self.given, self.plan) == (other.given, other.plan)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -70,7 +75,7 @@ class Options:
     def arguments(self) -> list[str]:
         """The same options for the process of a rank."""
         StepOptions(**self._step())  # what is wrong is said before anything starts
-        found = []
+        found = [] if self.plan is None else ["--plan", self.plan.file]
         for name, value in self._said().items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, (list, tuple)):
@@ -80,6 +85,10 @@ class Options:
 
     def _step(self) -> dict[str, Any]:
         """What is said of a step, by the names of `StepOptions`."""
+        return {**({} if self.plan is None else self.plan.step), **self.flags()}
+
+    def flags(self) -> dict[str, Any]:
+        """What the flags alone say of a step."""
         found: dict[str, Any] = {}
         for name, value in self._said().items():
             if name.startswith("no_"):
@@ -93,25 +102,29 @@ class Options:
 
 
 def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`."""
+    """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`. One that takes
+    `mesh` takes `--plan` in its place, too."""
     taken = [flag for flag in FLAGS if flag[0] not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, kind, default in taken
+            for name, kind, default in (*_PLAN * ("mesh" in own.parameters), *taken)
         ]
-        kept = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in own.parameters.items()
-            if name != "options"
-        ]
+        kept = [_optional(parameter) for name, parameter in own.parameters.items() if name != "options"]
 
         @functools.wraps(command)
         def called(**given: Any) -> None:
             found = {name: given.pop(name) for name, *_ in taken}
-            command(**given, options=Options(**found))
+            path = given.pop("plan", None)
+            options = Options(None if path is None else read_plan(path), **found)
+            if "mesh" in given:
+                is_needed = own.parameters["mesh"].default is inspect.Parameter.empty
+                given["mesh"] = mesh_beside(options.plan, given["mesh"], is_needed)
+            if options.plan is not None:
+                check_beside(options.plan, options.flags())
+            command(**given, options=options)
 
         del called.__wrapped__  # type: ignore[attr-defined]  # typer would read its signature
         called.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
@@ -119,3 +132,16 @@ def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[...
         return called
 
     return decorate
+
+
+_PLAN_TEXT = "mesh and options that `autopar plan --out` wrote, in place of --mesh"
+_PLAN = [("plan", Annotated[Path | None, typer.Option(metavar="FILE.toml", help=_PLAN_TEXT)], None)]
+
+
+def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter of a command by its name; a mesh may be left to a plan."""
+    kept = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    if parameter.name != "mesh" or parameter.default is not inspect.Parameter.empty:
+        return kept
+    kind, *more = get_args(parameter.annotation)
+    return kept.replace(annotation=Annotated[kind | None, *more], default=None)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.cli.launch import launch, report
-from autopar.compiler.meshes import mesh_of
-from autopar.errors import AutoparError
+from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.settings import Settings
 
@@ -46,8 +46,17 @@ class _Failed(AutoparError):
 
 
 def running_mesh(mesh: str) -> Mesh:
-    """The mesh; -1 takes the ranks of the running job, else this machine's GPUs."""
+    """The mesh; -1 takes the ranks of the running job, else this machine's GPUs. So does "auto", of which there is one
+    axis until there is a plan."""
     world = Settings.read().world_size
-    if world is None and "-1" in mesh and torch.cuda.is_available():
+    if world is None and ("-1" in mesh or mesh == AUTO) and torch.cuda.is_available():
         world = torch.cuda.device_count() or None
+    if mesh == AUTO and world is None:
+        raise MeshError(
+            f"mesh '{AUTO}' needs the number of ranks, which is not known here: this machine has no GPU. Start them "
+            f"(torchrun --nproc-per-node=N -m autopar run ...), or plan first: autopar plan TARGET --gpus N --machine "
+            f"cpu --out plan.toml, and then --plan plan.toml."
+        )
+    if mesh == AUTO:
+        return Mesh((("dp", world or 1),))
     return mesh_of(mesh, world)

@@ -17,17 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.api import parallelize
 from autopar.capture.containers import take_call_apart
 from autopar.compiler.compile import batch_arguments
+from autopar.compiler.meshes import AUTO
 from autopar.job import Job
+from autopar.planning.decisions import PLANNED
 from autopar.report.timeline.trace import write_trace
 from autopar.runtime.recorder import Recorder
 
 TRACED = 3  # steps: the last ones, which are warm
 
 
-def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: Path | None = None) -> None:
+def train(
+    job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: Path | None = None, machine: str | None = None
+) -> None:
     """Train `steps` steps on this process's rank; rank 0 shows progress and writes `log`, a JSON line a step.
 
-    trace: a folder for what every rank does in the last steps (`timeline/trace.py`).
+    machine: of the mesh "auto", whose plan goes before what the job says. trace: a folder for what every rank does in
+    the last steps (`timeline/trace.py`).
     """
     model = parallelize(
         job.model,
@@ -36,7 +41,8 @@ def train(job: Job, mesh: str, steps: int, seed: int, log: Path | None, trace: P
         seed=seed,
         cuda_graphs=job.cuda_graphs,
         check_replicas=job.check_replicas,
-        **job.step,
+        machine=machine,
+        **(job.step if mesh != AUTO else {**job.step, **PLANNED}),  # type: ignore[typeddict-item]
     )
     first = dist.get_rank() == 0
     console = Console(quiet=not first)

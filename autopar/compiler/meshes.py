@@ -12,6 +12,8 @@ from autopar.passes.search.intents import INTENTS
 
 AXES = tuple(sorted({*INTENTS, PIPELINE} - {*TIME_AXES}))
 
+AUTO = "auto"  # planned where ranks run, for their first batch
+
 MeshLike = str | Mapping[str, int] | Mesh | DeviceMesh
 
 
@@ -20,6 +22,11 @@ def mesh_of(mesh: MeshLike, world: int | None = None) -> Mesh:
 
     Raises MeshError for what does not parse or fit, and for an axis of no known meaning.
     """
+    if isinstance(mesh, str) and mesh == AUTO:
+        raise MeshError(
+            f"mesh '{AUTO}' is planned where ranks run: parallelize and `autopar run` take it. Here write axis=size "
+            f"pairs, or --plan FILE.toml of `autopar plan TARGET --gpus N --out FILE.toml`."
+        )
     found = _from_device_mesh(mesh, world) if isinstance(mesh, DeviceMesh) else parse_mesh(mesh, world)
     for axis in found.names:
         if axis not in AXES:

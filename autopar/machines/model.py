@@ -44,6 +44,7 @@ class Curve:
 ALL = Curve()
 ANY = "any"
 MESSAGE = "message"
+LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 
 
 H100 = 132  # multiprocessors
@@ -152,8 +153,16 @@ class Machine:
 
     def message_us(self, bytes_: float, group: Group) -> float:
         """The time of a message from one rank of a group to the next."""
-        link = self.inside if group.nodes == 1 else self.between
+        link = self._link(group)
         return link.start_us + bytes_ / link.speed(MESSAGE, bytes_) * 1e6
+
+    def message_line(self, group: Group) -> tuple[float, float]:
+        """(us to start one, bytes a us) of large messages from one rank of a group to the next, whatever their size."""
+        link = self._link(group)
+        return link.start_us, link.speed(MESSAGE, LARGE) / 1e6
+
+    def _link(self, group: Group) -> Link:
+        return self.inside if group.nodes == 1 else self.between
 
     def _speed(self, kind: str, bytes_: float, group: Group) -> float:
         inside = self.inside.speed(kind, bytes_)

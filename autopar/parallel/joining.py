@@ -19,6 +19,7 @@ from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
+from autopar.parallel.auto_options import AUTO, check_open, machine_for
 from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
 from autopar.parallel.gradients import check_plain
@@ -44,16 +45,29 @@ class Asked:
     check_replicas: int | None = CHECK_EVERY
     lift: torch.dtype | None = None
     weights: str | Path | None = None
+    machine: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the mesh is planned once there is a batch."""
+        return isinstance(self.mesh, str) and self.mesh == AUTO
+
+    def mesh_on(self, world: int) -> Mesh:
+        """The mesh, until a plan says another one: all ranks split the batch."""
+        return Mesh((("dp", world),)) if self.is_auto else mesh_of(self.mesh, world)
 
     def check(self, phase: Phase, world: int, device: torch.device) -> tuple[Mesh, StepOptions]:
         """Check all of it as far as this rank can; the phase gets what must be alike on all ranks."""
         phase.now = "mesh"
-        mesh = mesh_of(self.mesh, world)
-        phase.texts["mesh"] = [str(mesh)]
+        mesh = self.mesh_on(world)
+        phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
         phase.now = "options"
         options = options_of(**self.step)
         if self.batch not in ("global", "local"):
             raise BatchError(f'batch={self.batch!r}: write "global" (each rank takes its part) or "local".')
+        check_open(self.is_auto, self.step, self.batch, self.machine)
+        if self.is_auto:
+            phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)
         others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
@@ -88,8 +102,9 @@ def join(asked: Asked) -> Agreed:
     world = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
     place = device_of_rank(asked.device, settings)
     if world == 1:  # before a group is made for it
-        mesh_of(asked.mesh, world)
+        asked.mesh_on(world)
         options_of(**asked.step)
+        check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
     compute_on(place)
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"

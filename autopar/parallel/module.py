@@ -13,6 +13,8 @@ import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture.partners import Inlined, inlined
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
+from autopar.parallel.auto import Auto
+from autopar.parallel.auto_options import machine_for
 from autopar.parallel.execution import Running
 from autopar.parallel.joining import Asked
 from autopar.parallel.loss_scale import LossScale
@@ -46,6 +48,8 @@ class ParallelModule(Inlined):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked.model)
         self._session = open_session(asked)
+        device = self._session.settings.device
+        self._auto = Auto(self._session, machine_for(asked.machine, device)) if asked.is_auto else None
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
         self._adopt(asked.model)
@@ -67,6 +71,7 @@ class ParallelModule(Inlined):
                 f"forward_backward of {type(self.original).__name__} is called in the loss function of another model: "
                 f"call the model itself there, and forward_backward after it."
             )
+        self._decide("forward_backward", args, kwargs)
         step = partial(train_step, self._session)
         running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
         captured = running.captured
@@ -90,6 +95,7 @@ class ParallelModule(Inlined):
 
         Parameters take their final layouts. Every rank must call this with batches of the same shapes.
         """
+        self._decide("prepare", args, kwargs)
         return Compiled.of(self._programs.prepare("prepare", args, kwargs, train=True)[0].compiled)
 
     def record(self, recorder: Recorder | None) -> None:
@@ -215,6 +221,12 @@ class ParallelModule(Inlined):
 
     def extra_repr(self) -> str:
         return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
+
+    def _decide(self, call: str, args: Any, kwargs: Any) -> None:
+        """With mesh="auto": take the plan of the first training batch."""
+        if self._auto is not None:
+            self._session = self._auto.decided(call, args, kwargs)
+            self._programs, self._auto = Programs(self._session), None
 
     # -- making it ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class States:
     """
 
     def __init__(self, store: ParameterStore) -> None:
-        self._store, self._world = store, store.distributor.world
+        self._store = store
         self._seen: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
     def watch(self, owner: object) -> None:
@@ -56,13 +56,13 @@ class States:
             if _is_elsewhere(value, parameter)
         ]
         plain = [value for _, _, value, _ in found if not isinstance(value, DTensor)]
-        self._world.agree(f"{type(optimizer).__name__}.load_state_dict", plain)
+        self._store.distributor.world.agree(f"{type(optimizer).__name__}.load_state_dict", plain)
         for states, key, value, parameter in found:
             whole = whole_value(value, key) if isinstance(value, PlacedTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
 
     def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
-        return isinstance(parameter, ParameterTensor) and parameter.place.world is self._world
+        return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world
 
 
 def _is_elsewhere(value: Any, parameter: ParameterTensor) -> bool:

@@ -22,7 +22,7 @@ from autopar.parallel.materialize import assign, assign_inside, materialize
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
-from autopar.torch_compat import local_of
+from autopar.torch_compat import local_of, swap_in_place
 
 
 class ParameterStore:
@@ -95,6 +95,17 @@ class ParameterStore:
             if wanted != has:
                 self.distributor.relayout(parameters[name], has[0], layout, has[1], wanted[1])
                 self.layouts[name], self.owners[name] = wanted
+
+    def move(self, other: Distributor) -> None:
+        """Lie over another mesh of the same ranks, as before the first program; the next one decides layouts. Who
+        holds parameters keeps holding them. Every rank must call this, in a call that announced itself."""
+        for name, parameter in self.parameters().items():
+            layout, owner = self.layouts[name], self.owners[name]
+            value = self.distributor.gather_everywhere(local_of(parameter), layout, parameter.shape, owner)
+            self.layouts[name], self.owners[name] = other.waiting(parameter.shape), None
+            made = other.parameter(value, self.layouts[name])
+            swap_in_place(parameter, made.requires_grad_(parameter.requires_grad))
+        self.distributor, self.searched, self.is_placed, self.stages = other, {}, False, None
 
     # -- what it holds ------------------------------------------------------------------------------------------
 

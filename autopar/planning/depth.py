@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from autopar.ir.modules import layer_of
-from autopar.ir.program import Builder, Program, erase_unused, record
+from autopar.ir.ops import op
+from autopar.ir.program import Builder, Input, Program, erase_unused, record
 
 MADE_BY = "depth"
+WAIT = op("wait")
 LEAST = 2  # equal layers that stay: the first reads what stands before them, the last gives on what comes from behind
 
 
@@ -24,7 +26,12 @@ class Shallow:
     program: Program
     kept: int
     layers: int
-    border: tuple[str, str] = ("", "")  # two neighbours of those that stay
+    border: tuple[str, str] = ("", "")  # two neighbours of those that stay, of which the second is like all in between
+
+    @property
+    def middle(self) -> str:
+        """A layer that has one of its like on both sides; "" if the program has none, or keeps two alone."""
+        return self.border[1] if self.kept > LEAST else ""
 
 
 def shallow(program: Program, kept: int) -> Shallow | None:
@@ -43,6 +50,54 @@ def shallow(program: Program, kept: int) -> Shallow | None:
     made = _without(program, stack[0], gone, stack[1 + len(gone)])
     border = stack[0].path, stack[1 + len(gone)].path
     return None if made is None else Shallow(made, kept, len(stack), border)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a program has beside one layer, in whatever it was made into. path: of that layer; "" leaves nothing out.
+    owners: the layers of captured calls, by the names that `Record.origin` keeps."""
+
+    path: str
+    owners: Mapping[str, str]
+
+    @classmethod
+    def of(cls, found: Shallow) -> Rest:
+        """Beside the layer that has one of its like on both sides."""
+        return cls(found.middle, {node.name: path for node, path in _paths(found.program).items()})
+
+    def has(self, name: str) -> bool:
+        """Of a parameter or a buffer."""
+        return not self.path or layer_of(name.rpartition(".")[0]) != self.path
+
+    def counts(self, node: fx.Node) -> bool:
+        """Of a node: True if it is none of the layer's. What is awaited belongs to what was started."""
+        if not self.path:
+            return True
+        known = record(node.all_input_nodes[0] if node.target is WAIT else node)
+        return (self.owners.get(known.origin.partition(".")[0]) or layer_of(known.module)) != self.path
+
+    def cut_out(self, program: Program) -> Program | None:
+        """A graph in which the layers do not read each other; None of one in which they do."""
+        build, named = Builder(MADE_BY), dict(program.entries)
+        stay = [self._stays(node, named) for node in program.graph.nodes]
+        for node, stays in zip(program.graph.nodes, stay, strict=True):
+            if not stays or node.op == "output":
+                continue
+            if any(operand not in build.value for operand in node.all_input_nodes):
+                return None
+            build.copy(node)
+        ends = program.results
+        kept = [i for i, node in enumerate(ends) if node is None or node in build.value]
+        build.output(map(build.new, (ends[i] for i in kept)), record(program.graph.output_node()))
+        inputs = tuple(entry for node, entry in program.entries if node in build.value)
+        return program.with_(graph=build.graph, inputs=inputs, outputs=tuple(program.outputs[i] for i in kept))
+
+    def _stays(self, node: fx.Node, named: Mapping[fx.Node, Input]) -> bool:
+        is_stored = node in named and named[node].kind in ("parameter", "buffer")
+        return self.has(named[node].name) if is_stored else node.op == "output" or self.counts(node)
+
+
+ALL = Rest("", {})
 
 
 def crossing(program: Program, border: tuple[str, str]) -> list[fx.Node]:

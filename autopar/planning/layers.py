@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.capture import Captured
-from autopar.compiler.compile import lower
-from autopar.compiler.lowered import Lowered
-from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import Mesh
+from autopar.compiler.garbage import uncollected
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.program import Program, record
 from autopar.machines import Machine
 from autopar.passes.streams import run
-from autopar.planning.depth import Shallow, crossing, shallow
+from autopar.planning.depth import ALL, Rest
+from autopar.planning.micro import KEPT, LOW, PARTS, Micro, Micros
 from autopar.planning.states import Held, held
+from autopar.planning.step_time import products
 
-KEPT = (2, 3)  # depths at which programs are made
-PARTS = 2  # micro-batches of such a program: all of them are alike
+ONCE = "CPE"  # actions that run once a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +30,10 @@ class Linear:
         return self.outside + layers * self.each
 
     @classmethod
-    def through(cls, depths: tuple[int, ...], values: list[float]) -> Linear:
-        if len(values) == 1:
-            return cls(values[0], 0.0)
-        each = (values[1] - values[0]) / (depths[1] - depths[0])
-        return cls(values[0] - depths[0] * each, each)
+    def of(cls, kept: int, whole: float, without_one: float) -> Linear:
+        """Through what so many layers cost, and one less."""
+        each = whole - without_one
+        return cls(whole - kept * each, each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,66 +56,67 @@ class Cost:
 
 
 class Layers:
-    """A step at two depths; makes programs of a micro-batch for an axis tp, and knows what they cost.
+    """The costs of micro-batches, read off programs of few layers: what a layer costs is what they cost less without
+    it.
 
     capture: the step of a batch of so many rows.
     """
 
     def __init__(self, capture: Callable[[int], Captured], options: StepOptions, machine: Machine) -> None:
-        self.capture, self.options, self.machine = capture, options, machine
-        self._depths: dict[int, tuple[Shallow, ...]] = {}
-        self._captured: dict[int, Captured] = {}
+        self.micros = Micros(capture, options, machine)
         self._known: dict[tuple[int, int, str], Cost] = {}
 
-    def depths(self, rows: int) -> tuple[Shallow, ...]:
-        """The step of so many rows at two depths; only whole if it has no equal layers."""
-        if rows not in self._depths:
-            captured = self._captured[rows] = self.capture(rows)
-            made = [shallow(captured.program, kept) for kept in KEPT]
-            found = tuple(each for each in made if each is not None)
-            self._depths[rows] = found if len(found) == len(KEPT) else (Shallow(captured.program, 0, 0),)
-        return self._depths[rows]
+    @property
+    def equal(self) -> int:
+        """The equal layers of the model; 0 if it has none."""
+        return self.micros.shallow(LOW).layers
 
-    def captured(self, rows: int) -> Captured:
-        """The step of so many rows, whole."""
-        self.depths(rows)
-        return self._captured[rows]
+    @property
+    def whole(self) -> Program:
+        """The captured step of PARTS rows."""
+        return self.micros.captured(LOW).program
 
-    def lowered(self, rows: int, mesh: Mesh, changes: Mapping[str, object]) -> list[Lowered]:
-        """The programs of a batch at all depths. Raises AutoparError for a mesh that the model cannot take."""
-        options = replace(self.options, **changes)  # type: ignore[arg-type]
-        depths, fixed = self.depths(rows), Fixed(machine=self.machine)
-        captured = self._captured[rows]
-        return [lower(replace(captured, program=each.program), mesh, options, fixed) for each in depths]
+    def products(self) -> tuple[float, str]:
+        """The FLOPs of the products of one row, known once there are layouts, and the dtype of most of them."""
+        program = dict(self.micros.local(1, LOW).history)["propagate"]
+        counts, rest = products(program), self._rest
+        whole = float(sum(counts.values()))
+        less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
+        flops = self._line(whole, less)(self.equal) / PARTS
+        return flops, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, tp: int, rows: int, recompute: str) -> Cost:
-        """Of a micro-batch of `rows` on one rank of `tp`. Raises AutoparError as `lowered`."""
+        """Of a micro-batch of `rows` on one rank of `tp`. Raises AutoparError as `Micros.local`."""
         key = tp, rows, recompute
         if key not in self._known:
-            self._known[key] = self._cost(*key)
+            self._known[key] = self._cost(self.micros.micro(*key))
         return self._known[key]
 
-    def _cost(self, tp: int, rows: int, recompute: str) -> Cost:
-        changes: dict[str, object] = {"recompute": recompute, "microbatches": PARTS}
-        if tp > 1:
-            changes["sequence_parallel"] = "auto"
-        found = self.lowered(PARTS * rows, Mesh((("tp", tp),) if tp > 1 else (("dp", 1),)), changes)
-        rows_ = [self._row(each) for each in found]
-        depths = tuple(each.kept for each in self.depths(PARTS * rows))
-        lines = {name: Linear.through(depths, [row[name] for row in rows_]) for name in rows_[0]}
-        border = self.depths(PARTS * rows)[0].border
-        sent = crossing(found[0].program, border) if border[0] else ()
-        return Cost(**lines, message=float(sum(local_bytes(node, found[0].program.mesh) for node in sent)))
+    @property
+    def _rest(self) -> Rest:
+        return Rest.of(self.micros.shallow(LOW))
 
-    def _row(self, compiled: Lowered) -> dict[str, float]:
-        kept = held(compiled)
-        assert compiled.pipeline is not None
-        spent = {kind: run(graph, self.machine) for (_, kind), graph in compiled.pipeline.graphs.items()}
-        once = sum(ran.total for kind, ran in spent.items() if kind in "CPE")
-        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind in "FBIW")
+    @uncollected()
+    def _cost(self, micro: Micro) -> Cost:
+        graphs = {kind: micro.finished(graph) for kind, graph in micro.graphs.items()}
+        whole = self._row(micro, graphs, ALL)
+        if not self.equal:
+            return Cost(**{name: Linear(value, 0.0) for name, value in whole.items()}, message=micro.message)
+        rest = self._rest
+        shorter = {kind: rest.cut_out(graph) for kind, graph in micro.graphs.items() if kind in ONCE}
+        less = self._row(
+            micro, graphs | {kind: micro.finished(graph) for kind, graph in shorter.items() if graph is not None}, rest
+        )
+        return Cost(**{name: self._line(whole[name], less[name]) for name in whole}, message=micro.message)
+
+    def _line(self, whole: float, less: float) -> Linear:
+        return Linear.of(KEPT, whole, less) if self.equal else Linear(whole, 0.0)
+
+    def _row(self, micro: Micro, graphs: Mapping[str, Program], rest: Rest) -> dict[str, float]:
+        spent = {kind: run(graph, self.micros.machine, rest.counts) for kind, graph in graphs.items()}
+        once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
+        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
         backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
-        return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **_bytes(kept)}
-
-
-def _bytes(kept: Held) -> dict[str, float]:
-    return {name: float(getattr(kept, name)) for name in Held.__slots__}
+        kept = held(micro.program, graphs, rest)
+        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
+        return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}

@@ -6,24 +6,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from autopar.capture import Captured
-from autopar.compiler.compile import capture_step
+from autopar.capture.capture import LossFn
+from autopar.compiler.compile import batch_arguments, capture_step
 from autopar.compiler.options import options_of
-from autopar.errors import BatchError, PlanError, divisors, one_of
+from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
-from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.batches import resized, sizes_of
+from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.candidates import Space
-from autopar.planning.layers import PARTS, Layers, Linear
+from autopar.planning.decisions import PLANNED
+from autopar.planning.layers import Layers
+from autopar.planning.micro import PARTS
 from autopar.planning.search import FITS, Found, Work, search
-from autopar.planning.step_time import products, tokens_of
+from autopar.planning.step_time import tokens_of
 
 Tell = Callable[[int, int], None]
-ONE = Mesh((("dp", 1),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,18 @@ class Planned:
 
 
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
-    """Search all plans (`planning/search.py`) for a job's model. tell: of progress, (done, all). layers: what
-    `layers_of` gave for this job and machine; what it knows is not made again.
+    """Search all plans for a job's model (`planned`). layers: what `layers_of` gave for this job and machine; what it
+    knows is not made again."""
+    return planned(layers or layers_of(job, asked.machine), asked, tell)
 
-    Raises PlanError if no plan fits, with the least memory that any would take, and BatchError for a batch that no
-    number of devices divides.
+
+def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
+    """Search all plans (`planning/search.py`). tell: of progress, (done, all).
+
+    Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
+    devices divides.
     """
-    layers = layers or layers_of(job, asked.machine)
-    equal = layers.depths(PARTS)[0].layers
-    whole = layers.captured(PARTS).program
+    equal, whole = layers.equal, layers.whole
     work = _work(whole, layers, asked)
     candidates = list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
     if not candidates:
@@ -75,42 +81,38 @@ def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: L
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:
-    """The programs of a job's micro-batches. Raises BatchError for a batch without rows, and PlanError for options that
-    a plan decides."""
-    if "b" not in sizes_of(job.batch):
-        raise BatchError("a plan divides the rows of the batch, and this job's batch has no tensor with a dim.")
-    options = _open(options_of(**job.step))
+    """The programs of a job's micro-batches. Raises as `layers_of_call`."""
+    return layers_of_call(job.model, job.loss_fn, *batch_arguments(job.batch), options_of(**job.step), machine)
+
+
+def layers_of_call(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
+    machine: Machine,
+) -> Layers:  # fmt: skip
+    """The programs of the micro-batches of a step. Raises BatchError for a batch without rows, and PlanError for
+    stages and layouts that are chosen already."""
+    rows_of(args, kwargs)
+    free = _open(options)
 
     def capture(count: int) -> Captured:
-        args, kwargs = resized(job.batch, {"b": count})
-        return capture_step(job.model, job.loss_fn, args, kwargs, options)
+        return capture_step(model, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
 
-    return Layers(capture, options, machine)
+    return Layers(capture, free, machine)
 
 
 def _open(options: StepOptions) -> StepOptions:
     """The options of the job but those that are planned."""
-    planned = {name: default for name, default in _PLANNED.items() if getattr(options, name) != default}
+    planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
     if options.stages or options.shard:
         raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
     return replace(options, **planned)
 
 
-_PLANNED: dict[str, Any] = {
-    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "recompute": "none",
-    "sequence_parallel": False, "stage_memory": None,
-}  # fmt: skip
-
-
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
-    """The products of a step, known once there are layouts, from two depths and a small batch."""
-    made = layers.lowered(PARTS, ONE, {})
-    counts = [products(dict(each.history)["propagate"]) for each in made]
-    depths = tuple(each.kept for each in layers.depths(PARTS))
-    flops = Linear.through(depths, [float(sum(count.values())) for count in counts])(layers.depths(PARTS)[0].layers)
+    """The products of a step, and the bytes of its parameters."""
+    flops, dtype = layers.products()
     parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
-    dtype = max(counts[0], key=lambda name: counts[0][name], default="float32")
-    return Work(flops / PARTS * asked.batch, parameters, dtype)
+    return Work(flops * asked.batch, parameters, dtype)
 
 
 def _none_divides(asked: Asked, equal: int) -> PlanError:

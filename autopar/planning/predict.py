@@ -12,13 +12,13 @@ from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Costs, Flow, Work
 from autopar.machines import Machine
-from autopar.machines.model import MESSAGE, Group
+from autopar.machines.model import Group
 from autopar.passes.schedules.parse import parse_schedule
 from autopar.passes.schedules.simulate import simulate
 from autopar.passes.schedules.transfers import with_transfers
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Cost
-from autopar.planning.step_time import ADAMW, LARGE
+from autopar.planning.step_time import ADAMW
 
 ROUNDS = 4  # micro-batches a stage that are simulated: each one more takes as long as the one before
 
@@ -92,10 +92,8 @@ def _bubble(candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], m
         return 0.0
     count = min(candidate.microbatches, ROUNDS * ranks)
     schedule = parse_schedule(candidate.schedule, ranks, count, ranks * chunks)
-    is_far = group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks).nodes > 1
-    link = machine.between if is_far else machine.inside
     times = {(s, kind): busy[rank][i] / chunks for s, rank in enumerate(schedule.ranks) for i, kind in enumerate("FB")}
-    costs = Costs(times, link.start_us, link.speed(MESSAGE, LARGE) / 1e6)
+    costs = Costs(times, *machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks)))
     flow = _chain(schedule.ranks, count, int(cost.message))
     timeline = simulate(with_transfers(schedule.orders, flow, costs), flow, costs)
     return timeline.span_us - count * max(f + b for f, b in busy)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import local_bytes
-from autopar.ir.program import Program, is_getitem, is_view, kept_values, root_of
+from autopar.ir.program import Program, is_getitem, is_view, root_of
+from autopar.planning.depth import Rest
 
 MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
@@ -26,21 +26,19 @@ class Held:
     others: float
 
 
-def held(compiled: Lowered) -> Held:
-    """Of rank 0, with one micro-batch under way."""
-    program = compiled.program
-    parameters = sum(local_bytes(node, program.mesh) for node, _ in program.parameters())
+def held(program: Program, graphs: Mapping[str, Program], rest: Rest) -> Held:
+    """With one micro-batch under way. program: LOCAL. graphs: of a rank's actions, by kind. rest: what counts."""
+    mesh = program.mesh
+    parameters = sum(local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name))
     gradients = sum(
-        local_bytes(node, program.mesh) for node, out in program.leaving if out.kind == "gradient" and node is not None
+        local_bytes(node, mesh)
+        for node, out in program.leaving
+        if out.kind == "gradient" and node is not None and rest.has(out.name)
     )
-    if compiled.pipeline is None:
-        saved = sum(local_bytes(node, program.mesh) for node in kept_values(program))
-        others = max(0.0, _peak(program) - saved)
-        return Held(parameters, gradients, MOMENTS * parameters, saved, others)
-    graphs = {kind: graph for (_, kind), graph in compiled.pipeline.graphs.items()}
     kept = [node for node, out in graphs["F"].leaving if out.kind == "saved" and node is not None]
-    others = max(_peak(graph) for kind, graph in graphs.items() if kind in "FBIW")
-    return Held(parameters, gradients, MOMENTS * parameters, _bytes(graphs["F"], kept), others)
+    saved = _bytes(graphs["F"], filter(rest.counts, kept))
+    others = max(_peak(graph, rest) for kind, graph in graphs.items() if kind in "FBIW")
+    return Held(parameters, gradients, MOMENTS * parameters, saved, others)
 
 
 def _bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
@@ -49,13 +47,13 @@ def _bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
     return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
 
 
-def _peak(program: Program) -> int:
+def _peak(program: Program, rest: Rest) -> int:
     """The most bytes of a graph's own values that are alive at once, beside those that it leaves."""
     leaving = {root_of(node) for node in program.results if node is not None}
     own = {
         node: local_bytes(node, program.mesh)
         for node in program.calls()
-        if not is_getitem(node) and not is_view(node) and node not in leaving
+        if not is_getitem(node) and not is_view(node) and node not in leaving and rest.counts(node)
     }
     last: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:

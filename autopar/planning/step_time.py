@@ -15,7 +15,6 @@ from autopar.planning.pipeline_time import PipelineTime, pipeline_time
 from autopar.planning.report import StepTime
 
 ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
-LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 
 
 def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:

@@ -18,6 +18,34 @@ def planned_text(planned: Planned) -> str:
     return "\n".join(_lines(planned))
 
 
+def plan_line(planned: Planned) -> str:
+    """What is predicted of the best plan."""
+    best, asked = planned.found.best[0], planned.asked
+    return (
+        f"predicted on {asked.machine.name}: {time_text(best.total)} a step, {planned.tokens / best.total * 1e6:,.0f} "
+        f"tokens a second, MFU {_mfu(planned, best):.1%}, {human(best.memory)} of {human(asked.limit)} a device"
+    )
+
+
+def reason_line(planned: Planned) -> str:
+    """The best plan and why it is the best, for a log."""
+    best, asked = planned.found.best[0], planned.asked
+    others = [f"the next, {each.candidate}, takes {_longer(each, best)}" for each in planned.found.best[1:2]]
+    words = f"{best.candidate} for {asked.gpus} ranks of {asked.machine.name} and {asked.batch} rows"
+    found = f"{words}: {time_text(best.total)} a step, {human(best.memory)} of {human(asked.limit)}"
+    return "; ".join((found, *others, planned.found.certificate))
+
+
+def _longer(found: Prediction, best: Prediction) -> str:
+    return f"{found.total / best.total - 1:.1%} longer"
+
+
+def _mfu(planned: Planned, found: Prediction) -> float:
+    flops = planned.asked.machine.device.flops
+    peak = planned.asked.gpus * flops.get(planned.work.dtype, flops["float32"])
+    return planned.work.flops / peak / found.total * 1e6
+
+
 def _lines(planned: Planned) -> Iterator[str]:
     asked, best = planned.asked, planned.found.best
     layers = f", {planned.layers} equal layers" if planned.layers else ""
@@ -30,11 +58,9 @@ def _lines(planned: Planned) -> Iterator[str]:
 
 
 def _row(planned: Planned, found: Prediction) -> tuple[str, ...]:
-    flops = planned.asked.machine.device.flops
-    peak = planned.asked.gpus * flops.get(planned.work.dtype, flops["float32"])
     parts = (found.bubble, found.exposed, found.data, found.optimizer)
     return (
         str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",
-        f"{planned.work.flops / peak / found.total * 1e6:.1%}", human(found.memory),
+        f"{_mfu(planned, found):.1%}", human(found.memory),
         *(f"{us / found.total:.1%}" for us in parts),
     )  # fmt: skip

@@ -9,12 +9,9 @@ from autopar.ir.mesh import PIPELINE
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedule import Costs
-from autopar.machines.model import MESSAGE
 from autopar.passes.carried import sees_before
 from autopar.passes.node_costs import node_times
 from autopar.passes.pipeline.pieces import Key
-
-LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 
 
 def costs_of(program: Program, graphs: Mapping[Key, Program], plan: Plan) -> Costs:
@@ -27,8 +24,8 @@ def costs_of(program: Program, graphs: Mapping[Key, Program], plan: Plan) -> Cos
         spent[place, _action_of(kind)] += sum(times[node.name] for node in graph.calls())
         if plan.slices > 1:
             growing[place, kind] = sum(times[node.name] for node in graph.calls() if sees_before(node))
-    link = machine.between if group_of(plan.mesh, PIPELINE, machine.ranks).nodes > 1 else machine.inside
-    return Costs(spent, link.start_us, link.speed(MESSAGE, LARGE) / 1e6, growing, plan.slices)
+    line = machine.message_line(group_of(plan.mesh, PIPELINE, machine.ranks))
+    return Costs(spent, *line, growing, plan.slices)
 
 
 def _action_of(kind: str) -> str:

@@ -1,0 +1,50 @@
+"""What stands beside `--plan` or `--mesh auto` on a command line must not say another thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.compiler.options import options_of
+from autopar.errors import TargetError
+from autopar.ir.options import StepKeywords
+from autopar.planning.decisions import PLANNED, Decisions
+
+
+def mesh_beside(plan: Decisions | None, mesh: str | None, is_needed: bool) -> str | None:
+    """The mesh of a command line, of `--mesh` or of a plan. Raises TargetError for two, and for none that is needed."""
+    if plan is None:
+        if mesh is None and is_needed:
+            raise TargetError("write --mesh, e.g. --mesh dp=2,tp=2, or --plan FILE.toml that `autopar plan` wrote.")
+        return mesh
+    if mesh == AUTO:
+        raise _two(f"--mesh {mesh}", plan, f"mesh = '{plan.mesh}'")
+    if mesh is not None:
+        named = mesh_of(mesh, plan.mesh.size if "-1" in mesh else None)
+        if named != plan.mesh:
+            raise _two(f"--mesh {mesh}", plan, f"mesh = '{plan.mesh}'")
+    return str(plan.mesh)
+
+
+def check_beside(plan: Decisions, flags: StepKeywords | Mapping[str, Any]) -> None:
+    """Raise TargetError for an option of the command line of which the plan says another thing."""
+    for name in flags.keys() & plan.said.keys():
+        given, decided = (getattr(options_of(**{name: of[name]}), name) for of in (flags, plan.said))  # type: ignore[literal-required, misc]
+        if given != decided:
+            raise _two(f"--{name.replace('_', '-')} {given}", plan, f"{name} = {decided}")
+
+
+def check_auto(flags: StepKeywords | Mapping[str, Any], machine: str | None, mesh: str) -> None:
+    """Raise TargetError for an option of which `--mesh auto` decides, and for a machine beside another mesh."""
+    if mesh != AUTO and machine is not None:
+        raise TargetError(f"--machine {machine}: it is of --mesh {AUTO}, and the mesh is '{mesh}'. Leave it out.")
+    for name in flags.keys() & (PLANNED.keys() | {"stages"}) if mesh == AUTO else ():
+        flag = f"--{name.replace('_', '-')}"
+        raise TargetError(
+            f"{flag} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with `autopar plan --fix`."
+        )
+
+
+def _two(flag: str, plan: Decisions, decided: str) -> TargetError:
+    return TargetError(f"{flag}: plan '{plan.file}' says {decided}. Leave out the flag, or change the plan.")

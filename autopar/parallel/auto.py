@@ -1,0 +1,76 @@
+"""`mesh="auto"`: the plan of the first training batch, and a parallel module's move to its mesh.
+
+Until then the parameters wait over all ranks as one axis `dp`. Rank 0 plans, the others are told what it decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.compiler.meshes import AUTO, mesh_of
+from autopar.errors import AutoparError, MeshError
+from autopar.ir.plan import Fixed
+from autopar.machines import Machine
+from autopar.parallel.agreement import Phase
+from autopar.parallel.distribute import Distributor
+from autopar.parallel.session import Session
+from autopar.planning.batches import rows_of
+from autopar.planning.decisions import PLANNED
+from autopar.planning.plan import Asked, Planned, layers_of_call, planned
+from autopar.report.plans import reason_line
+
+_log = logging.getLogger("autopar")
+SHOWN = 2  # plans that rank 0 wants to know: the best one, and the next
+
+
+class Auto:
+    """Plans the mesh of a parallel module, once."""
+
+    def __init__(self, session: Session, machine: Machine) -> None:
+        self._session, self._machine = session, machine
+
+    def decided(self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Session:
+        """The session of a module that lies over the planned mesh. Every rank must call this with batches of the same
+        shapes. Raises MeshError where nothing can be planned."""
+        session = self._session
+        session.announcer.call(call)
+        made = session.agreement.together("plan", lambda phase: self._made(phase, tuple(args), dict(kwargs)))
+        everyone: list[tuple[str, dict[str, Any]]] = session.agreement.everyone("plan", _told(made))
+        mesh, said = mesh_of(everyone[0][0]), everyone[0][1]
+        if mesh != session.store.distributor.mesh:
+            place = session.settings.device
+            device_mesh = init_device_mesh(place.type, mesh.shape, mesh_dim_names=mesh.names)
+            session.store.move(Distributor(mesh, device_mesh, session.announcer.operation))
+        options = replace(session.settings.options, **{**PLANNED, **said})
+        settings = replace(session.settings, options=options, fixed=Fixed(machine=self._machine))
+        if made is not None:
+            _log.warning("mesh '%s': %s", AUTO, reason_line(made))
+        return replace(session, settings=settings)
+
+    def _made(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned | None:
+        """The plan, on rank 0."""
+        try:
+            rows = rows_of(args, kwargs)
+            phase.texts["rows of the batch"] = [str(rows)]
+            if dist.get_rank() != 0:
+                return None
+            settings, model = self._session.settings, self._session.store.model
+            asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN)
+            layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
+            return planned(layers, asked)
+        except AutoparError as error:
+            raise MeshError(f"mesh '{AUTO}': {error}") from error
+
+
+def _told(made: Planned | None) -> tuple[str, dict[str, Any]]:
+    """What the ranks are told of a plan."""
+    if made is None:
+        return "", {}
+    best = made.found.best[0].candidate
+    return best.mesh, best.options()

@@ -1,0 +1,146 @@
+"""A rank's programs of one micro-batch, from few captures and few searches: those of other rows and of other
+recomputation are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopar.capture import Captured
+from autopar.compiler.garbage import uncollected
+from autopar.compiler.lowered import Lowered
+from autopar.compiler.make_plan import make_plan
+from autopar.compiler.sequence import through_passes
+from autopar.custom_ops.registry import check_calls
+from autopar.ir.measure import local_bytes
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Fixed, Plan
+from autopar.ir.program import Program
+from autopar.machines import Machine
+from autopar.passes import OF_GRAPHS, PASSES
+from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.recompute import recompute
+from autopar.passes.search.step_cost import step_cost
+from autopar.planning.between import between
+from autopar.planning.depth import Shallow, crossing, shallow
+
+KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
+PARTS = 2  # micro-batches of such a program: all of them are alike
+GOOD = 1.01  # of the cost of the best layouts: these are as good
+LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
+ONE_STAGE = Places((0,), split=False, in_flight=(1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """What a rank runs of a step of PARTS micro-batches. program: LOCAL, of some number of rows. graphs: of its
+    actions, by kind, before the passes that come after the cut. message: bytes that one equal layer hands on.
+    """
+
+    plan: Plan
+    program: Program
+    graphs: Mapping[str, Program]
+    message: float
+
+    def finished(self, graph: Program) -> Program:
+        """A graph after the passes that come after the cut. Nothing is verified here: what is chosen is compiled by
+        `lower`, which does."""
+        for step, _ in PASSES:
+            graph = step(graph, self.plan) if step in OF_GRAPHS else graph
+        return graph
+
+
+class Micros:
+    """Makes programs of micro-batches, and keeps what several of them have in common.
+
+    capture: the step of a batch of so many rows.
+    """
+
+    def __init__(self, capture: Callable[[int], Captured], options: StepOptions, machine: Machine) -> None:
+        self.capture, self.options, self.machine = capture, options, machine
+        self._captured: dict[int, Captured] = {}
+        self._shallow: dict[int, Shallow] = {}
+        self._local: dict[tuple[int, int], Lowered] = {}
+        self._high: dict[int, Lowered | None] = {}
+        self._ends: dict[tuple[int, str], Micro] = {}
+        self._known: dict[tuple[int, int, str], Micro] = {}
+
+    def captured(self, rows: int) -> Captured:
+        """The step of micro-batches of so many rows, whole."""
+        if rows not in self._captured:
+            self._captured[rows] = self.capture(PARTS * rows)
+        return self._captured[rows]
+
+    def shallow(self, rows: int) -> Shallow:
+        """The same with few of its equal layers; whole if it has none."""
+        if rows not in self._shallow:
+            whole = self.captured(rows).program
+            self._shallow[rows] = shallow(whole, KEPT) or Shallow(whole, 0, 0)
+        return self._shallow[rows]
+
+    @uncollected()
+    def local(self, tp: int, rows: int) -> Lowered:
+        """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
+        if (tp, rows) not in self._local:
+            self._local[tp, rows] = self._lowered(tp, rows)
+        return self._local[tp, rows]
+
+    def _lowered(self, tp: int, rows: int) -> Lowered:
+        if rows == LOW:
+            return self._through_passes(tp, rows, Fixed(machine=self.machine))
+        low = self.local(tp, LOW)
+        return self._through_passes(tp, rows, Fixed(machine=self.machine, sequence=low.sequence))
+
+    def _through_passes(self, tp: int, rows: int, fixed: Fixed) -> Lowered:
+        mesh = Mesh((("tp", tp),) if tp > 1 else (("dp", 1),))
+        options = replace(self.options, microbatches=PARTS, sequence_parallel="auto" if tp > 1 else False)
+        captured = replace(self.captured(rows), program=self.shallow(rows).program)
+        return through_passes(check_calls(captured.program), make_plan(captured, mesh, options, fixed))
+
+    def _alike(self, tp: int) -> Lowered | None:
+        """The program of HIGH rows in the layouts of that of LOW; None if others are better there.
+
+        What is good at both ends is good in between: the costs of layouts are linear in the rows, so the least of all
+        of them lies above the chord of its ends, and these layouts lie on a chord that is hardly above that one.
+        """
+        if tp not in self._high:
+            low = self.local(tp, LOW)
+            fixed = Fixed(machine=self.machine, sequence=low.sequence, decided=dict([low.decided]))
+            found, best = self._through_passes(tp, HIGH, fixed), self.local(tp, HIGH)
+            is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
+            self._high[tp] = found if is_good else None
+        return self._high[tp]
+
+    def micro(self, tp: int, rows: int, recomputed: str) -> Micro:
+        """The programs of a micro-batch of `rows` on one rank of `tp`. Raises AutoparError as `local`."""
+        key = tp, rows, recomputed
+        if key not in self._known:
+            found = self._between(tp, rows, recomputed) if LOW < rows < HIGH else None
+            self._known[key] = found or _cut(self.local(tp, rows), recomputed, self.shallow(rows).border)
+        return self._known[key]
+
+    def _between(self, tp: int, rows: int, recomputed: str) -> Micro | None:
+        low, local = self.micro(tp, LOW, recomputed), self._alike(tp)
+        if local is None:
+            return None
+        if (tp, recomputed) not in self._ends:
+            self._ends[tp, recomputed] = _cut(local, recomputed, self.shallow(HIGH).border)
+        high, share = self._ends[tp, recomputed], Fraction(rows - LOW, HIGH - LOW)
+        if low.graphs.keys() != high.graphs.keys():
+            return None
+        graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
+        found = {kind: graph for kind, graph in graphs.items() if graph is not None}
+        message = low.message + (high.message - low.message) * float(share)
+        return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
+
+
+@uncollected()
+def _cut(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
+    """The graphs of a step on one stage, that computes again what it is told to."""
+    plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
+    program = recompute(local.program, plan)
+    graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}
+    sent = crossing(program, border) if border[0] else ()
+    return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))
