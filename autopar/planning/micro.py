@@ -118,7 +118,7 @@ class Micros:
         key = tp, rows, recomputed
         if key not in self._known:
             found = self._between(tp, rows, recomputed) if LOW < rows < HIGH else None
-            self._known[key] = found or _cut(self.local(tp, rows), recomputed, self.shallow(rows).border)
+            self._known[key] = found or cut_at(self.local(tp, rows), recomputed, self.shallow(rows).border)
         return self._known[key]
 
     def _between(self, tp: int, rows: int, recomputed: str) -> Micro | None:
@@ -126,7 +126,7 @@ class Micros:
         if local is None:
             return None
         if (tp, recomputed) not in self._ends:
-            self._ends[tp, recomputed] = _cut(local, recomputed, self.shallow(HIGH).border)
+            self._ends[tp, recomputed] = cut_at(local, recomputed, self.shallow(HIGH).border)
         high, share = self._ends[tp, recomputed], Fraction(rows - LOW, HIGH - LOW)
         if low.graphs.keys() != high.graphs.keys():
             return None
@@ -137,8 +137,8 @@ class Micros:
 
 
 @uncollected()
-def _cut(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
-    """The graphs of a step on one stage, that computes again what it is told to."""
+def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
+    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
     program = recompute(local.program, plan)
     graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}
