@@ -7,13 +7,14 @@ same sums and products. torch remembers too, but comes to its memory by way of s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
 
+from autopar.capture.forms import Elementwise, Form, elementwise_key, infer
 from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -34,37 +35,36 @@ _LIFTS = ("lift", "lift_fresh", "lift_fresh_copy")  # of tensors with data
 _VALUES = frozenset(
     (float, bool, complex, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_MOST = 1 << 16  # calls that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    made: tuple[Form | None, ...]
+    kind: type | None  # of the list of several results
+
+
+@dataclass(slots=True)
+class _Memory:
+    calls: dict[tuple[Any, ...], _Results] = field(default_factory=dict)
+    elementwise: Elementwise = field(default_factory=Elementwise)
+
+
+@cache
+def _memory() -> _Memory:
+    """The results of every call so far: what follows from the form of its operands is the same in any capture."""
+    return _Memory()
 
 
 class _Unknown(Exception):
     """An operand of which a form does not tell all."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """The form of a tensor that an op made. view_of: the place among the operands of the one whose memory it shows;
-    None for memory of its own."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    view_of: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Results:
-    made: tuple[_Made, ...]
-    kind: type | None  # of the list of several results
-
-
 class Results:
     """What ops give on the tensors of one fake mode."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
-        self._fake, self._make = fake, fake_maker(fake)
-        self._known: dict[tuple[Any, ...], _Results] = {}
+        self._fake, self._make, self._memory = fake, fake_maker(fake), _memory()
 
     def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known."""
@@ -80,16 +80,45 @@ class Results:
                     self._add_forms(kwargs.values(), key, operands)
             except _Unknown:
                 operands = []
-            known = self._known.get(tuple(key)) if operands else None
-            if known is not None:
-                made = [self._tensor(each, operands) for each in known.made]
-                return made[0] if known.kind is None else known.kind(made)
-        result = call(*args, **kwargs)
+            if operands:
+                known = self._memory.calls.get(tuple(key)) or self._told(func, args, kwargs, operands, tuple(key))
+                if known is not None:
+                    made = [None if each is None else self._tensor(each, operands) for each in known.made]
+                    return made[0] if known.kind is None else known.kind(made)
+        return self._asked(call, func, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
+
+    def _told(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
+        key: tuple[Any, ...],
+    ) -> _Results | None:  # fmt: skip
+        """The results of a call that is new, if a rule has them."""
+        made = infer(func, args, kwargs)
+        if made is None:
+            made = self._memory.elementwise.infer(elementwise_key(func, args, kwargs, operands), operands)
+        return self._keep(key, _Results(made, None if len(made) == 1 else tuple)) if made is not None else None
+
+    def _asked(
+        self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        operands: list[FakeTensor], key: tuple[Any, ...],
+    ) -> Any:  # fmt: skip
+        """What torch infers, without a look into its own memory."""
+        before, self._fake.cache_enabled = self._fake.cache_enabled, False
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._fake.cache_enabled = before
         with no_function_modes():
-            found = self._results(result, operands) if operands else None
-        if found is not None:
-            self._known[tuple(key)] = found
+            found = self._results(result, operands)
+            if found is not None:
+                self._memory.elementwise.learn(elementwise_key(func, args, kwargs, operands), operands, found.made)
+                self._keep(key, found)
         return result
+
+    def _keep(self, key: tuple[Any, ...], found: _Results) -> _Results:
+        if len(self._memory.calls) > _MOST:
+            self._memory.calls.clear()
+        self._memory.calls[key] = found
+        return found
 
     def _add_forms(self, values: Any, key: list[Any], operands: list[FakeTensor]) -> None:
         for value in values:
@@ -113,14 +142,13 @@ class Results:
         """What is remembered of a result; None if that would not be all of it."""
         is_several = type(result) in (tuple, list)
         tensors = result if is_several else (result,)
-        made = [self._made(each, operands) for each in tensors]
-        found = tuple(each for each in made if each is not None)
-        own = {storage_of(tensor) for tensor, each in zip(tensors, made, strict=True) if each and each.view_of is None}
-        if len(found) < len(made) or len(own) < sum(each.view_of is None for each in found):
+        made = tuple(self._form(each, operands) for each in tensors)
+        own = {storage_of(tensor) for tensor, form in zip(tensors, made, strict=True) if form and form.view_of is None}
+        if None in made or len(own) < sum(form is not None and form.view_of is None for form in made):
             return None
-        return _Results(found, type(result) if is_several else None)
+        return _Results(made, type(result) if is_several else None)
 
-    def _made(self, tensor: Any, operands: list[FakeTensor]) -> _Made | None:
+    def _form(self, tensor: Any, operands: list[FakeTensor]) -> Form | None:
         if type(tensor) is not FakeTensor or tensor.fake_mode is not self._fake or tensor.constant is not None:
             return None
         if tensor.requires_grad or not _is_plain(tensor) or any(tensor is operand for operand in operands):
@@ -129,14 +157,14 @@ class Results:
         shown = [at for at, operand in enumerate(operands) if storage_of(operand) == memory]
         if len(shown) > 1 or (not shown and tensor.storage_offset() != 0):
             return None  # which of them it shows is not known
-        return _Made(
+        return Form(
             tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device,
             shown[0] if shown else None,
         )  # fmt: skip
 
-    def _tensor(self, made: _Made, operands: list[FakeTensor]) -> FakeTensor:
-        shown = None if made.view_of is None else operands[made.view_of]
-        return self._make(made.shape, made.stride, made.offset, made.dtype, made.device, shown)
+    def _tensor(self, form: Form, operands: list[FakeTensor]) -> FakeTensor:
+        shown = None if form.view_of is None else operands[form.view_of]
+        return self._make(form.shape, form.stride, form.offset, form.dtype, form.device, shown)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

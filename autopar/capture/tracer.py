@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from autopar.torch_compat import (
     function_modes,
     fx_tracing,
     is_composite,
+    no_function_modes,
     packs_saved_tensors,
 )
 
@@ -64,16 +65,16 @@ class Traced:
 
 class Unseen(DispatchMode):
     """Shows a function mode the ops of a run without a trace that it has not seen, as a trace does: those that C++
-    calls, as the functions of torch.jit.script do."""
+    calls, as the functions of torch.jit.script do. is_unseen: it need not see them."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: Results, is_unseen: bool = False) -> None:
         super().__init__()
-        self._results = results
+        self._results, self._is_unseen = results, is_unseen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if function_modes():
+        if function_modes() and not self._is_unseen:
             return func(*args, **(kwargs or {}))
         return self._results.call(func, func, args, kwargs or {})
 
@@ -132,7 +133,7 @@ class Tracer(DispatchMode):
                 args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device
             )
         own = semantic_of(func)
-        call = own.meta if own else func
+        call = partial(self._meta, own.meta) if own else func
         if function_modes() and not self.is_unseen:
             result = call(*args, **kwargs)
         else:
@@ -144,6 +145,11 @@ class Tracer(DispatchMode):
         made = self.graph.create_node("call_function", aten.lift_fresh_copy.default if fresh else func, *given)
         self._made(made, result)
         return result
+
+    def _meta(self, meta: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The results of an op of ours, which makes empty tensors."""
+        with Unseen(self._results, is_unseen=True), no_function_modes():
+            return meta(*args, **kwargs)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node that stands for a tensor; None for one that was not seen."""
