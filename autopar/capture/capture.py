@@ -33,6 +33,7 @@ from autopar.capture.raising import Raise, default_dtype, idle_autocast
 from autopar.capture.ran import Ran
 from autopar.capture.reads import Reads, Unknown, fake_like, known_inputs
 from autopar.capture.resizing import Resizing
+from autopar.capture.results import Results
 from autopar.capture.state import attributes, device_of, fakes_of, once_each, state_of, unmoved
 from autopar.capture.step import Step
 from autopar.capture.tracer import Traced, Tracer, Unseen
@@ -97,6 +98,7 @@ class _Capture:
         self.state = state_of(model)
         self.locator = Locator()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = Results(self.fake)
         self.device = device_of(model)
         self.outputs: list[Output] = []
         self.has_random_ops = self.has_items = False
@@ -213,7 +215,7 @@ class _Capture:
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
-        self.tracer = Tracer(fakes, decompositions())
+        self.tracer = Tracer(fakes, decompositions(), self.results)
         with self.locator.follow(self._modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
@@ -249,7 +251,7 @@ class _Capture:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
         self._start()
-        with self.fake, Unseen(), redirect_stdout(io.StringIO()):
+        with self.fake, Unseen(self.results), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks, mode.ran = self.forks, self.ran
             with self.ran.watch() if is_watched else nullcontext():
@@ -333,7 +335,7 @@ class _Capture:
             values = [] if is_left_out else self._values(aux)
             if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], trainable):
                 return []
-            self.locator.phase = "backward"
+            self.locator.phase, self.tracer.is_unseen = "backward", self.lift is None
             scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in trainable]
             if has_own_backward(loss):

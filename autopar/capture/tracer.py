@@ -9,28 +9,32 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
+from autopar.capture.results import Results
 from autopar.ir.ops import semantic_of
 from autopar.torch_compat import (
+    DispatchMode,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
+    function_modes,
     fx_tracing,
     is_composite,
+    no_function_modes,
     packs_saved_tensors,
 )
 
 aten = torch.ops.aten
 _KNOWN = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes take their ops apart themselves
+_DEVICE = torch.ops.prim.device.default
 # What asks for a property of a tensor and computes nothing.
-_ASKED = frozenset((torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.storage_offset.default))
+_ASKED = frozenset((_DEVICE, aten.size.default, aten.stride.default, aten.storage_offset.default))
 PLACE = "stack_trace"
 _is_composite = cache(is_composite)
 
@@ -44,7 +48,7 @@ def trace(
     decompositions: the spelling of ops in others. Each node has the tensors that it made in `meta["val"]`, and the
     place that was set by `fx.traceback` when it ran.
     """
-    return Tracer(inputs, decompositions).trace(function, inputs, fake)
+    return Tracer(inputs, decompositions, Results(fake)).trace(function, inputs, fake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +63,32 @@ class Traced:
         return fx.Interpreter(cast(fx.GraphModule, self.root), graph=self.graph).run(*inputs)
 
 
-class Unseen(TorchDispatchMode):
+class Unseen(DispatchMode):
     """Shows a function mode the ops of a run without a trace that it has not seen, as a trace does: those that C++
-    calls, as the functions of torch.jit.script do."""
+    calls, as the functions of torch.jit.script do. is_unseen: it need not see them."""
+
+    def __init__(self, results: Results, is_unseen: bool = False) -> None:
+        super().__init__()
+        self._results, self._is_unseen = results, is_unseen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if function_modes() and not self._is_unseen:
+            return func(*args, **(kwargs or {}))
+        return self._results.call(func, func, args, kwargs or {})
 
 
-class Tracer(TorchDispatchMode):
-    """Adds a node to `graph` for each op. A tensor that no op made is a constant, an attribute of `root`."""
+class Tracer(DispatchMode):
+    """Adds a node to `graph` for each op. A tensor that no op made is a constant, an attribute of `root`.
 
-    def __init__(self, inputs: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    is_unseen: no function mode needs to see what C++ calls, as the gradients of torch's own ops."""
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]], results: Results
+    ) -> None:
         super().__init__()
+        self._results, self.is_unseen = results, False
         self.graph, self.root = fx.Graph(), nn.Module()
         self._decompositions = decompositions
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # the tensor is held, so that its id stays its own
@@ -88,6 +105,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if any(kind not in _KNOWN for kind in types):
             return NotImplemented
         self.is_packed |= packs_saved_tensors()
@@ -97,12 +116,14 @@ class Tracer(TorchDispatchMode):
         return self._call(func, args, kwargs) if result is NotImplemented else result
 
     def _taken_apart(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        decomposition = self._decompositions.get(func)
+        if decomposition is None and not _is_composite(func):
+            return NotImplemented
         with self:
-            if func in self._decompositions:
-                result = self._decompositions[func](*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-            return func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
+            result = decomposition(*args, **kwargs) if decomposition else NotImplemented
+            if result is NotImplemented and _is_composite(func):
+                result = func.decompose(*args, **kwargs)
+            return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.argument(args), self.argument(kwargs)
@@ -111,8 +132,12 @@ class Tracer(TorchDispatchMode):
             node.meta["val"] = torch.empty_strided(
                 args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device
             )
-        own = semantic_of(func)  # made here at once: fake tensors remember what torch's own ops give, and nothing else
-        result = own.meta(*args, **kwargs) if own else func(*args, **kwargs)
+        own = semantic_of(func)
+        call = partial(self._meta, own.meta) if own else func
+        if function_modes() and not self.is_unseen:
+            result = call(*args, **kwargs)
+        else:
+            result = self._results.call(call, func, args, kwargs)
         if func is aten.detach.default:  # torch itself does that to what it made from nothing
             self._nodes[id(result)] = result, given[0][0]
             return result
@@ -120,6 +145,11 @@ class Tracer(TorchDispatchMode):
         made = self.graph.create_node("call_function", aten.lift_fresh_copy.default if fresh else func, *given)
         self._made(made, result)
         return result
+
+    def _meta(self, meta: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The results of an op of ours, which makes empty tensors."""
+        with Unseen(self._results, is_unseen=True), no_function_modes():
+            return meta(*args, **kwargs)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node that stands for a tensor; None for one that was not seen."""

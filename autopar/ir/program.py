@@ -14,6 +14,7 @@ from torch import fx
 from autopar.ir import aliasing
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.torch_compat import copy_node
 
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
 _KEY = "autopar"
@@ -295,7 +296,7 @@ class Builder:
     ) -> fx.Node:
         """Copy a node under its own name. operand: gives the new node of an old one, if that is not its value. like:
         the record, if not that of the node."""
-        made = self.value[node] = self.graph.node_copy(node, operand or self.value.__getitem__)
+        made = self.value[node] = copy_node(self.graph, node, operand or self.value.__getitem__)
         if like is not None:
             set_record(made, like)
         return made
