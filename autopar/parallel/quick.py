@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.torch_compat import add_to_versions, local_of, maker_of, spec_of
+from autopar.torch_compat import add_to_versions, maker_of
 
 Method = Callable[..., Any]
 _NUMBERS = frozenset({"alpha", "value"})  # keyword arguments of the methods below that may not be tensors
@@ -42,12 +42,12 @@ def _changed_by_one(kind: type[Any], method: Method) -> Method:
             return method(self, *args, **options)
         (operand,) = args
         given = type(operand)
-        if given is kind and (spec_of(operand) is spec_of(self) or _is_number(operand, self)):
-            operand = local_of(operand)
+        if given is kind and (operand.spec is self.spec or _is_number(operand, self)):
+            operand = operand.part
         elif given is not float and given is not int:
             return method(self, *args, **options)
         add_to_versions((self,))
-        method(local_of(self), operand, **options)
+        method(self.part, operand, **options)
         return self
 
     return quick
@@ -60,16 +60,16 @@ def _changed_by_two(kind: type[Any], method: Method) -> Method:
         if len(args) != 2 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
             return method(self, *args, **options)
         one, two = args
-        spec = spec_of(self)
-        if type(one) is not kind or spec_of(one) is not spec:
+        spec = self.spec
+        if type(one) is not kind or one.spec is not spec:
             return method(self, *args, **options)
         given = type(two)
-        if given is kind and (spec_of(two) is spec or _is_number(two, self)):
-            two = local_of(two)
+        if given is kind and (two.spec is spec or _is_number(two, self)):
+            two = two.part
         elif given is not float and given is not int:
             return method(self, *args, **options)
         add_to_versions((self,))
-        method(local_of(self), local_of(one), two, **options)
+        method(self.part, one.part, two, **options)
         return self
 
     return quick
@@ -82,8 +82,8 @@ def _made_of_itself(kind: type[Any], method: Method) -> Method:
     def quick(self: Any, *args: Any, **options: Any) -> Any:
         if args or options or _grad_is_on():
             return method(self, *args, **options)
-        spec = spec_of(self)
-        out = method(local_of(self))
+        spec = self.spec
+        out = method(self.part)
         if out.dtype is not spec.tensor_meta.dtype:
             return method(self)
         made = new(out, spec, requires_grad=False)
@@ -101,12 +101,12 @@ def _made_of_two(kind: type[Any], method: Method) -> Method:
         if len(args) != 1 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
             return method(self, *args, **options)
         (operand,) = args
-        spec, given = spec_of(self), type(operand)
-        if given is kind and (spec_of(operand) is spec or _is_number(operand, self)):
-            operand = local_of(operand)
+        spec, given = self.spec, type(operand)
+        if given is kind and (operand.spec is spec or _is_number(operand, self)):
+            operand = operand.part
         elif given is not float and given is not int:
             return method(self, *args, **options)
-        out = method(local_of(self), operand, **options)
+        out = method(self.part, operand, **options)
         if out.dtype is not spec.tensor_meta.dtype:
             return method(self, *args, **options)
         made = new(out, spec, requires_grad=False)
