@@ -177,9 +177,9 @@ def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad
     return made
 
 
-def maker_of(kind: type[DTensor]) -> Callable[..., Any]:
-    """As `with_spec`, for one class and many tensors: `requires_grad` must be said."""
-    return partial(kind.__new__, kind)
+def maker_of(kind: type[DTensor]) -> Callable[[torch.Tensor, Any], Any]:
+    """As `with_spec`, for one class and many tensors that require no gradient."""
+    return partial(kind.__new__, kind, requires_grad=False)
 
 
 def change_in_place(tensor: Any, change: Callable[[Any], Any], part: torch.Tensor, spec: Any) -> None:

@@ -171,7 +171,7 @@ class ViewTensor(_Held, ViewOf):
 
 take_in_lists(ParameterTensor)
 take_short_way(ParameterTensor)
-_without_grad = partial(maker_of(ParameterTensor), requires_grad=False)
+_without_grad = maker_of(ParameterTensor)
 _grad_of, _is_none = attrgetter("grad"), partial(is_, None)
 take_in_lists(ViewTensor)
 

@@ -86,7 +86,7 @@ def _made_of_itself(kind: type[Any], method: Method) -> Method:
         out = method(self.part)
         if out.dtype is not spec.tensor_meta.dtype:
             return method(self)
-        made = new(out, spec, requires_grad=False)
+        made = new(out, spec)
         made.place = self.place
         return made
 
@@ -109,7 +109,7 @@ def _made_of_two(kind: type[Any], method: Method) -> Method:
         out = method(self.part, operand, **options)
         if out.dtype is not spec.tensor_meta.dtype:
             return method(self, *args, **options)
-        made = new(out, spec, requires_grad=False)
+        made = new(out, spec)
         made.place = self.place
         return made
 
