@@ -22,20 +22,37 @@ _grad_is_on = torch.is_grad_enabled
 
 def take_short_way(kind: type[Any]) -> None:
     """Give a class of tensors that know their place these methods."""
-    for ways, names in (
-        (_changed_by_one, "add_ div_ mul_ sub_ __iadd__ __imul__ __isub__ __itruediv__"),
-        (_changed_by_two, "addcdiv_ addcmul_ lerp_"),
-        (_made_of_itself, "neg sqrt square __neg__"),
-        (_made_of_two, "add div mul sub __add__ __mul__ __radd__ __rmul__ __sub__ __truediv__"),
+    for of_operands, names in (
+        (_of_none, "neg neg_ sqrt sqrt_ square square_ zero_ __neg__"),
+        (_of_one, "add add_ div div_ mul mul_ sub sub_ __iadd__ __imul__ __isub__ __itruediv__"),
+        (_of_one, "__add__ __mul__ __radd__ __rmul__ __sub__ __truediv__"),
+        (_of_two, "addcdiv addcdiv_ addcmul addcmul_ lerp lerp_"),
     ):
         for name in names.split():
-            quick = ways(kind, getattr(torch.Tensor, name))
+            is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+            quick = of_operands(kind, getattr(torch.Tensor, name), is_in_place)
             quick.__name__ = name
             setattr(kind, name, quick)
 
 
-def _changed_by_one(kind: type[Any], method: Method) -> Method:
-    """A method in place with one operand."""
+def _of_none(kind: type[Any], method: Method, is_in_place: bool) -> Method:
+    new = maker_of(kind)
+
+    def quick(self: Any, *args: Any, **options: Any) -> Any:
+        if args or options or _grad_is_on():
+            return method(self, *args, **options)
+        if is_in_place:
+            add_to_versions((self,))
+            method(self.part)
+            return self
+        made = _like(self, method(self.part), new)
+        return method(self) if made is None else made
+
+    return quick
+
+
+def _of_one(kind: type[Any], method: Method, is_in_place: bool) -> Method:
+    new = maker_of(kind)
 
     def quick(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) != 1 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
@@ -45,75 +62,49 @@ def _changed_by_one(kind: type[Any], method: Method) -> Method:
         if given is kind and (operand.spec is self.spec or _is_number(operand, self)):
             operand = operand.part
         elif given is not float and given is not int:
-            return method(self, *args, **options)
-        add_to_versions((self,))
-        method(self.part, operand, **options)
-        return self
+            return method(self, operand, **options)
+        if is_in_place:
+            add_to_versions((self,))
+            method(self.part, operand, **options)
+            return self
+        made = _like(self, method(self.part, operand, **options), new)
+        return method(self, *args, **options) if made is None else made
 
     return quick
 
 
-def _changed_by_two(kind: type[Any], method: Method) -> Method:
-    """A method in place with two operands."""
+def _of_two(kind: type[Any], method: Method, is_in_place: bool) -> Method:
+    new = maker_of(kind)
 
     def quick(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) != 2 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
             return method(self, *args, **options)
-        one, two = args
-        spec = self.spec
-        if type(one) is not kind or one.spec is not spec:
+        first, second = args
+        spec, given = self.spec, type(second)
+        if type(first) is not kind or first.spec is not spec:
             return method(self, *args, **options)
-        given = type(two)
-        if given is kind and (two.spec is spec or _is_number(two, self)):
-            two = two.part
+        if given is kind and (second.spec is spec or _is_number(second, self)):
+            second = second.part
         elif given is not float and given is not int:
             return method(self, *args, **options)
-        add_to_versions((self,))
-        method(self.part, one.part, two, **options)
-        return self
+        if is_in_place:
+            add_to_versions((self,))
+            method(self.part, first.part, second, **options)
+            return self
+        made = _like(self, method(self.part, first.part, second, **options), new)
+        return method(self, *args, **options) if made is None else made
 
     return quick
 
 
-def _made_of_itself(kind: type[Any], method: Method) -> Method:
-    """A method that has no operand but its tensor."""
-    new = maker_of(kind)
-
-    def quick(self: Any, *args: Any, **options: Any) -> Any:
-        if args or options or _grad_is_on():
-            return method(self, *args, **options)
-        spec = self.spec
-        out = method(self.part)
-        if out.dtype is not spec.tensor_meta.dtype:
-            return method(self)
-        made = new(out, spec)
-        made.place = self.place
-        return made
-
-    return quick
-
-
-def _made_of_two(kind: type[Any], method: Method) -> Method:
-    """A method that makes another tensor of its own and an operand."""
-    new = maker_of(kind)
-
-    def quick(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) != 1 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
-            return method(self, *args, **options)
-        (operand,) = args
-        spec, given = self.spec, type(operand)
-        if given is kind and (operand.spec is spec or _is_number(operand, self)):
-            operand = operand.part
-        elif given is not float and given is not int:
-            return method(self, *args, **options)
-        out = method(self.part, operand, **options)
-        if out.dtype is not spec.tensor_meta.dtype:
-            return method(self, *args, **options)
-        made = new(out, spec)
-        made.place = self.place
-        return made
-
-    return quick
+def _like(tensor: Any, out: torch.Tensor, new: Callable[[torch.Tensor, Any], Any]) -> Any:
+    """What was computed of a tensor's part, as a tensor that lies there; None if it has another dtype."""
+    spec = tensor.spec
+    if out.dtype is not spec.tensor_meta.dtype:
+        return None
+    made = new(out, spec)
+    made.place = tensor.place
+    return made
 
 
 def _is_number(operand: Any, tensor: Any) -> bool:
