@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -10,22 +10,28 @@ import torch
 from autopar.parallel.calls import Call
 from autopar.parallel.placed import PlacedTensor, ViewOf
 from autopar.parallel.schemas import FUSED, Op
-from autopar.torch_compat import local_of, spec_of
+from autopar.torch_compat import local_of, maker_of, spec_of
+
+_dtype_of, _dim_of = attrgetter("dtype"), torch.Tensor.dim
+_is_contiguous, _strides_of = torch.Tensor.is_contiguous, torch.Tensor.stride
 
 
 def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:
-    """The quick way: all lists have items that lie alike, and nothing else is a tensor with dims."""
-    lead: Any = None  # the first list of ours, and how its items lie
-    parts = []
+    """The quick way: all lists have items that lie alike, and nothing else is a tensor with dims.
+
+    What is done for each item is a `map` over a function in C: a line of Python takes as long as torch's own work.
+    """
+    lead: Any = None  # the first list of ours, how its items lie, and their parts
+    given = []
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], PlacedTensor):
-            if not all(map(_has_part, set(map(type, arg)))):
+            if isinstance(arg[0], ViewOf) or len(set(map(type, arg))) > 1:
                 return NotImplemented
-            specs = list(map(spec_of, arg))
-            lead = lead or (arg, specs)
+            specs, parts = list(map(spec_of, arg)), list(map(local_of, arg))
+            lead = lead or (arg, specs, parts)
             if len(specs) != len(lead[1]) or not all(map(is_, specs, lead[1])):
                 return NotImplemented
-            arg = list(map(local_of, arg))
+            arg = parts
         elif isinstance(arg, PlacedTensor):
             if arg.ndim or isinstance(arg, ViewOf) or not arg.place.is_replicated:
                 return NotImplemented
@@ -33,28 +39,38 @@ def on_parts_alike(func: Any, op: Op, args: Any, kwargs: Any) -> Any:
         elif isinstance(arg, torch.Tensor):
             if arg.ndim:
                 return NotImplemented
-        elif isinstance(arg, (list, tuple)) and any(isinstance(item, torch.Tensor) and item.ndim for item in arg):
+        elif isinstance(arg, (list, tuple)) and _has_dims(arg):
             return NotImplemented
-        parts.append(arg)
+        given.append(arg)
     if lead is None:
         return NotImplemented
-    out = func(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
+    out = func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
     return out and _around(out, *lead)
 
 
-def _has_part(kind: type) -> bool:
-    """Whether each tensor of a class has a part of its own."""
-    return issubclass(kind, PlacedTensor) and not issubclass(kind, ViewOf)
+def _has_dims(items: Any) -> bool:
+    """Whether a tensor with dims is among some items."""
+    if set(map(type, items)) == {torch.Tensor}:
+        return any(map(_dim_of, items))
+    return any(isinstance(item, torch.Tensor) and item.ndim for item in items)
 
 
-def _around(out: Any, items: Any, specs: list[Any]) -> list[Any]:
+def _around(out: Any, items: Any, specs: list[Any], parts: list[Any]) -> list[Any]:
     """What was computed of the items' parts, as tensors that lie where they do."""
-    return [
-        type(item).make(type(item), part, item.place, spec)
-        if part.dtype == item.dtype and part.stride() == local_of(item).stride()
-        else item.around(part, item.place, item.shape)
-        for item, spec, part in zip(items, specs, out, strict=True)
-    ]
+    if not _are_alike(out, parts):
+        return [item.around(part, item.place, item.shape) for item, part in zip(items, out, strict=True)]
+    made = list(map(maker_of(type(items[0])), out, specs))
+    for tensor, item in zip(made, items, strict=True):
+        tensor.place = item.place
+    return made
+
+
+def _are_alike(out: Any, parts: list[Any]) -> bool:
+    """Whether results have the dtypes and strides of the parts that they were computed of."""
+    return list(map(_dtype_of, out)) == list(map(_dtype_of, parts)) and (
+        (all(map(_is_contiguous, out)) and all(map(_is_contiguous, parts)))
+        or list(map(_strides_of, out)) == list(map(_strides_of, parts))
+    )
 
 
 def on_parts(call: Call) -> Any:

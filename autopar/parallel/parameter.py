@@ -1,8 +1,7 @@
 """Parameters, gradients, optimizer states, and whatever torch computes of them: DTensors with the value of one device.
 
 Each knows its place (place.py). Any function of torch gives on every rank what it gives on one device, or is refused:
-operators.py says how. A step of AdamW is eight small ops a parameter, so that methods which work element by element on
-tensors that lie alike go straight to the parts.
+operators.py says how. The methods that optimizers call for each tensor have a short way (quick.py).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from autopar.errors import AutoparError
@@ -23,6 +21,7 @@ from autopar.parallel import operators
 from autopar.parallel.chunks import chunks, write_items
 from autopar.parallel.place import Place, refused_blocks
 from autopar.parallel.placed import TO_SAVE, PlacedTensor, Step, ViewOf, follow, refusal, whole_value
+from autopar.parallel.quick import take_short_way
 from autopar.torch_compat import (
     SUBCLASSED_DTENSORS,
     TorchDispatchMode,
@@ -34,12 +33,6 @@ from autopar.torch_compat import (
     take_in_lists,
     with_spec,
 )
-
-_NUMBERS = {"alpha", "value"}  # keyword arguments of the methods below that may not be tensors
-_METHODS = """
-    add add_ addcdiv addcdiv_ addcmul addcmul_ div div_ lerp lerp_ mul mul_ neg neg_ sqrt sqrt_ square square_ sub sub_
-    zero_ __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __neg__ __radd__ __rmul__ __sub__ __truediv__
-"""
 
 
 class _Held(PlacedTensor):
@@ -177,7 +170,8 @@ class ViewTensor(_Held, ViewOf):
 
 
 take_in_lists(ParameterTensor)
-_without_grad = partial(maker_of(ParameterTensor), requires_grad=False)
+take_short_way(ParameterTensor)
+_without_grad = maker_of(ParameterTensor)
 _grad_of, _is_none = attrgetter("grad"), partial(is_, None)
 take_in_lists(ViewTensor)
 
@@ -294,46 +288,6 @@ def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Non
             local_of(grad).add_(value)
     else:  # the user's own: of another placement, or plain
         parameter.grad = made.add_(grad.detach())
-
-
-# -- the quick way --------------------------------------------------------------------------------------------------
-
-
-def _quick(name: str) -> Callable[..., Any]:
-    """A method of Tensor that runs on the local parts if it may: no autograd, and no other operands than numbers and
-    tensors of ours of the very same placement."""
-    method = getattr(torch.Tensor, name)
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
-    def quick(self: ParameterTensor, *args: Any, **kwargs: Any) -> Any:
-        spec = spec_of(self)
-        parts: list[Any] = []
-        for arg in args:
-            if type(arg) is float or type(arg) is int:
-                parts.append(arg)
-            elif type(arg) is ParameterTensor and (
-                spec_of(arg) is spec or (arg.ndim == 0 and arg.place.is_replicated and self.ndim)
-            ):
-                parts.append(local_of(arg))
-            else:
-                return method(self, *args, **kwargs)
-        if torch.is_grad_enabled() or (kwargs and not kwargs.keys() <= _NUMBERS):
-            return method(self, *args, **kwargs)
-        if in_place:
-            increment_version(self)
-            method(local_of(self), *parts, **kwargs)
-            return self
-        out = method(local_of(self), *parts, **kwargs)
-        if out.dtype != self.dtype:
-            return method(self, *args, **kwargs)
-        return PlacedTensor.make(ParameterTensor, out, self.place, spec)
-
-    quick.__name__ = name
-    return quick
-
-
-for _name in _METHODS.split():
-    setattr(ParameterTensor, _name, _quick(_name))
 
 
 # -- torch before 2.13 ----------------------------------------------------------------------------------------------

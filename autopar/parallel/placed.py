@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, local_shape, padded_shape
 from autopar.parallel.place import Place, World, placements
-from autopar.torch_compat import StridedShard, local_of, spec_of, with_spec
+from autopar.torch_compat import PART_OF_DTENSOR, SPEC_OF_DTENSOR, StridedShard, local_of, spec_of, with_spec
 
 
 class PlacedTensor(DTensor):
@@ -23,6 +23,7 @@ class PlacedTensor(DTensor):
 
     __slots__ = ("place",)
     place: Place
+    part, spec = PART_OF_DTENSOR, SPEC_OF_DTENSOR  # as `local_of` and `spec_of`, without a call (quick.py)
     # What a class of the family has (parameter.py): a tensor of it around another part, which lies at another place,
     # and a view that reads and writes this tensor.
     around: Callable[[torch.Tensor, Place, Sequence[int]], Any]
