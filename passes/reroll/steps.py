@@ -22,6 +22,22 @@ def count_anew(family: Family, slots: Slots) -> None:
         _move(family, _away(family, read, slots), slots)
 
 
+def count_by_readers(loop: Collection[Family], slots: Slots) -> None:
+    """Let no family of a loop read what a step makes that comes after its own: that is then of an earlier step, as
+    what it is made of must be."""
+    order = slots.families.reading.order
+    for _ in loop:  # as far as one may hang on another
+        moved = False
+        for reader in loop:
+            first, last = (order[reader.members[t]] for t in (reader.steps[0], reader.steps[-1]))
+            for slot in slots.of(reader):
+                is_ahead = slot.by > 0 if first < last else slot.by < 0
+                if slot.family in loop and slot.family is not None and is_ahead:
+                    moved |= _move(slot.family, -slot.by, slots)
+        if not moved:
+            return
+
+
 def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
     """Find the members of the first and last steps. is_fixed: its steps are those of a loop; else they may be those of
     the gradients that it reads, or of the places among zeros that it fills. free: which of its
@@ -55,13 +71,14 @@ def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
     return max(steps) if first < last else min(steps)
 
 
-def _move(family: Family, by: int, slots: Slots) -> None:
-    """Count the steps of a family from another one on, if none falls out."""
+def _move(family: Family, by: int, slots: Slots) -> bool:
+    """Count the steps of a family from another one on, if none falls out; false if they stay as they were."""
     if family.steps[0] + by < 0 or family.steps[-1] + by >= family.length:
         by = 0
     family.members = {t + by: node for t, node in family.members.items()}
     family.placed = None if family.placed is None else family.placed - by
     slots.families.at.update((node, (family, t)) for t, node in family.members.items())
+    return by != 0
 
 
 def _fill(family: Family, slots: Slots, free: Free) -> None:
