@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.chain import ROWS, read_body
+from autopar.ir.chain import ROWS, print_body, read_body
 from autopar.ir.ops import op
 from autopar.ir.turns import Turn, turns_of
 from autopar.runtime.kernel import Kernel
@@ -78,6 +79,17 @@ def _bound(thing: Any, names: dict[str, Any]) -> str:
     name = f"k{len(names)}"
     names[name] = thing
     return name
+
+
+def called_steps(
+    start: Tensors, rows: Tensors, fixed: Tensors, step: str, reverse: bool
+) -> tuple[list[torch.Tensor], Tensors]:
+    """As `run_steps`, by the op, which a compiler calls as it stands: the states are kept of all steps."""
+    body = read_body(step)
+    text = print_body(replace(body, rows=(*body.rows, *body.next)))
+    found = op("chain")(*([one.contiguous() for one in ones] for ones in (start, rows, fixed)), text, reverse)
+    states = [one[0 if reverse else -1] for one in found[len(body.rows) :]]
+    return found[: len(body.rows)], states
 
 
 # --- in turns

@@ -34,8 +34,8 @@ from autopar.runtime import (
 from autopar.runtime.kernel import Kernel
 
 _FILES = (
-    attention, attention_compared, attention_dropout, chains, contraction, convolution, ctc, dropout, embedding, experts,
-    indices, losses, norms, random, rows, scans,
+    attention, attention_compared, attention_dropout, chains, contraction, convolution, ctc, dropout, embedding,
+    experts, indices, losses, norms, random, rows, scans,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

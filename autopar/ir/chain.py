@@ -187,7 +187,6 @@ def result_types(text: str, start: Any, rows: Any, fixed: Any) -> tuple[TensorTy
     return tuple(TensorType((length, *record(one).type.shape), record(one).type.dtype) for one in body.rows)
 
 
-
 def empty_results(start: Tensors, rows: Tensors, fixed: Tensors, text: str) -> list[torch.Tensor]:
     """The results of a chain without data."""
     given = [[TensorType(tuple(one.shape), one.dtype) for one in ones] for ones in (start, rows, fixed)]

@@ -11,9 +11,7 @@ from autopar.ir.semantic import semantic
 Tensors = Sequence[torch.Tensor]
 
 
-@semantic(
-    "chain(Tensor[] start, Tensor[] rows, Tensor[] fixed, str step, bool reverse) -> Tensor[]", precision="high"
-)
+@semantic("chain(Tensor[] start, Tensor[] rows, Tensor[] fixed, str step, bool reverse) -> Tensor[]", precision="high")
 def chain(start: Tensors, rows: Tensors, fixed: Tensors, step: str, reverse: bool) -> list[torch.Tensor]:
     """What `step` (see chain.py) gives for each of the rows in turn, with dim 0 for the steps. start: the states that
     the first step reads. fixed: what all steps read. reverse: the last row comes first."""

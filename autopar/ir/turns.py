@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +26,4 @@ def turns_of(size: int, outer: int, reverse: bool) -> tuple[Turn, ...]:
 def messages(size: int, outer: int) -> int:
     """How often the states go from one rank to another."""
     turns = turns_of(size, outer, reverse=False)
-    return sum(one.place != other.place for one, other in zip(turns, turns[1:], strict=False))
+    return sum(one.place != other.place for one, other in pairwise(turns))

@@ -33,21 +33,22 @@ class Chain:
 
 def chain_of(families: Collection[Family], slots: Slots) -> Chain | None:
     """The chain that families which hang on each other make; None where a step reads more than the one before it."""
-    inside = {*families}
-    inside.update(_items(families, slots))
+    order = slots.families.reading.order
+    found = {*families, *_items(families, slots)}
+    inside = dict.fromkeys(sorted(found, key=lambda family: order[family.sample]))
     read = {family: [slot for slot in slots.of(family) if slot.family in inside] for family in inside}
     steps = {slot.by for found in read.values() for slot in found} - {0}
     lengths = {family.length for family in inside}
     if len(steps) != 1 or len(lengths) != 1 or not steps <= {1, -1} or not all(map(_is_plain, inside)):
         return None
     own = {family: [slot.family for slot in found if not slot.by and slot.family] for family, found in read.items()}
-    order = components(own)
-    is_ordered = all(len(one) == 1 and one[0] not in own[one[0]] for one in order)
+    parts = components(own)
+    is_ordered = all(len(one) == 1 and one[0] not in own[one[0]] for one in parts)
     is_fed = any(slot.always is None and slot.family not in inside for one in inside for slot in slots.of(one))
     is_right = all(_is_carried(slot, slots, inside) for found in read.values() for slot in found)
     if not is_ordered or not is_fed or not is_right or not all(_is_taken_apart(one, slots, inside) for one in inside):
         return None
-    return Chain(tuple(one for (one,) in order), steps.pop())
+    return Chain(tuple(one for (one,) in parts), steps.pop())
 
 
 def _items(families: Iterable[Family], slots: Slots) -> Iterable[Family]:
@@ -77,11 +78,11 @@ def _is_carried(slot: Slot, slots: Slots, inside: Collection[Family]) -> bool:
     """Whether what a slot reads elsewhere in some step lies outside, in the type of the value that it stands for."""
     assert slot.family is not None
     type_ = record(slot.family.sample).types
-    is_own = not slot.by and not slot.others
-    others = slot.others.values()
-    return is_own or all(
-        record(one).types == type_ and ((at := slots.at(one)) is None or at[0] not in inside) for one in others
-    ) and not record(slot.family.sample).several  # fmt: skip
+    if not slot.by and not slot.others:
+        return True
+    is_outside = all((at := slots.at(one)) is None or at[0] not in inside for one in slot.others.values())
+    is_alike = all(record(one).types == type_ for one in slot.others.values())
+    return is_outside and is_alike and not record(slot.family.sample).several
 
 
 def outputs_of(chain: Chain, slots: Slots) -> tuple[Family, ...]:

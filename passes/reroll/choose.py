@@ -74,7 +74,7 @@ def _find_states(found: Chosen) -> None:
     """Find what is carried. What has no form for all steps at once stays in one by one, or is part of a chain."""
     rolled, inside = found.slots.rolled, {one for loop in _loops(found) for one in loop}
     rolled -= {family for family in rolled if family not in inside and not _has_form(family, found)}
-    while not all([_is_state(loop, found) for loop in _loops(found)]):
+    while False in [_is_state(loop, found) for loop in _loops(found)]:
         found.states.clear()
         found.chains.clear()
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ir.ops import op, op_name
-from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, record
+from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_view, record
 from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.choose import Chosen, Unit
 from autopar.passes.reroll.families import Family
@@ -260,6 +260,11 @@ class Writer:
         if family.placed is not None:
             return self._placed(family, like)
         slots = self.chosen.slots.of(family)
+        viewed = _viewed(family, slots)
+        if viewed is not None:  # the view of the sum: what is summed need not be there for each step
+            found = self._summed(viewed, typed(like, record(viewed.sample)))
+            args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), [found])
+            return self.build.call(family.sample.target, *args, like=like, name="sum", **kwargs)
         equation = equation_of(family.sample)
         if equation is not None and all(slot.always is None for slot in slots):
             values = [self._members(self._operand(slot, like), family, like) for slot in slots]
@@ -286,3 +291,14 @@ class Writer:
         for t in sorted(set(range(family.length)) - set(family.members)):
             value = self.calls.chosen(family.length, t, self.calls.number(0, known), value, known)
         return value
+
+
+def _viewed(family: Family, slots: list[Slot]) -> Family | None:
+    """The family of which each member of another one is the same view."""
+    if not is_view(family.sample) or record(family.sample).several or len(slots) != 1:
+        return None
+    (slot,) = slots
+    is_same = slot.family is not None and not slot.by and not slot.others
+    return (
+        slot.family if is_same and slot.family and slot.family.steps == family.steps and not slot.family.piece else None
+    )

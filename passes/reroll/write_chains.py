@@ -15,7 +15,7 @@ from autopar.ir.program import Record, TensorType, record
 from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.chains import Chain, outputs_of
 from autopar.passes.reroll.families import Family
-from autopar.passes.reroll.forms import slots_of, with_slots
+from autopar.passes.reroll.forms import with_slots
 from autopar.passes.reroll.slots import Slot, Slots
 
 aten = torch.ops.aten
