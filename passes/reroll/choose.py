@@ -15,7 +15,7 @@ from autopar.passes.reroll.forms import form_of
 from autopar.passes.reroll.reading import Reading
 from autopar.passes.reroll.slots import Slot, Slots, components
 from autopar.passes.reroll.states import Recurrence, recurrence_of
-from autopar.passes.reroll.steps import Free, complete, count_anew, count_by_readers, drop_ends
+from autopar.passes.reroll.steps import Free, complete, count_anew, count_by_readers, drop_ends, start_sooner
 from autopar.passes.rules.rule import Table
 
 aten = torch.ops.aten
@@ -130,6 +130,7 @@ def _order_steps(found: Chosen) -> None:
             if not family.is_full:
                 complete(family, slots, family in inside, free)
     for loop in loops:
+        start_sooner(loop, slots)
         for _ in range(ROUNDS):
             for family in loop:
                 drop_ends(family, loop, slots)

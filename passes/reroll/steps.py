@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from torch import fx
@@ -12,7 +12,8 @@ from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.forms import slots_of
 from autopar.passes.reroll.slots import Slot, Slots
 
-Free = Literal["none", "outside", "any"]  # none, those that lie outside of all steps, or all that have no member
+# none, those that lie outside of all steps (start: as the only operands that differ), or all that have no member
+Free = Literal["none", "outside", "start", "any"]
 
 
 def count_anew(family: Family, slots: Slots) -> None:
@@ -97,6 +98,8 @@ def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.No
     if any(one is None and not _is_free(slot, t, free) for slot, one in zip(read, wanted, strict=True)):
         return
     value = next((value for slot, value in zip(read, wanted, strict=True) if slot.family and value), None)
+    if value is None and free == "start":
+        value = next(filter(None, wanted), None)
     for user in reading.users.get(value, ()) if value is not None else ():
         is_free = user not in families.at and user not in reading.sums and user not in reading.inner
         if is_free and families.alike(user, t, family):
@@ -109,7 +112,7 @@ def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.No
 def _is_free(slot: Slot, t: int, free: Free) -> bool:
     """Whether a slot may read a value of no family where its own family has none."""
     is_outside = slot.family is not None and not 0 <= t + slot.by < slot.family.length
-    return free == "any" or (free == "outside" and is_outside)
+    return free == "any" or (free in ("outside", "start") and is_outside)
 
 
 def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
@@ -117,6 +120,44 @@ def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
     if slot.family is None:
         return slot.always
     return slots.member(slot.family, t + slot.by)
+
+
+def start_sooner(loop: Collection[Family], slots: Slots) -> None:
+    """Let what a loop computes for its next step alone be of that step, if the first one has it, too: of what stands
+    before the loop (a product of zeros)."""
+    read = {family: [slot for slot in slots.of(family) if slot.family in loop] for family in loop}
+    steps = {slot.by for found in read.values() for slot in found} - {0}
+    if len(steps) != 1 or not steps <= {1, -1}:
+        return
+    (by,) = steps
+    group = {family for family in loop if _lacks_last(family, by)}
+    count = -1
+    while count != len(group):
+        count = len(group)
+        read_now = {slot.family for family in loop if family not in group for slot in read[family] if not slot.by}
+        group -= read_now  # type: ignore[arg-type]
+    before = {family: family.members for family in group}
+    for family in group:
+        _move(family, -by, slots)
+    for _ in group:
+        for family in group:
+            _fill(family, slots, "start")
+    if not all(family.is_full for family in group):
+        _restore(before, slots)
+
+
+def _lacks_last(family: Family, by: int) -> bool:
+    """True if a family has a member in all steps but the one that comes last."""
+    is_first = family.steps[0] == 0 if by < 0 else family.steps[-1] == family.length - 1
+    return is_first and len(family.members) == family.length - 1 and not family.piece and family.placed is None
+
+
+def _restore(before: Mapping[Family, dict[int, fx.Node]], slots: Slots) -> None:
+    for family, members in before.items():
+        for node in family.members.values():
+            del slots.families.at[node]
+        family.members = members
+        slots.families.at.update((node, (family, t)) for t, node in members.items())
 
 
 def drop_ends(family: Family, loop: Collection[Family], slots: Slots) -> None:
