@@ -15,7 +15,16 @@ from autopar.passes.reroll.forms import form_of
 from autopar.passes.reroll.reading import Reading
 from autopar.passes.reroll.slots import Slot, Slots, components
 from autopar.passes.reroll.states import Recurrence, recurrence_of
-from autopar.passes.reroll.steps import Free, complete, count_anew, count_by_readers, drop_ends, start_sooner
+from autopar.passes.reroll.steps import (
+    Free,
+    complete,
+    count_anew,
+    count_as_rows,
+    count_in_order,
+    drop_ends,
+    reads_ahead,
+    start_sooner,
+)
 from autopar.passes.rules.rule import Table
 
 aten = torch.ops.aten
@@ -122,7 +131,9 @@ def _order_steps(found: Chosen) -> None:
             for family in families:
                 if family in loop:
                     count_anew(family, slots)
-        count_by_readers(loop, slots)
+        if reads_ahead(loop, slots):
+            count_in_order(loop, slots)
+            count_as_rows(loop, slots)
     inside = {family for loop in loops for family in loop}
     rounds: tuple[Free, ...] = ("none", "outside", "outside", "outside", "any", "none")
     for free in rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -23,20 +24,35 @@ def count_anew(family: Family, slots: Slots) -> None:
         _move(family, _away(family, read, slots), slots)
 
 
-def count_by_readers(loop: Collection[Family], slots: Slots) -> None:
-    """Let no family of a loop read what a step makes that comes after its own: that is then of an earlier step, as
-    what it is made of must be."""
+def reads_ahead(loop: Collection[Family], slots: Slots) -> bool:
+    """True if a family of a loop reads one of a step that comes after its own, as it is counted."""
     order = slots.families.reading.order
-    for _ in loop:  # as far as one may hang on another
-        moved = False
-        for reader in loop:
-            first, last = (order[reader.members[t]] for t in (reader.steps[0], reader.steps[-1]))
-            for slot in slots.of(reader):
-                is_ahead = slot.by > 0 if first < last else slot.by < 0
-                if slot.family in loop and slot.family is not None and is_ahead:
-                    moved |= _move(slot.family, -slot.by, slots)
-        if not moved:
-            return
+    for family in loop:
+        read = (slot.by for slot in slots.of(family) if slot.family in loop)
+        if any(by > 0 if _ends(family, order)[1] else by < 0 for by in read):
+            return True
+    return False
+
+
+def count_in_order(loop: Collection[Family], slots: Slots) -> None:
+    """Let the families of a loop count their steps as the program does: a step begins where the first family that has
+    a member in each has its own. So none reads what comes after it."""
+    order = slots.families.reading.order
+    places = {family: sorted(map(order.__getitem__, family.members.values())) for family in loop}
+    longest = max(len(family.members) for family in loop)
+    first = min((family for family in loop if len(family.members) == longest), key=lambda family: places[family][0])
+    start, forwards = _ends(first, order)
+    for family in loop:
+        number = bisect_right(places[first], places[family][0]) - 1
+        own, is_alike = _ends(family, order)
+        if family.piece is None and is_alike == forwards:
+            _move(family, start + (number if forwards else -number) - own, slots)
+
+
+def _ends(family: Family, order: Mapping[fx.Node, int]) -> tuple[int, bool]:
+    """The step that comes first, and whether the others are counted upwards from it."""
+    first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
+    return (family.steps[0], True) if first < last else (family.steps[-1], False)
 
 
 def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
@@ -120,6 +136,36 @@ def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
     if slot.family is None:
         return slot.always
     return slots.member(slot.family, t + slot.by)
+
+
+def count_as_rows(loop: Collection[Family], slots: Slots) -> None:
+    """Let what reads rows of the next step be of that step, with all that hangs on it."""
+    read = {family: [slot for slot in slots.of(family) if slot.family is not None] for family in loop}
+    steps = {slot.by for found in read.values() for slot in found if slot.family in loop} - {0}
+    if len(steps) != 1 or not steps <= {1, -1}:
+        return
+    (by,) = steps
+    group: dict[Family, None] = {}
+    for family in loop:
+        rows = [slot.by for slot in read[family] if slot.family not in loop]
+        if _has_room(family, by) and rows.count(-by) > rows.count(0):
+            group[family] = None
+    for family in (queue := list(group)):
+        found = [one for one in loop if one not in group and any(_is_now(slot, family) for slot in read[one])]
+        group.update(dict.fromkeys(found))
+        queue += found
+    if all(_has_room(family, by) for family in group):
+        for family in group:
+            _move(family, -by, slots)
+
+
+def _has_room(family: Family, by: int) -> bool:
+    """True if the members of a family may be of the next step each."""
+    return family.piece is None and (family.steps[-1] < family.length - 1 if by < 0 else family.steps[0] > 0)
+
+
+def _is_now(slot: Slot, family: Family) -> bool:
+    return slot.family is family and not slot.by
 
 
 def start_sooner(loop: Collection[Family], slots: Slots) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_reroll import Looping, gru, largest, lstm, nodes, tokens_loss, whole
+from test_reroll import Looping, gru, largest, lstm, tokens_loss, whole
 from torch import Tensor, nn
 from verified import verified
 
 from autopar.compiled import Compiled
-from autopar.ir.program import record
 from autopar.ir.text import parse_program, print_program
 
 ROWS, TIME, WIDTH = 4, 16, 6
