@@ -11,7 +11,7 @@ from autopar.ir.measure import goes_to_one, group_of, local_bytes, moved_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
-from autopar.ir.ring_ops import Ring, is_ring, messages_of
+from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
 
 
@@ -30,8 +30,10 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, i
         return _moved(node, mesh, machine)
     if is_ring(node.target):  # the slower of its products and its messages, of which one hides the other
         sent = [(message.times, message.type.bytes_) for message in messages_of(node, mesh)]
-        group = group_of(mesh, Ring.of(node).axis, machine.ranks)
+        group = group_of(mesh, axis_of(node), machine.ranks)
         on_link = sum(times * machine.message_us(size, group) for times, size in sent)
+        if node.target is CHAIN_IN_TURNS:  # each rank waits for those before it, and those after it for each
+            return on_link + mesh[axis_of(node)] * _computed(node, mesh, machine, sizes)
         return max(on_link, _computed(node, mesh, machine, sizes))
     return _computed(node, mesh, machine, sizes)
 

@@ -14,6 +14,7 @@ from autopar.ir.mesh import SLICE, Mesh
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
+from autopar.ir.ring_ops import CHAIN_IN_TURNS
 from autopar.passes.halos import Edges, halos_of, runs_of
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
@@ -124,6 +125,9 @@ class _Partition:
             runs = runs_of(rule.results[0].index((name,)), cuts[name], self.mesh)
             join = with_sums_before if rule.factor is None else with_states_before
             return join(self.build, made, runs, reverse, self.mesh)
+        if rule.turns in cuts:
+            runs = runs_of(0, cuts[rule.turns], self.mesh)
+            made.target, made.args = CHAIN_IN_TURNS, (*made.args, runs.axis, self.mesh[runs.axis], runs.outer)
         return made
 
     def _with_halos(self, x: fx.Node, layout: Layout, edges: list[Edges], user: Record) -> fx.Node:

@@ -17,6 +17,7 @@ from autopar.runtime import (
     attention,
     attention_compared,
     attention_dropout,
+    chains,
     contraction,
     convolution,
     ctc,
@@ -33,8 +34,8 @@ from autopar.runtime import (
 from autopar.runtime.kernel import Kernel
 
 _FILES = (
-    attention, attention_compared, attention_dropout, contraction, convolution, ctc, dropout, embedding, experts,
-    indices, losses, norms, random, rows, scans,
+    attention, attention_compared, attention_dropout, chains, contraction, convolution, ctc, dropout, embedding,
+    experts, indices, losses, norms, random, rows, scans,
 )  # fmt: skip
 
 KERNELS: Mapping[Any, Kernel] = MappingProxyType(

@@ -1,4 +1,5 @@
-"""The rings by their ops: which kernel computes a block of queries and of the keys that a rank has at a step.
+"""The ops that talk, by their targets: of rings, which kernel computes a block of queries and of the keys that a rank
+has at a step; of chains, what computes a run of steps.
 
 A mask that is a condition knows its queries and keys by vectors: those of all keys are on every rank, and of them a
 block takes the part that belongs to the keys which have come round. What of a block nobody sees is not computed.
@@ -14,9 +15,16 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import op
-from autopar.ir.ring_ops import RING_ATTENTION, RING_ATTENTION_BACKWARD, RING_COMPARED, RING_COMPARED_BACKWARD
+from autopar.ir.ring_ops import (
+    CHAIN_IN_TURNS,
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    RING_COMPARED,
+    RING_COMPARED_BACKWARD,
+)
 from autopar.runtime.attention import KERNELS as ATTENTION
 from autopar.runtime.attention_compared import compared_attention, compared_attention_backward, take
+from autopar.runtime.chains import called_steps, in_turns, run_steps
 from autopar.runtime.kernel import Kernel
 from autopar.runtime.ring import Ask, Steps, Tensors, backward, forward
 from autopar.runtime.ring_blocks import Block, runs_at
@@ -110,5 +118,6 @@ RINGS: Mapping[Any, Kernel] = MappingProxyType(
             compared_ring_backward,
             traced=partial(compared_ring_backward, kernel=_called("compared_attention_backward")),
         ),
+        CHAIN_IN_TURNS: Kernel(partial(in_turns, run_steps), traced=partial(in_turns, called_steps)),
     }
 )

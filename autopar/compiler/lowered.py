@@ -18,7 +18,7 @@ from autopar.ir.ops import collective_of, is_collective, op
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Decided, Plan
 from autopar.ir.program import Program, Record, TensorType, operand_nodes, record
-from autopar.ir.ring_ops import Ring, axes_of, is_ring, messages_of
+from autopar.ir.ring_ops import axes_of, axis_of, is_ring, messages_of
 from autopar.ir.text import print_program
 from autopar.passes.search.earlier import decided_by
 
@@ -213,7 +213,7 @@ def _moves(program: Program) -> Iterator[tuple[fx.Node, Collective]]:
     for node in program.calls():
         if is_ring(node.target):
             for sent in messages_of(node, program.mesh):
-                row = _row("shift", Ring.of(node).axis, sent.value, sent.type, record(node))
+                row = _row("shift", axis_of(node), sent.value, sent.type, record(node))
                 yield node, replace(row, times=sent.times)
         elif is_collective(node.target) and node.target is not WAIT and not is_in_time(str(node.args[1])):
             name, operand = collective_of(node.target).name, operand_nodes(node)[0]

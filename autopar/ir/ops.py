@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir import window_ops
+from autopar.ir import chain_ops, window_ops
 from autopar.ir.collective_ops import COLLECTIVES, CollectiveOp
 from autopar.ir.compared import compared_attention, compared_attention_backward
 from autopar.ir.semantic import SemanticOp, name_of, semantic
@@ -257,7 +257,8 @@ SEMANTIC = (
     einsum, attention, attention_backward, dropped_attention, dropped_attention_backward, logsumexp, checked_index,
     pick, pick_backward, cross_entropy_backward, embedding, embedding_backward, expert_mm, expert_mm_backward,
     ctc_loss, ctc_loss_backward, index_of_rows, index_put_of_rows, dropout, random, rms_norm, rms_norm_backward,
-    *window_ops.SEMANTIC, compared_attention, compared_attention_backward,
+    *window_ops.SEMANTIC, *chain_ops.SEMANTIC, compared_attention,
+    compared_attention_backward,
 )  # fmt: skip
 
 WAIT = "wait(Tensor x) -> Tensor"  # what a start gave, once it is done

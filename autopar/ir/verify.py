@@ -12,7 +12,7 @@ from autopar.ir.mesh import axes_of_group
 from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
-from autopar.ir.ring_ops import Ring, is_ring, is_ring_backward
+from autopar.ir.ring_ops import Ring, is_attention, is_ring_backward
 from autopar.ir.verify_fused import check_groups
 
 
@@ -28,7 +28,7 @@ def verify(program: Program, level: Level) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, program)
-            elif is_ring(node.target):
+            elif is_attention(node.target):
                 _check_ring(node, program)
 
 
@@ -45,7 +45,7 @@ def verify_pipeline(pipeline: Pipeline, program: Program) -> None:
             _check_operands(node)
             if node.op == "call_function" and is_mesh_op(node.target) and record(node).is_tensor:
                 _check_move(node, graph)
-            elif is_ring(node.target):
+            elif is_attention(node.target):
                 _check_ring(node, graph)
             if node.op != "call_function" or not record(node).flops:
                 continue

@@ -15,7 +15,7 @@ from autopar.ir.measure import human
 from autopar.ir.mesh import MICROBATCH, SLICE, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective, op
 from autopar.ir.program import Input, Level, is_getitem, operand_nodes, record
-from autopar.ir.ring_ops import Ring, is_ring
+from autopar.ir.ring_ops import Ring, is_attention
 from autopar.ir.schedule import KINDS
 from autopar.ir.text import print_type, quote
 from autopar.passes.search.explain import CHOSEN, USER, Alternative, Decision, explain_briefly
@@ -215,7 +215,7 @@ class _Finder:
             for name in _sums(here, axis):
                 links.setdefault(name, f"{SUM} over {axis}")
         for mover, row in zip(moving_nodes(self.moved), collectives_of(self.moved), strict=True):
-            ring = Ring.of(mover) if is_ring(mover.target) else None
+            ring = Ring.of(mover) if is_attention(mover.target) else None
             moved = operand_nodes(mover)[:1] if ring is None else (ring.k, ring.v)
             link = next(filter(None, (links.get(record(one).origin) for one in moved)), None)
             if record(mover).made_by == "partition":

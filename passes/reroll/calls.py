@@ -49,10 +49,10 @@ class Calls:
     def chosen(self, length: int, t: int, there: fx.Node, other: fx.Node, like: Record) -> fx.Node:
         """One value in step t and another in all others."""
         shape = tuple(torch.broadcast_shapes(record(there).type.shape, record(other).type.shape))
-        mask = self._is_step(length, t, len(shape), like)
+        mask = self.is_step(length, t, len(shape), like)
         return self.call(aten.where.self, mask, there, other, like=like, shape=shape, name="chosen")
 
-    def _is_step(self, length: int, t: int, ndim: int, like: Record) -> fx.Node:
+    def is_step(self, length: int, t: int, ndim: int, like: Record) -> fx.Node:
         """True in step t, to be broadcast to so many dims."""
         key = length, t, ndim, like.phase
         if key not in self.masks:

@@ -9,12 +9,22 @@ import torch
 from torch import fx
 
 from autopar.ir.program import record
+from autopar.passes.reroll.chains import Chain, chain_of
 from autopar.passes.reroll.families import Families, Family
 from autopar.passes.reroll.forms import form_of
 from autopar.passes.reroll.reading import Reading
 from autopar.passes.reroll.slots import Slot, Slots, components
 from autopar.passes.reroll.states import Recurrence, recurrence_of
-from autopar.passes.reroll.steps import Free, complete, count_anew, drop_ends
+from autopar.passes.reroll.steps import (
+    Free,
+    complete,
+    count_anew,
+    count_as_rows,
+    count_in_order,
+    drop_ends,
+    reads_ahead,
+    start_sooner,
+)
 from autopar.passes.rules.rule import Table
 
 aten = torch.ops.aten
@@ -24,7 +34,8 @@ ROUNDS = 3  # in which steps are counted anew, and ends that differ fall off
 
 @dataclass(slots=True)
 class Chosen:
-    """What is rolled up. states: the recurrences by the family of their state; sums: of additions the families of which
+    """What is rolled up. states: the recurrences by the family of their state; chains: those of another kind by each of
+    their families; sums: of additions the families of which
     they add all members; collected: of what joins or writes a value of each step those values; rows: the members that
     something else reads."""
 
@@ -32,6 +43,7 @@ class Chosen:
     slots: Slots
     table: Table
     states: dict[Family, Recurrence] = field(default_factory=dict)
+    chains: dict[Family, Chain] = field(default_factory=dict)
     sums: dict[fx.Node, list[Family]] = field(default_factory=dict)
     collected: dict[fx.Node, tuple[int, Slot]] = field(default_factory=dict)
     rows: dict[Family, set[int]] = field(default_factory=dict)
@@ -41,7 +53,7 @@ class Chosen:
         """Whether more than rows of a value is collected, or carried."""
         read = [one for found in self.sums.values() for one in found]
         read += [slot.family for _, slot in self.collected.values() if slot.family is not None]
-        return bool(self.states) or any(one.piece is None for one in read)
+        return bool(self.states or self.chains) or any(one.piece is None for one in read)
 
     def unit(self, node: fx.Node) -> Unit:
         """The family that stands for a node, or the node."""
@@ -53,14 +65,7 @@ def choose(families: Families, table: Table) -> Chosen:
     """What of a program is rolled up."""
     found = Chosen(families.reading, Slots(families, set(families.all)), table)
     _order_steps(found)
-    found.slots.rolled -= {family for family in families.all if not _has_form(family, found)}
-    for loop in _loops(found):
-        inside = [one for one in loop if isinstance(one, Family)]
-        state = recurrence_of(inside, found.slots) if len(inside) == len(loop) else None
-        if state is None:
-            found.slots.rolled.difference_update(inside)
-        else:
-            found.states[state.state] = state
+    _find_states(found)
     _drop_split(found)
     _find_collected(found)
     placed = [family for family in found.slots.rolled if family.placed is not None]
@@ -74,13 +79,41 @@ def choose(families: Families, table: Table) -> Chosen:
     return found
 
 
+def _find_states(found: Chosen) -> None:
+    """Find what is carried. What has no form for all steps at once stays in one by one, or is part of a chain."""
+    rolled, inside = found.slots.rolled, {one for loop in _loops(found) for one in loop}
+    rolled -= {family for family in rolled if family not in inside and not _has_form(family, found)}
+    while False in [_is_state(loop, found) for loop in _loops(found)]:
+        found.states.clear()
+        found.chains.clear()
+
+
+def _is_state(loop: list[Unit], found: Chosen) -> bool:
+    """Note the recurrence or the chain that a loop is; if it is none, it has fewer families from then on."""
+    inside = [one for one in loop if isinstance(one, Family)]
+    formless = {family for family in inside if not _has_form(family, found)}
+    is_whole = len(inside) == len(loop)
+    state = recurrence_of(inside, found.slots) if is_whole and not formless else None
+    chain = chain_of(inside, found.slots) if is_whole and state is None else None
+    if state is not None:
+        found.states[state.state] = state
+    elif chain is not None:
+        found.chains.update(dict.fromkeys(chain.families, chain))
+    else:
+        found.slots.rolled.difference_update(formless or inside)
+    return state is not None or chain is not None or not inside
+
+
 def _drop_split(found: Chosen) -> None:
     """Leave out what reads several results of nodes that stay, or of another step: none stacks or moves them."""
     rolled, count = found.slots.rolled, -1
     while count != len(rolled):
         count = len(rolled)
-        lost = [family for family in rolled if any(map(_is_split, found.slots.of(family)))]
+        lost = {family for family in rolled if any(map(_is_split, found.slots.of(family)))}
+        broken = {chain for family, chain in found.chains.items() if family in lost or family not in rolled}
+        lost.update(family for chain in broken for family in chain.families)
         rolled.difference_update(lost)
+        found.chains = {family: chain for family, chain in found.chains.items() if family not in lost}
 
 
 def _is_split(slot: Slot) -> bool:
@@ -98,6 +131,9 @@ def _order_steps(found: Chosen) -> None:
             for family in families:
                 if family in loop:
                     count_anew(family, slots)
+        if reads_ahead(loop, slots):
+            count_in_order(loop, slots)
+            count_as_rows(loop, slots)
     inside = {family for loop in loops for family in loop}
     rounds: tuple[Free, ...] = ("none", "outside", "outside", "outside", "any", "none")
     for free in rounds:
@@ -105,6 +141,7 @@ def _order_steps(found: Chosen) -> None:
             if not family.is_full:
                 complete(family, slots, family in inside, free)
     for loop in loops:
+        start_sooner(loop, slots)
         for _ in range(ROUNDS):
             for family in loop:
                 drop_ends(family, loop, slots)

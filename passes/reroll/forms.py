@@ -23,6 +23,7 @@ DIMS: Mapping[Any, tuple[int, Any]] = {
     **dict.fromkeys((aten.flip.default, aten.any.dim, aten.all.dim, aten.linalg_vector_norm.default), (1, None)),
     **dict.fromkeys((aten.slice.Tensor, aten.cat.default, aten.stack.default, aten.unbind.int), (1, 0)),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), (2, 0)),
+    **dict.fromkeys((aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default), (2, 0)),
     **dict.fromkeys((aten.select_backward.default, aten.slice_backward.default), (2, None)),
 }
 VIEWS = (aten.reshape.default, aten.view.default, aten.expand.default)  # their argument is the shape of the result

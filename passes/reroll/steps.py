@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from torch import fx
@@ -12,7 +13,8 @@ from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.forms import slots_of
 from autopar.passes.reroll.slots import Slot, Slots
 
-Free = Literal["none", "outside", "any"]  # none, those that lie outside of all steps, or all that have no member
+# none, those that lie outside of all steps (start: as the only operands that differ), or all that have no member
+Free = Literal["none", "outside", "start", "any"]
 
 
 def count_anew(family: Family, slots: Slots) -> None:
@@ -20,6 +22,37 @@ def count_anew(family: Family, slots: Slots) -> None:
     if family.piece is None:
         read = [slot for slot in slots.of(family) if slot.family is not None and slot.family is not family]
         _move(family, _away(family, read, slots), slots)
+
+
+def reads_ahead(loop: Collection[Family], slots: Slots) -> bool:
+    """True if a family of a loop reads one of a step that comes after its own, as it is counted."""
+    order = slots.families.reading.order
+    for family in loop:
+        read = (slot.by for slot in slots.of(family) if slot.family in loop)
+        if any(by > 0 if _ends(family, order)[1] else by < 0 for by in read):
+            return True
+    return False
+
+
+def count_in_order(loop: Collection[Family], slots: Slots) -> None:
+    """Let the families of a loop count their steps as the program does: a step begins where the first family that has
+    a member in each has its own. So none reads what comes after it."""
+    order = slots.families.reading.order
+    places = {family: sorted(map(order.__getitem__, family.members.values())) for family in loop}
+    longest = max(len(family.members) for family in loop)
+    first = min((family for family in loop if len(family.members) == longest), key=lambda family: places[family][0])
+    start, forwards = _ends(first, order)
+    for family in loop:
+        number = bisect_right(places[first], places[family][0]) - 1
+        own, is_alike = _ends(family, order)
+        if family.piece is None and is_alike == forwards:
+            _move(family, start + (number if forwards else -number) - own, slots)
+
+
+def _ends(family: Family, order: Mapping[fx.Node, int]) -> tuple[int, bool]:
+    """The step that comes first, and whether the others are counted upwards from it."""
+    first, last = (order[family.members[t]] for t in (family.steps[0], family.steps[-1]))
+    return (family.steps[0], True) if first < last else (family.steps[-1], False)
 
 
 def complete(family: Family, slots: Slots, is_fixed: bool, free: Free) -> None:
@@ -55,13 +88,14 @@ def _away(family: Family, read: Collection[Slot], slots: Slots) -> int:
     return max(steps) if first < last else min(steps)
 
 
-def _move(family: Family, by: int, slots: Slots) -> None:
-    """Count the steps of a family from another one on, if none falls out."""
+def _move(family: Family, by: int, slots: Slots) -> bool:
+    """Count the steps of a family from another one on, if none falls out; false if they stay as they were."""
     if family.steps[0] + by < 0 or family.steps[-1] + by >= family.length:
         by = 0
     family.members = {t + by: node for t, node in family.members.items()}
     family.placed = None if family.placed is None else family.placed - by
     slots.families.at.update((node, (family, t)) for t, node in family.members.items())
+    return by != 0
 
 
 def _fill(family: Family, slots: Slots, free: Free) -> None:
@@ -80,6 +114,8 @@ def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.No
     if any(one is None and not _is_free(slot, t, free) for slot, one in zip(read, wanted, strict=True)):
         return
     value = next((value for slot, value in zip(read, wanted, strict=True) if slot.family and value), None)
+    if value is None and free == "start":
+        value = next(filter(None, wanted), None)
     for user in reading.users.get(value, ()) if value is not None else ():
         is_free = user not in families.at and user not in reading.sums and user not in reading.inner
         if is_free and families.alike(user, t, family):
@@ -92,7 +128,7 @@ def _missing(family: Family, t: int, slots: Slots, free: Free) -> Iterator[fx.No
 def _is_free(slot: Slot, t: int, free: Free) -> bool:
     """Whether a slot may read a value of no family where its own family has none."""
     is_outside = slot.family is not None and not 0 <= t + slot.by < slot.family.length
-    return free == "any" or (free == "outside" and is_outside)
+    return free == "any" or (free in ("outside", "start") and is_outside)
 
 
 def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
@@ -100,6 +136,74 @@ def _value(slot: Slot, t: int, slots: Slots) -> fx.Node | None:
     if slot.family is None:
         return slot.always
     return slots.member(slot.family, t + slot.by)
+
+
+def count_as_rows(loop: Collection[Family], slots: Slots) -> None:
+    """Let what reads rows of the next step be of that step, with all that hangs on it."""
+    read = {family: [slot for slot in slots.of(family) if slot.family is not None] for family in loop}
+    steps = {slot.by for found in read.values() for slot in found if slot.family in loop} - {0}
+    if len(steps) != 1 or not steps <= {1, -1}:
+        return
+    (by,) = steps
+    group: dict[Family, None] = {}
+    for family in loop:
+        rows = [slot.by for slot in read[family] if slot.family not in loop]
+        if _has_room(family, by) and rows.count(-by) > rows.count(0):
+            group[family] = None
+    for family in (queue := list(group)):
+        found = [one for one in loop if one not in group and any(_is_now(slot, family) for slot in read[one])]
+        group.update(dict.fromkeys(found))
+        queue += found
+    if all(_has_room(family, by) for family in group):
+        for family in group:
+            _move(family, -by, slots)
+
+
+def _has_room(family: Family, by: int) -> bool:
+    """True if the members of a family may be of the next step each."""
+    return family.piece is None and (family.steps[-1] < family.length - 1 if by < 0 else family.steps[0] > 0)
+
+
+def _is_now(slot: Slot, family: Family) -> bool:
+    return slot.family is family and not slot.by
+
+
+def start_sooner(loop: Collection[Family], slots: Slots) -> None:
+    """Let what a loop computes for its next step alone be of that step, if the first one has it, too: of what stands
+    before the loop (a product of zeros)."""
+    read = {family: [slot for slot in slots.of(family) if slot.family in loop] for family in loop}
+    steps = {slot.by for found in read.values() for slot in found} - {0}
+    if len(steps) != 1 or not steps <= {1, -1}:
+        return
+    (by,) = steps
+    group = {family for family in loop if _lacks_last(family, by)}
+    count = -1
+    while count != len(group):
+        count = len(group)
+        read_now = {slot.family for family in loop if family not in group for slot in read[family] if not slot.by}
+        group -= read_now  # type: ignore[arg-type]
+    before = {family: family.members for family in group}
+    for family in group:
+        _move(family, -by, slots)
+    for _ in group:
+        for family in group:
+            _fill(family, slots, "start")
+    if not all(family.is_full for family in group):
+        _restore(before, slots)
+
+
+def _lacks_last(family: Family, by: int) -> bool:
+    """True if a family has a member in all steps but the one that comes last."""
+    is_first = family.steps[0] == 0 if by < 0 else family.steps[-1] == family.length - 1
+    return is_first and len(family.members) == family.length - 1 and not family.piece and family.placed is None
+
+
+def _restore(before: Mapping[Family, dict[int, fx.Node]], slots: Slots) -> None:
+    for family, members in before.items():
+        for node in family.members.values():
+            del slots.families.at[node]
+        family.members = members
+        slots.families.at.update((node, (family, t)) for t, node in members.items())
 
 
 def drop_ends(family: Family, loop: Collection[Family], slots: Slots) -> None:

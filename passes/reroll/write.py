@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from autopar.ir.ops import op, op_name
-from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, record
+from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_view, record
 from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.choose import Chosen, Unit
 from autopar.passes.reroll.families import Family
 from autopar.passes.reroll.forms import equation_of, form_of, slots_of, with_slots, with_step
 from autopar.passes.reroll.slots import Slot, is_zero
+from autopar.passes.reroll.write_chains import ChainWriter, read_outside
 from autopar.passes.reroll.write_states import StateWriter, places_of
 
 aten = torch.ops.aten
@@ -32,6 +33,8 @@ class Writer:
         self.rows: dict[tuple[Family, int], fx.Node] = {}
         self.calls = Calls(self.build)
         self.states = StateWriter(self.calls, chosen.slots, self._value, self._operand)
+        self.chains = ChainWriter(self.calls, chosen.slots, self._value, self._operand)
+        self.written: set[Family] = set()  # the families of the chains that are
 
     def run(self) -> Program:
         reading, last = self.reading, {}
@@ -70,7 +73,7 @@ class Writer:
                     self._write(unit)
 
     def _is_there(self, unit: Unit) -> bool:
-        return unit in self.all if isinstance(unit, Family) else unit in self.build.value
+        return unit in self.all or unit in self.written if isinstance(unit, Family) else unit in self.build.value
 
     def _read(self, unit: Unit) -> Iterator[Unit]:
         """What must be there before a unit."""
@@ -87,9 +90,12 @@ class Writer:
             yield from map(self.chosen.unit, unit.all_input_nodes)
 
     def _read_by_family(self, family: Family) -> Iterator[Unit]:
-        state = self.chosen.states.get(family)
+        state, chain = self.chosen.states.get(family), self.chosen.chains.get(family)
         if family.piece is not None:
             yield self.chosen.unit(family.piece.source)
+        elif chain is not None:
+            for one in read_outside(chain, self.chosen.slots):
+                yield from self._units([one]) if isinstance(one, Slot) else [self.chosen.unit(one)]
         elif state is None:
             yield from self._units(self.chosen.slots.of(family))
         else:
@@ -117,7 +123,11 @@ class Writer:
     # --- values
 
     def _write(self, unit: Unit) -> None:
-        if isinstance(unit, Family):
+        if isinstance(unit, Family) and unit in self.chosen.chains:
+            chain = self.chosen.chains[unit]
+            self.all.update(self.chains.write(chain))
+            self.written.update(chain.families)
+        elif isinstance(unit, Family):
             state = self.chosen.states.get(unit)
             self.all[unit] = self.states.write(state, self._known(unit)) if state is not None else self._family(unit)
         elif unit in self.chosen.sums:
@@ -250,6 +260,11 @@ class Writer:
         if family.placed is not None:
             return self._placed(family, like)
         slots = self.chosen.slots.of(family)
+        viewed = _viewed(family, slots)
+        if viewed is not None:  # the view of the sum: what is summed need not be there for each step
+            found = self._summed(viewed, typed(like, record(viewed.sample)))
+            args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), [found])
+            return self.build.call(family.sample.target, *args, like=like, name="sum", **kwargs)
         equation = equation_of(family.sample)
         if equation is not None and all(slot.always is None for slot in slots):
             values = [self._members(self._operand(slot, like), family, like) for slot in slots]
@@ -276,3 +291,14 @@ class Writer:
         for t in sorted(set(range(family.length)) - set(family.members)):
             value = self.calls.chosen(family.length, t, self.calls.number(0, known), value, known)
         return value
+
+
+def _viewed(family: Family, slots: list[Slot]) -> Family | None:
+    """The family of which each member of another one is the same view."""
+    if not is_view(family.sample) or record(family.sample).several or len(slots) != 1:
+        return None
+    (slot,) = slots
+    is_same = slot.family is not None and not slot.by and not slot.others
+    return (
+        slot.family if is_same and slot.family and slot.family.steps == family.steps and not slot.family.piece else None
+    )

@@ -13,6 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
+    chains,
     compared_attention,
     contractions,
     convolution,
@@ -49,6 +50,7 @@ _KINDS = (
     linalg,
     convolution,
     windows,
+    chains,
     spatial,
     losses,
     creation,

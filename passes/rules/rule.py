@@ -73,6 +73,8 @@ class Rule:
     reversed: names of which the op turns the order round: they are split in mirrored pieces alone, of which a rank has
       as many rows at the end as at the beginning, and by one axis.
     factor: the operand by which each row multiplies that sum before it adds its own; None if it does not.
+    turns: the name along which each row needs what the one before it ends with: ranks compute their pieces one after
+      the other. Empty if there is none.
     """
 
     operands: tuple[Dims, ...]
@@ -89,11 +91,13 @@ class Rule:
     scan: tuple[str, bool] | None = None
     reversed: frozenset[str] = frozenset()
     factor: int | None = None
+    turns: str = ""
 
     @property
     def neighbours(self) -> frozenset[str]:
         """The names of which a piece needs something of the pieces beside it."""
-        return frozenset(halo.name for halo in self.halos) | frozenset(self.scan[:1] if self.scan else ())
+        scanned = (*(self.scan[:1] if self.scan else ()), *([self.turns] if self.turns else []))
+        return frozenset(halo.name for halo in self.halos) | frozenset(scanned)
 
     @property
     def ordered(self) -> frozenset[str]:

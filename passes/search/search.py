@@ -114,6 +114,9 @@ def edge_bytes(item: Item, choice: Choice | None, size: int, sizes: Mapping[str,
     if choice and item.rule and item.rule.scan and item.rule.scan[0] == choice[0]:  # a row of each run is gathered
         rows = abs(choice[1]) * (size - 1) * (1 if item.rule.factor is None else 2)
         found += rows / item.rule.sizes[choice[0]] * _bytes(item.types[0], item.states[0], sizes)
+    if choice and item.rule and item.rule.turns == choice[0]:  # each run sends the states on
+        states = zip(operand_types(item.node), item.wanted, range(len(item.node.args[0])), strict=False)  # type: ignore[arg-type]
+        found += abs(choice[1]) * size * sum(_bytes(type_, wanted, sizes) for type_, wanted, _ in states)
     return found
 
 

@@ -241,17 +241,16 @@ def largest(m: Any, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.parametrize("loop", (two_back, gru, lstm), ids=lambda loop: loop.__name__)
-def test_a_loop_with_another_state_is_right(loop: Callable[[Any, Tensor], Tensor]) -> None:
+def test_a_loop_that_reads_two_steps_back_is_right() -> None:
     """It has all its steps, as written; what hangs on no state is done for all at once."""
-    for _, found in verified(Looping(loop), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
-        assert "autopar.linear_scan.default" not in nodes(found)
+    for _, found in verified(Looping(two_back), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
+        assert "autopar.linear_scan.default" not in nodes(found) and "autopar.chain.default" not in nodes(found)
 
 
-@pytest.mark.parametrize("loop", (other_step, drawn, largest), ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", (other_step, drawn), ids=lambda loop: loop.__name__)
 def test_what_differs_between_steps_stays_apart(loop: Callable[[Any, Tensor], Tensor]) -> None:
-    """What one step does otherwise, what is drawn and what is no recurrence has all its nodes; the rest has not."""
-    kept = {drawn: "autopar.dropout.default", largest: "aten.maximum.default"}.get(loop)
+    """What one step does otherwise and what is drawn has all its nodes; the rest has not."""
+    kept = {drawn: "autopar.dropout.default"}.get(loop)
     for _, found in verified(Looping(loop), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
         assert "autopar.linear_scan.default" in nodes(found)
         assert kept is None or nodes(found).count(kept) == nodes(found, "capture").count(kept) >= TIME

@@ -1,0 +1,188 @@
+"""Recurrences that are not linear: one step as text, which the ranks of cp compute in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_reroll import Looping, gru, largest, lstm, tokens_loss, whole
+from torch import Tensor, nn
+from verified import verified
+
+from autopar.compiled import Compiled
+from autopar.ir.text import parse_program, print_program
+
+ROWS, TIME, WIDTH = 4, 16, 6
+MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
+CHAIN, TURNS = "autopar.chain.default", "autopar.chain_in_turns.default"
+
+
+def chains(compiled: Compiled) -> list[Any]:
+    """The chains of the program of a rank."""
+    found = [node for one in compiled.ranks[0].programs.values() for node in one.calls()]
+    return [node for node in found if str(node.target) in (CHAIN, TURNS)]
+
+
+def check_is_divided(compiled: Compiled, count: int) -> None:
+    """There are so many chains, in all of which ranks have rows of their own, and the text is read again."""
+    assert [str(node.target) for node in chains(compiled)] == [TURNS] * count, compiled.notes
+    for program in compiled.ranks[0].programs.values():
+        text = print_program(program)
+        assert print_program(parse_program(text)) == text
+
+
+class Recurrent(nn.Module):
+    """One of torch's, between projections; `last` gives the last state alone."""
+
+    def __init__(self, kind: type[nn.RNNBase], last: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.time_first = last, not options.get("batch_first", False)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.cell = kind(WIDTH, WIDTH, **options)
+        self.down = nn.Linear(WIDTH * (2 if options.get("bidirectional") else 1), WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        found, _ = self.cell(x.transpose(0, 1) if self.time_first else x)
+        found = found.transpose(0, 1) if self.time_first else found
+        return self.down(found[:, -1] if self.last else found).square().mean()
+
+
+OF_TORCH: dict[str, tuple[type[nn.RNNBase], dict[str, Any], int]] = {
+    "lstm": (nn.LSTM, {"batch_first": True}, 2),
+    "lstm, time first": (nn.LSTM, {}, 2),
+    "two layers": (nn.LSTM, {"batch_first": True, "num_layers": 2}, 4),
+    "both ways": (nn.LSTM, {"batch_first": True, "bidirectional": True}, 4),
+    "gru": (nn.GRU, {"batch_first": True}, 2),
+    "rnn": (nn.RNN, {"batch_first": True}, 2),
+    "last state": (nn.LSTM, {"batch_first": True, "last": True}, 2),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_the_recurrences_of_torch(name: str) -> None:
+    kind, options, count = OF_TORCH[name]
+    for _, found in verified(Recurrent(kind, **options), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
+        check_is_divided(found, count)
+        assert not whole(found) or "last" in options, found.notes  # one row is read by products alone
+
+
+def own_cell(m: Any, x: Tensor) -> Tensor:
+    """An LSTM's step in Python, with a trained state before the first one."""
+    h = c = m.state.expand(x.shape[0], -1)
+    found = []
+    for t in range(x.shape[1]):
+        i, f, o, g = m.gate(h), m.decay(x[:, t]), m.up(h), m.gate(x[:, t] + h)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        found.append(h)
+    return torch.stack(found, 1)
+
+
+def matrix_state(m: Any, x: Tensor) -> Tensor:
+    """The state is a matrix of each row of the batch, which is multiplied by one."""
+    h, found = x.new_zeros(x.shape[0], 2, WIDTH), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.gate(h) + x[:, t, None] * m.log_a.T)
+        found.append(h.sum(1))
+    return torch.stack(found, 1)
+
+
+def in_heads(m: Any, x: Tensor) -> Tensor:
+    """Matrices of each head, which do not meet: a head may be split as a row of the batch."""
+    w, h, found = m.gate.weight[:2, :2], x.new_zeros(x.shape[0], 2, WIDTH // 2), []
+    for row in x.unflatten(-1, (2, -1)).unbind(1):
+        h = torch.tanh(torch.einsum("bhd,hg->bgd", h, w) + row)
+        found.append(h.flatten(1))
+    return torch.stack(found, 1)
+
+
+def without_first(m: Any, x: Tensor) -> Tensor:
+    """The first step has no state."""
+    h, found = None, []
+    for row in x.unbind(1):
+        h = torch.tanh(row) if h is None else torch.tanh(m.gate(h) + row)
+        found.append(h)
+    return torch.stack(found, 1)
+
+
+def last_of_two(m: Any, x: Tensor) -> Tensor:
+    """From the end, and of it the last state alone."""
+    h = torch.zeros_like(x[:, 0])
+    for t in reversed(range(x.shape[1])):
+        h = torch.tanh(m.gate(h) + x[:, t])
+    return h[:, None] + x
+
+
+LOOPS = (lstm, gru, largest, own_cell, matrix_state, in_heads, without_first, last_of_two)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_in_python(loop: Callable[[Any, Tensor], Tensor]) -> None:
+    for _, found in verified(Looping(loop), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
+        check_is_divided(found, 2)
+        assert not whole(found) or loop is own_cell, found.notes  # gradients of weights before the first state
+
+
+class Mixing(nn.Module):
+    """Layers of an LSTM, attention and an MLP."""
+
+    def __init__(self, layers: int = 2, attentions: int = 1) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.layers = nn.ModuleList(Mixer(attentions) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Mixer(nn.Module):
+    def __init__(self, attentions: int) -> None:
+        super().__init__()
+        self.attentions = attentions
+        self.lstm, self.qkv, self.drop = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 24), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.lstm(x)[0])
+        for _ in range(self.attentions):
+            q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
+    "two": ("cp=2", {}),
+    "four": ("cp=4", {"attention": "gather"}),
+    "ring": ("cp=4", {"attention": "ring"}),
+    "dp and tp": ("dp=2,cp=2,tp=2", {}),
+    "sequence parallel": ("cp=2,tp=2", {"sequence_parallel": True}),
+    "micro-batches": ("cp=2", {"microbatches": 2}),
+    "pipeline": ("cp=2,pp=2", {"microbatches": 2}),
+    "zero": ("dp=2,cp=2", {"zero": 3}),
+    "recompute": ("cp=4", {"recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_step_is_that_of_one_device(name: str) -> None:
+    mesh, options = MATRIX[name]
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (4, 16)), torch.randint(0, 20, (4, 16))
+    ((_, found),) = verified(Mixing(), [mesh], tokens_loss, tokens, **options)
+    assert {str(node.target) for node in chains(found)} == {TURNS} and not whole(found), found.notes
+
+
+def test_mirrored_pieces_are_there_and_back() -> None:
+    """Attention balances its work with two runs a rank: the last rank computes both of its runs in a row."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (2, 256)), torch.randint(0, 20, (2, 256))
+    ((_, found),) = verified(Mixing(1, 8), ["cp=2"], tokens_loss, tokens, steps=1, attention="gather")
+    assert [node.args[-1] for node in chains(found)] == [-2, -2], found.notes
