@@ -20,7 +20,7 @@ from autopar.api import compile, parallelize
 from autopar.compiled import load
 from autopar.ir.fused import Fused, fused_of
 from autopar.ir.layout import local_part
-from autopar.ir.ops import is_collective
+from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Level, Program, record
 from autopar.ir.text import parse_program, print_program
@@ -316,6 +316,17 @@ def test_memory_on_a_gpu_holds_results_of_groups_alone() -> None:
     before, after = (compiled("llama", "dp=2", double=False, compile=one) for one in (None, "triton"))
     kept = [found.memory(device="cuda").categories["saved activations"] for found in (before, after)]
     assert kept[1] < kept[0]
+
+
+def test_dropout_of_mirrored_pieces_is_in_groups() -> None:
+    """Those of cp: in every second of them the rank's place counts from the end."""
+    model = models.GPT(models.GPTConfig(models.VOCABULARY, models.TIME, layers=1, heads=4, width=32, dropout=0.1))
+    batch = models.tokens(), models.labels()
+    options = {"compile": "triton", "attention": "ring"}
+    program = compile(model, "cp=2", loss_fn=models.token_loss, batch=batch, **options).program
+    drawn = [call for _, group in groups_of(program) for call in group.calls if call.target == op("dropout")]
+    assert drawn and all(min(call.args[4]) < 0 for call in drawn)
+    assert not [call for call in program.calls() if call.target == op("dropout")]
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

@@ -66,5 +66,7 @@ def test_our_groups_move_at_most_as_much_in_at_most_as_many_kernels(block: str) 
 
 def test_without_groups_there_would_be_more() -> None:
     for name, program in graphs("llama"):
-        one = ours(name, program)
-        assert one.kernels > 1.5 * MEASURED[name][0] and one.bytes_ > 1.2 * MEASURED[name][1], one
+        one, (kernels, bytes_) = ours(name, program), MEASURED[name]
+        # a rank's part moves its collectives in chunks beside products: their copies are kernels of Inductor's too
+        more = 1.5 if name == "llama split" else 4
+        assert one.kernels > more * kernels and one.bytes_ > 2 * bytes_, one
