@@ -274,7 +274,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any])
     graph._insert(made)
     graph._find_nodes_lookup_table.insert(made)
     graph._len += 1
-    made.meta = node.meta.copy()
+    made.meta.update(node.meta)  # (to set an attribute of a node takes it out of the graph's tables and puts it back)
     return made
 
 

@@ -97,6 +97,7 @@ class _Bucket:
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
         self.limit = plan.options.bucket_bytes or BUCKET_BYTES
         self.sums, self.casts = sums_of_gradients(program)
+        self.names = _names_of_sums(program)
 
     def run(self) -> Program:
         total = sum(map(self._bytes, self.sums))
@@ -165,12 +166,17 @@ class _Bucket:
                 self._finish(entry)
 
     def _names(self, nodes: list[fx.Node]) -> list[str]:
-        by_node: dict[fx.Node, str] = {}
-        for result, out in self.program.leaving:
-            while result is not None and result not in by_node:
-                by_node[result] = out.name
-                result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]
-        return [f"'{by_node[node]}'" for node in nodes]
+        return [f"'{self.names[node]}'" for node in nodes]
+
+
+def _names_of_sums(program: Program) -> dict[fx.Node, str]:
+    """The parameter whose gradient each sum belongs to."""
+    found: dict[fx.Node, str] = {}
+    for result, out in program.leaving:
+        while result is not None and result not in found:
+            found[result] = out.name
+            result = result.args[0] if result.target in (*SUMS, CAST) else None  # type: ignore[assignment]
+    return found
 
 
 def _is_lone_sum(node: fx.Node) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from autopar.errors import VerificationError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.partition import cuts_of
-from autopar.passes.rules import call_of, replicated_rule, rule_of, table_of
+from autopar.passes.rules import Rules, call_of, form_of, replicated_rule, table_of
 from autopar.passes.rules.rule import Dims, Rule
 from autopar.passes.search.states import Choice, choices_of
 
@@ -20,7 +22,7 @@ def check_rules(program: Program, plan: Plan) -> None:
 
     Raises VerificationError that names the call, the axis and the layouts.
     """
-    table = table_of(plan)
+    rules, right = Rules(table_of(plan)), set[Hashable]()
     for node in program.calls():
         if is_getitem(node):
             continue
@@ -29,7 +31,11 @@ def check_rules(program: Program, plan: Plan) -> None:
         if all(layout.is_replicated for layout in (*layouts, *found.operands)):
             continue
         call = call_of(node)
-        pair = rule_of(call, table)
+        key = form_of(call), found.operands, layouts
+        if key in right:
+            continue
+        right.add(key)
+        pair = rules.of(call)
         rule = pair[0] if pair else replicated_rule(call)
         cuts = cuts_of(rule, found.operands, layouts, program.mesh)
         axes = {axis: name for name, cut in cuts.items() for _, _, axis in cut}

@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record, set_record
 from autopar.ir.ring_ops import CHAIN_IN_TURNS
 from autopar.passes.halos import Edges, halos_of, runs_of
-from autopar.passes.rules import call_of, rule_of, table_of
+from autopar.passes.rules import Rules, call_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Dims, Position, Reading, Rule, Table, starts_of
 from autopar.passes.running_states import with_states_before
@@ -65,7 +65,7 @@ def partition(program: Program, plan: Plan, length: int | None = None) -> Progra
 
 class _Partition:
     def __init__(self, program: Program, table: Table, sized: Sized | None = None) -> None:
-        self.program, self.table, self.mesh, self.sized = program, table, program.mesh, sized
+        self.program, self.rules, self.mesh, self.sized = program, Rules(table), program.mesh, sized
         self.build = Builder(MADE_BY)
         self.coords: dict[str, fx.Node] = {}
 
@@ -88,7 +88,7 @@ class _Partition:
         if node.op != "call_function" or is_getitem(node) or is_mesh_op(node.target) or not self._is_cut(node):
             return None
         call, found = call_of(node), record(node)
-        pair = rule_of(call, self.table)
+        pair = self.rules.of(call)
         assert pair is not None, f"{node} has no rule, so it cannot be split"
         rule, row = pair
         layouts = [layout for layout in found.layouts if layout is not None]

@@ -12,7 +12,7 @@ from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
 from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, SLICE, TIME_AXES, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Level, Program, is_given, operand_nodes, record
+from autopar.ir.program import Builder, Level, Output, Program, is_given, operand_nodes, record
 from autopar.passes.carried import carried, carried_back
 
 MADE_BY = "reshard"
@@ -68,6 +68,10 @@ class _Reshard:
         results = program.leaving
         self.beside = frozenset(node for node, out in results if out.kind == "aux")
         self.wants: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}  # users with the layouts that they want
+        self.outputs: dict[fx.Node, Output] = {}  # as what each result leaves first
+        for node, out in results:
+            if node is not None:
+                self.outputs.setdefault(node, out)
 
     def run(self) -> Program:
         for user in self.program.graph.nodes:
@@ -112,7 +116,7 @@ class _Reshard:
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
         first = self.plan.zero_axes if user.op == "output" and self.plan.zero >= 2 else ()
         made, steps = self._shortest(node, wanted, moved, first)
-        given = record(node)
+        given, reason = record(node), self._reason(node, has, wanted, user)
         for step in self._in_order(steps, node, user):
             like = given.with_(
                 layouts=(step.layout,),
@@ -121,7 +125,7 @@ class _Reshard:
                 module=given.module or record(user).module,
                 source=given.source or record(user).source,
                 phase=record(user).phase if self._is_late(node, user) else given.phase,
-                reason=self._reason(node, has, wanted, user),
+                reason=reason,
             )
             known = moved.get(step.layout)
             made = known or self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
@@ -169,8 +173,7 @@ class _Reshard:
     def _reason(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> str:
         if user.op != "output":
             return f"%{node.name} is {has}, but %{user.name} wants {wanted}"
-        position = operand_nodes(user).index(node)
-        out = self.program.outputs[position]
+        out = self.outputs[node]
         what = f"gradient of '{out.name}'" if out.kind == "gradient" else f"{out.kind} '{out.name}'"
         return f"%{node.name} is {has}, but it leaves as the {what} in {wanted}"
 

@@ -8,7 +8,7 @@ tests/capture/test_forms.py compares the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -87,13 +87,22 @@ def _transpose(x: Any, one: int, other: int) -> tuple[Form, ...] | None:
 
 def _new_empty(x: Any, size: Sequence[int], *, dtype: torch.dtype | None = None, **rest: Any) -> Any:
     shape = tuple(size)
-    if rest or min(shape, default=1) < 1:
+    if not _is_usual(x, rest) or min(shape, default=1) < 1:
         return None
     return (Form(shape, strides_of(shape), 0, dtype or x.dtype, x.fake_device, None),)
 
 
 def _empty_like(x: Any, *, dtype: torch.dtype | None = None, **rest: Any) -> Any:
-    return None if rest or not _is_dense(x) else _new_empty(x, x.shape, dtype=dtype)
+    return _new_empty(x, x.shape, dtype=dtype, **rest) if _is_dense(x) else None
+
+
+def _is_usual(x: Any, options: Mapping[str, Any]) -> bool:
+    """True for options of a new tensor that say what holds without them."""
+    usual = {
+        "device": (None, x.fake_device), "layout": (None, torch.strided), "pin_memory": (None, False),
+        "memory_format": (None, torch.preserve_format),
+    }  # fmt: skip
+    return all(value in usual.get(name, ()) for name, value in options.items())
 
 
 def _expand(x: Any, size: Sequence[int], **rest: Any) -> Any:

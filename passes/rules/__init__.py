@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from types import MappingProxyType
+from typing import Any
 
 from torch import fx
 
@@ -34,8 +36,8 @@ from autopar.passes.rules.build import replicated_rule
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
 
-__all__ = ["TABLE", "Call", "Row", "Rule", "Table", "allows", "call_of", "local_call", "replicated_rule", "rule_of",
-           "table_of"]  # fmt: skip
+__all__ = ["TABLE", "Call", "Row", "Rule", "Rules", "Table", "allows", "call_of", "form_of", "local_call",
+           "replicated_rule", "rule_of", "table_of"]  # fmt: skip
 
 _KINDS = (
     pointwise,
@@ -81,3 +83,36 @@ def call_of(node: fx.Node) -> Call:
         operands=tuple(record(operand).type for operand in operand_nodes(node)),
         results=tuple(type_ for type_ in record(node).types if type_ is not None),
     )
+
+
+class Rules:
+    """The rules of a program's calls: one for all those with operands of the same types and the same other arguments,
+    as the layers of a model have them."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._known: dict[Hashable, tuple[Rule, Row] | None] = {}
+
+    def of(self, call: Call) -> tuple[Rule, Row] | None:
+        """See `rule_of`."""
+        if call.op not in TABLE:  # a custom op's, whose rule is the user's code
+            return rule_of(call, self._table)
+        form = form_of(call)
+        if form not in self._known:
+            self._known[form] = rule_of(call, self._table)
+        return self._known[form]
+
+
+def form_of(call: Call) -> Hashable:
+    """What a rule sees of a call: all but which tensors they are."""
+    return call.op, _form(call.args), _form(call.kwargs), call.operands, call.results
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        return fx.Node
+    if isinstance(value, (tuple, list)):
+        return tuple([_form(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _form(item)) for key, item in value.items()])
+    return value if type(value) in (int, str) else (type(value), repr(value))  # 1, 1.0 and True are equal

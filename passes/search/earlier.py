@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout, fits
 from autopar.ir.plan import Decided, Plan
 from autopar.ir.program import Builder, Level, Program, Record, is_getitem, operand_nodes, record
 from autopar.passes.check_rules import check_rules
-from autopar.passes.rules import call_of, rule_of, table_of
+from autopar.passes.rules import Rules, call_of, table_of
 
 
 def decided_by(sharded: Program, plan: Plan) -> tuple[Hashable, Decided]:
@@ -30,11 +30,11 @@ def as_earlier(program: Program, plan: Plan) -> Program | None:
     are_fit = all(_fits(node, layouts, operands, plan) for node, (layouts, operands) in given.items())
     if not are_fit or not _is_pinned(program, given, plan):
         return None
-    build, table = Builder("propagate"), table_of(plan)
+    build, rules = Builder("propagate"), Rules(table_of(plan))
 
     def put(node: fx.Node) -> fx.Node:
         layouts, operands = given[node]
-        pair = rule_of(call_of(node), table) if node.op == "call_function" and not is_getitem(node) else None
+        pair = rules.of(call_of(node)) if node.op == "call_function" and not is_getitem(node) else None
         flops = pair[0].flops if pair else 0
         return build.copy(node, like=record(node).with_(layouts=layouts, operands=operands, flops=flops))
 

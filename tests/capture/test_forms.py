@@ -61,14 +61,39 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
 def calls(x: torch.Tensor) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     n, numel, found = x.dim(), x.numel(), []
-    sizes = [(numel,), (-1,), (1, numel), (-1, 2), (2, -1), (-1, -1), (3, numel), tuple(x.shape), (*x.shape, 1), (), (0,)]
+    sizes = [
+        (numel,),
+        (-1,),
+        (1, numel),
+        (-1, 2),
+        (2, -1),
+        (-1, -1),
+        (3, numel),
+        tuple(x.shape),
+        (*x.shape, 1),
+        (),
+        (0,),
+    ]
     found += [(aten.view.default, (x, list(size)), {}) for size in sizes]
     found += [(aten.permute.default, (x, list(order)), {}) for order in itertools.permutations(range(-1, n), n)]
     found += [(aten.transpose.int, (x, one, other), {}) for one in range(-n - 1, n + 1) for other in range(-1, n + 1)]
-    for dtype in ({}, {"dtype": torch.float64}, {"device": torch.device("cpu")}):
+    strided = {"device": torch.device("cpu"), "layout": torch.strided, "pin_memory": False, "dtype": torch.int64}
+    for dtype in (
+        {},
+        {"dtype": torch.float64},
+        {"device": torch.device("cpu")},
+        {"device": torch.device("cuda", 0)},
+        strided,
+    ):
         found += [(aten.new_empty.default, (x, [2, 3]), dtype), (aten.new_empty.default, (x, []), dtype)]
         found += [(aten.empty_like.default, (x,), dtype)]
-    for size in (tuple(x.shape), (5, *x.shape), (-1, *x.shape), (1, *x.shape), tuple(4 if s == 1 else s for s in x.shape)):
+    for size in (
+        tuple(x.shape),
+        (5, *x.shape),
+        (-1, *x.shape),
+        (1, *x.shape),
+        tuple(4 if s == 1 else s for s in x.shape),
+    ):
         found.append((aten.expand.default, (x, list(size)), {}))
     found.append((aten.expand.default, (x, [-1] * n), {}))
     for dims in ([], [0], [-1], [0, -1], list(range(n)), [n], None):
@@ -146,7 +171,10 @@ def test_ops_by_elements_have_the_form_that_torch_says() -> None:
             foretold, is_so = known.infer(key, operands), asked(func, args, {}, fake) if key is not None else None
             if foretold is not None:
                 told.add(func)
-                assert foretold == is_so, (func, [each.shape if isinstance(each, torch.Tensor) else each for each in args])
+                assert foretold == is_so, (
+                    func,
+                    [each.shape if isinstance(each, torch.Tensor) else each for each in args],
+                )
             if is_so is not None:
                 known.learn(key, operands, is_so)
     assert len(told) > 100, len(told)
@@ -170,7 +198,12 @@ def test_a_call_is_remembered_by_the_form_of_its_operands() -> None:
         again = [results.call(call, aten.cumsum.default, args, {}) for args in variants]
     assert len(asked_for) == len(variants)
     for one, other in zip(first, again, strict=True):
-        assert (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
+        assert (one.shape, one.stride(), one.dtype, one.device) == (
+            other.shape,
+            other.stride(),
+            other.dtype,
+            other.device,
+        )
         assert storage_of(one) != storage_of(other)
 
 
@@ -180,12 +213,11 @@ def test_a_view_that_is_remembered_shows_its_own_operand() -> None:
     with fake:
         for _ in range(2):
             x = torch.empty(6, 4)
-            for func, args in ((aten.slice.Tensor, (x, 0, 1, 5)), (aten.select.int, (x, 1, 2)), (aten.unbind.int, (x,))):
-                made = results.call(func, func, args, {})
-                for each in made if isinstance(made, (tuple, list)) else (made,):
-                    assert storage_of(each) == storage_of(x)
-                made = (made[1] if isinstance(made, (tuple, list)) else made).storage_offset()
-                assert made == func(*args)[1].storage_offset() if func is aten.unbind.int else func(*args).storage_offset()
+            for func, args in ((aten.slice.Tensor, (0, 1, 5)), (aten.select.int, (1, 2)), (aten.unbind.int, ())):
+                made, plain = results.call(func, func, (x, *args), {}), func(x, *args)
+                made, plain = (list(each) if isinstance(each, (tuple, list)) else [each] for each in (made, plain))
+                assert all(storage_of(each) == storage_of(x) for each in made)
+                assert [each.storage_offset() for each in made] == [each.storage_offset() for each in plain]
 
 
 def test_strides_of_dense_memory() -> None:
