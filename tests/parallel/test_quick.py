@@ -145,3 +145,31 @@ def test_a_saved_value_that_was_written_is_an_error(held: nn.Linear, pair: Any) 
         pair[0].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# -- lists of them ---------------------------------------------------------------------------------------------------
+
+
+def test_what_lists_give_has_the_dtype_and_strides_of_one_device(pair: Any) -> None:
+    ours, value = pair
+    whole = ours.to(torch.int64), value.to(torch.int64)
+    turned = torch.empty_like(ours).t(), torch.empty_like(value).t()  # of a replicated tensor: of its memory
+    for given, plain in (whole, turned):
+        (found,), (expected,) = torch._foreach_sqrt([given]), torch._foreach_sqrt([plain])
+        assert type(found) is ParameterTensor
+        assert found.dtype == spec_of(found).tensor_meta.dtype == expected.dtype
+        assert found.stride() == spec_of(found).tensor_meta.stride == expected.stride()
+
+
+def test_a_list_of_several_dtypes(pair: Any) -> None:
+    ours, value = pair
+    found = torch._foreach_sqrt([ours, ours.to(torch.int64)])
+    for one, expected in zip(found, torch._foreach_sqrt([value, value.to(torch.int64)]), strict=True):
+        assert torch.equal(one.full_tensor(), expected)
+
+
+def test_a_plain_list_with_dims_beside_ours(pair: Any) -> None:
+    ours, value = pair
+    other = torch.full((4, 3), 2.0)
+    torch._foreach_mul_([ours, ours.clone()], [other, torch.tensor(3.0)])
+    assert torch.equal(ours.full_tensor(), value * other)
