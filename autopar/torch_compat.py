@@ -23,8 +23,7 @@
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
 - `torch._C._len_torch_function_stack`: whether a function mode sees what runs, or that is a call of its own.
-- `torch._C._increment_version`: what the public `torch.autograd.graph.increment_version` calls, behind checks of its
-  argument that take longer. An optimizer that goes tensor by tensor needs it five times for each.
+- `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`: whether the user turned a
   dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
 - `Tensor._make_subclass`, `torch._C._set_throw_on_mutable_data_ptr`, `torch._C._DisableTorchDispatch`: what the
@@ -172,14 +171,11 @@ def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
-# The same two as descriptors, for a class of ours to have under names of its own: what runs for every small op of an
-# optimizer's step reads them in a tenth of the time.
-PART_OF_DTENSOR: Any = DTensor._local_tensor
-SPEC_OF_DTENSOR: Any = DTensor._spec
-# Tell autograd that tensors were written.
 add_to_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
+# Both as descriptors, which a class of ours has under other names: read without a call, for each op of an optimizer.
+PART_OF_DTENSOR, SPEC_OF_DTENSOR = cast(Any, DTensor)._local_tensor, cast(Any, DTensor)._spec
 
 
 def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:

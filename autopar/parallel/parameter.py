@@ -245,14 +245,16 @@ def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor
     """Add to gradients. None where a parameter lies on other ranks: its gradient is there too, without elements."""
     parts: list[Any] = list(values)
     known: list[Any] = list(parameters)
-    if not _are_new(known) or any(map(_is_none, parts)):
+    with no_torch_function():  # or torch looks, at each attribute, for a function of ours that it would ask
+        is_simple = _are_new(known) and not any(map(_is_none, parts))
+        if is_simple:
+            made = map(_without_grad, parts, map(spec_of, known))  # in C, as far as that goes
+            for parameter, gradient in zip(known, made, strict=True):
+                gradient.place = parameter.place
+                parameter.grad = gradient
+    if not is_simple:
         for parameter, value in zip(known, parts, strict=True):
             _add_to_gradient(parameter, value)
-        return
-    made = map(_without_grad, parts, map(spec_of, known))  # in C, as far as that goes
-    for parameter, gradient in zip(known, made, strict=True):
-        gradient.place = parameter.place
-        parameter.grad = gradient
 
 
 def _are_new(parameters: list[Any]) -> bool:

@@ -19,6 +19,7 @@ from autopar.parallel.execution import Running
 from autopar.parallel.partners import describe, flags_of
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
+from autopar.torch_compat import no_torch_function
 
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
@@ -57,7 +58,8 @@ class Signatures:
         """What the call, the model and its partners decide; the last of it is the partners'."""
         structure = self._session.store.structure
         flags = tuple(map(_training, structure.modules))
-        wanted = tuple(map(_requires_grad, structure.parameters.values()))
+        with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
+            wanted = tuple(map(_requires_grad, structure.parameters.values()))
         own = train, signature_of(parts), flags, wanted
         return (*own, flags_of(self._partners.get(own, ())))
 

@@ -12,26 +12,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.parallel import operators
 from autopar.parallel.parameter import ParameterTensor
+from autopar.torch_compat import spec_of
 
-OF_ONE = [
-    "add",
-    "add_",
-    "div",
-    "div_",
-    "mul",
-    "mul_",
-    "sub",
-    "sub_",
-    "__add__",
-    "__iadd__",
-    "__imul__",
-    "__isub__",
-    "__itruediv__",
-    "__mul__",
-    "__radd__",
-]
-OF_TWO = ["addcdiv", "addcdiv_", "addcmul", "addcmul_", "lerp", "lerp_"]
-OF_NONE = ["neg", "neg_", "sqrt", "sqrt_", "square", "square_", "zero_", "__neg__"]
+OF_ONE = ("add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_")
+OPERATORS = ("__add__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__mul__", "__radd__", "__sub__")
+OF_TWO = ("addcdiv", "addcdiv_", "addcmul", "addcmul_", "lerp", "lerp_")
+OF_NONE = ("neg", "neg_", "sqrt", "sqrt_", "square", "square_", "zero_", "__neg__")
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +60,14 @@ def check(name: str, pair: tuple[Any, Tensor], ours: tuple[Any, ...], plain: tup
     assert (tensor._version > version) is in_place  # what autograd saved of it is known to be old
 
 
-@pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.parametrize("name", OF_ONE + OPERATORS)
 @pytest.mark.parametrize("operand", [0.5, 3])
 def test_of_a_number(name: str, operand: float, pair: Any, dispatched: list[str]) -> None:
     check(name, pair, (operand,), (operand,))
     assert not [op for op in dispatched if "detach" not in op]  # full_tensor alone
 
 
-@pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.parametrize("name", OF_ONE + OPERATORS)
 def test_of_another(name: str, pair: Any, dispatched: list[str]) -> None:
     check(name, pair, (pair[0].detach().clone(),), (pair[1].clone(),))
     assert [op for op in dispatched if "detach" not in op] == ["aten.clone.default"]
@@ -142,7 +128,7 @@ def test_an_integer_becomes_a_float(pair: Any) -> None:
     with torch.no_grad():
         ours, value = pair[0].to(torch.int64), pair[1].to(torch.int64)
         for found, expected in ((ours / 2, value / 2), (ours.sqrt(), value.sqrt()), (ours * 0.5, value * 0.5)):
-            assert found.dtype == expected.dtype == torch.float32
+            assert found.dtype == spec_of(found).tensor_meta.dtype == expected.dtype == torch.float32
             assert torch.equal(found.full_tensor(), expected)
 
 
@@ -159,3 +145,31 @@ def test_a_saved_value_that_was_written_is_an_error(held: nn.Linear, pair: Any) 
         pair[0].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# -- lists of them ---------------------------------------------------------------------------------------------------
+
+
+def test_what_lists_give_has_the_dtype_and_strides_of_one_device(pair: Any) -> None:
+    ours, value = pair
+    whole = ours.to(torch.int64), value.to(torch.int64)
+    turned = torch.empty_like(ours).t(), torch.empty_like(value).t()  # of a replicated tensor: of its memory
+    for given, plain in (whole, turned):
+        (found,), (expected,) = torch._foreach_sqrt([given]), torch._foreach_sqrt([plain])
+        assert type(found) is ParameterTensor
+        assert found.dtype == spec_of(found).tensor_meta.dtype == expected.dtype
+        assert found.stride() == spec_of(found).tensor_meta.stride == expected.stride()
+
+
+def test_a_list_of_several_dtypes(pair: Any) -> None:
+    ours, value = pair
+    found = torch._foreach_sqrt([ours, ours.to(torch.int64)])
+    for one, expected in zip(found, torch._foreach_sqrt([value, value.to(torch.int64)]), strict=True):
+        assert torch.equal(one.full_tensor(), expected)
+
+
+def test_a_plain_list_with_dims_beside_ours(pair: Any) -> None:
+    ours, value = pair
+    other = torch.full((4, 3), 2.0)
+    torch._foreach_mul_([ours, ours.clone()], [other, torch.tensor(3.0)])
+    assert torch.equal(ours.full_tensor(), value * other)
