@@ -102,7 +102,10 @@ def check_shapes(rule: Rule, call: Call) -> None:
 
 
 def splits_of(rule: Rule, name: str, counts: Sequence[int] = (2, 3), outers: Sequence[int] = (1, 2, -2)) -> list[Split]:
-    """The ways to split a name that are tried."""
+    """The ways to split a name that are tried: none along which pieces are computed one after the other, each with
+    what the one before it ends with (tests/runtime/test_turns.py has those)."""
+    if name == rule.turns:
+        return []
     return [(name, n, outer) for n in counts for outer in outers if allows(rule, name, n, outer)]
 
 

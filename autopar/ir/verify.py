@@ -13,6 +13,7 @@ from autopar.ir.ops import is_mesh_op, mesh_op_name
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Level, Program, has_record, operand_nodes, record
 from autopar.ir.ring_ops import Ring, is_attention, is_ring_backward
+from autopar.ir.verify_chains import check_chains
 from autopar.ir.verify_fused import check_groups
 
 
@@ -90,6 +91,7 @@ def _check_graph(program: Program, level: Level) -> None:
         raise VerificationError(f"{len(program.placeholders)} placeholders for {len(program.inputs)} inputs")
     if len(program.results) != len(program.outputs):
         raise VerificationError(f"{len(program.results)} results for {len(program.outputs)} outputs")
+    check_chains(program)
     if level >= Level.LOCAL:
         check_groups(program)
 

@@ -55,7 +55,8 @@ def reroll(program: Program, plan: Plan) -> Program:
     carried from step to step is a `linear_scan` if it is h[t] = a[t] h[t-1] + b[t], element by element (selective state
     spaces: arXiv 2312.00752; parallel scans of them: Blelloch 1990); so is its gradient, from the end. What is
     added up over the steps, as gradients of weights are, is a sum over that dim. The first and the last step may read
-    other values. A state of another kind (an LSTM's, a maximum) keeps its steps, and what reads them alone is stacked.
+    other values. A state of another kind (an LSTM's, a maximum) is a `chain`: one call with the text of its step, of
+    which ranks take turns. What neither is keeps its steps, and what reads them alone is stacked.
     """
     size = math.prod(size for _, size in context_axes(plan.mesh))
     lengths = _lengths(program, size)

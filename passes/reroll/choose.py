@@ -22,7 +22,7 @@ from autopar.passes.reroll.steps import (
     count_as_rows,
     count_in_order,
     drop_ends,
-    reads_ahead,
+    is_miscounted,
     start_sooner,
 )
 from autopar.passes.rules.rule import Table
@@ -30,6 +30,7 @@ from autopar.passes.rules.rule import Table
 aten = torch.ops.aten
 Unit = Family | fx.Node
 ROUNDS = 3  # in which steps are counted anew, and ends that differ fall off
+COUNTS = 2  # what is found of a loop when its steps are counted may be more of it
 
 
 @dataclass(slots=True)
@@ -125,26 +126,32 @@ def _order_steps(found: Chosen) -> None:
     """Settle which step is which, and what belongs to the first and the last."""
     slots, order = found.slots, found.reading.order
     families = sorted(slots.families.all, key=lambda one: min(map(order.__getitem__, one.members.values())))
-    loops = [[one for one in loop if isinstance(one, Family)] for loop in _loops(found)]
-    for loop in loops:
+    for loop in _families_in_loops(found):
         for _ in range(ROUNDS):
             for family in families:
                 if family in loop:
                     count_anew(family, slots)
-        if reads_ahead(loop, slots):
-            count_in_order(loop, slots)
-            count_as_rows(loop, slots)
-    inside = {family for loop in loops for family in loop}
-    rounds: tuple[Free, ...] = ("none", "outside", "outside", "outside", "any", "none")
-    for free in rounds:
-        for family in families:
-            if not family.is_full:
-                complete(family, slots, family in inside, free)
+    for _ in range(COUNTS):
+        loops = _families_in_loops(found)
+        for loop in loops:
+            if is_miscounted(loop, slots):
+                count_in_order(loop, slots)
+                count_as_rows(loop, slots)
+        inside = {family for loop in loops for family in loop}
+        rounds: tuple[Free, ...] = ("none", "outside", "outside", "outside", "any", "none")
+        for free in rounds:
+            for family in families:
+                if not family.is_full:
+                    complete(family, slots, family in inside, free)
     for loop in loops:
         start_sooner(loop, slots)
         for _ in range(ROUNDS):
             for family in loop:
                 drop_ends(family, loop, slots)
+
+
+def _families_in_loops(found: Chosen) -> list[list[Family]]:
+    return [[one for one in loop if isinstance(one, Family)] for loop in _loops(found)]
 
 
 def _loops(found: Chosen) -> list[list[Unit]]:

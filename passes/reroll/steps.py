@@ -24,12 +24,12 @@ def count_anew(family: Family, slots: Slots) -> None:
         _move(family, _away(family, read, slots), slots)
 
 
-def reads_ahead(loop: Collection[Family], slots: Slots) -> bool:
-    """True if a family of a loop reads one of a step that comes after its own, as it is counted."""
+def is_miscounted(loop: Collection[Family], slots: Slots) -> bool:
+    """True if a family of a loop reads, as it is counted, one of another step than its own and that before it."""
     order = slots.families.reading.order
     for family in loop:
-        read = (slot.by for slot in slots.of(family) if slot.family in loop)
-        if any(by > 0 if _ends(family, order)[1] else by < 0 for by in read):
+        before = -1 if _ends(family, order)[1] else 1
+        if any(slot.family in loop and slot.by not in (0, before) for slot in slots.of(family)):
             return True
     return False
 

@@ -264,7 +264,8 @@ class Writer:
         if viewed is not None:  # the view of the sum: what is summed need not be there for each step
             found = self._summed(viewed, typed(like, record(viewed.sample)))
             args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), [found])
-            return self.build.call(family.sample.target, *args, like=like, name="sum", **kwargs)
+            target: Any = family.sample.target
+            return self.build.call(target, *args, like=like, name="sum", **kwargs)
         equation = equation_of(family.sample)
         if equation is not None and all(slot.always is None for slot in slots):
             values = [self._members(self._operand(slot, like), family, like) for slot in slots]

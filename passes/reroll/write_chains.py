@@ -60,6 +60,7 @@ class _Step:
         self.operands: dict[str, dict[Hashable, fx.Node]] = {kind: {} for kind in (STATES, ROWS, FIXED)}
         self.placed: dict[tuple[str, Hashable], fx.Node] = {}
         self.values: dict[Family, fx.Node] = {}
+        self.carried: list[Family] = []  # the family of each state
 
     def text(self, outputs: tuple[Family, ...]) -> str:
         """What the step says. outputs: the families that it gives."""
@@ -68,7 +69,7 @@ class _Step:
             args, kwargs = with_slots((family.sample.args, dict(family.sample.kwargs)), list(map(self._read, slots)))
             made = self.graph.create_node("call_function", family.sample.target, args, kwargs)
             self.values[family] = self._where_it_is(family, made)
-        after = tuple(self.values[family] for family, _ in self.operands[STATES])  # type: ignore[misc]
+        after = tuple(map(self.values.__getitem__, self.carried))
         return print_body(Body(self.graph, tuple(self.values[one] for one in outputs), after))
 
     def _read(self, slot: Slot) -> fx.Node:
@@ -87,8 +88,10 @@ class _Step:
     def _state(self, slot: Slot, others: dict[int, fx.Node]) -> fx.Node:
         """What the step before has of a family. What the first step reads in its place is taken out of `others`."""
         assert slot.family is not None
-        start, type_ = others.pop(self.chain.first, None), record(slot.family.sample)
-        return self._operand(STATES, (slot.family, start), lambda: self._start(start, type_))
+        start, known = others.pop(self.chain.first, None), record(slot.family.sample)
+        if (slot.family, start) not in self.operands[STATES]:
+            self.carried.append(slot.family)
+        return self._operand(STATES, (slot.family, start), lambda: self._start(start, known))
 
     def _start(self, node: fx.Node | None, known: Record) -> fx.Node:
         if node is not None:

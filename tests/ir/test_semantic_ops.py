@@ -26,7 +26,7 @@ NO_GRADIENT = {
     "checked_index": "integers", "random": "what is drawn depends on no tensor but the seed",
     **dict.fromkeys(
         ("index_of_rows", "index_put_of_rows", "convolution", "pad_rows", "running_sum", "linear_scan",
-         "compared_attention"),
+         "chain", "compared_attention"),
         "a pass puts them in a graph that has its backward part",
     ),
 }  # fmt: skip
@@ -79,7 +79,7 @@ class _Calls(TorchDispatchMode):
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 @each

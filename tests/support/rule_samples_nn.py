@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rule_brute_force import Sample, op_of, run, sample
 from rule_samples import C128, F64, Samples, mask, n, r
+from semantic_examples import STEP
 
 from autopar.runtime.convolution import convolution
 
@@ -177,7 +178,23 @@ def window_samples() -> Samples:
         for shape, dim, start in (((4, 12), 1, None), ((12, 4), 0, None), ((4, 12, 2), 1, r(4, 1, 2)))
         for reverse in (False, True)
     ]
-    found: Samples = {"autopar.linear_scan.default": states}
+    heads = (
+        'v0 = autopar.einsum.default(h0, w0, "bhd,de->bhe"); v1 = aten.add.Tensor(v0, x0); v2 = aten.tanh.default(v1); '
+        "v3 = aten.reshape.default(v2, [4, 12]); v4 = aten.split.Tensor(v3, 6, 1); v5 = operator.getitem(v4, 1); "
+        "v6 = aten.maximum.default(v5, h1); rows = [v2, v6]; states = [v2, v6]"
+    )
+    chains = [
+        sample([r(4, 6), r(4, 6)], [r(5, 4, 6)], [r(6)], one, reverse)
+        for one in (
+            "v0 = aten.mul.Tensor(h0, w0); v1 = aten.maximum.default(v0, x0); rows = [v1, v0]; states = [v1, h1]",
+        )
+        for reverse in (False, True)
+    ]
+    chains += [
+        sample([r(4, 6)], [r(5, 4, 6)], [r(6, 6)], STEP, False),
+        sample([r(4, 2, 6), r(4, 6)], [r(5, 4, 2, 6)], [r(6, 6)], heads, True),
+    ]
+    found: Samples = {"autopar.linear_scan.default": states, "autopar.chain.default": chains}
     found |= {"autopar.running_sum.default": sums, "autopar.pad_rows.default": moved}
     for x, w, *shape in cases:
         y = convolution(x, w, *shape)

@@ -8,6 +8,12 @@ from autopar.runtime.attention import attention
 from autopar.runtime.attention_compared import compared_attention
 from autopar.runtime.attention_dropout import dropped_attention
 
+# of a recurrent network: h = tanh(h w + x)
+STEP = (
+    'v0 = autopar.einsum.default(h0, w0, "ab,bc->ac"); v1 = aten.add.Tensor(v0, x0); v2 = aten.tanh.default(v1); '
+    "rows = [v2, v1]; states = [v2]"
+)
+
 
 def semantic_examples() -> dict[str, tuple[object, ...]]:
     """By the name of the op; small, in float32."""
@@ -50,6 +56,7 @@ def semantic_examples() -> dict[str, tuple[object, ...]]:
         "convolution_weight_backward": (torch.randn(2, 6, 7), x, [3], *window),
         "pad_rows": (x, 2, 1, -1),
         "running_sum": (x, 2, True),
+        "chain": ([q[0, 0]], [torch.randn(5, 6, 8)], [torch.randn(8, 8)], STEP, True),
         "linear_scan": (torch.rand(2, 4, 12), x, torch.randn(2, 4, 1), 2, True),
         "random": (torch.tensor([1, 2]), 3, "normal", [2, 3], torch.float32, [2, 3], [2, 3], [0, 0]),
     }
