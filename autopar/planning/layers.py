@@ -92,6 +92,10 @@ class Layers:
             self._known[key] = self._cost(self.micros.micro(*key))
         return self._known[key]
 
+    def notes(self, tp: int, rows: int, recompute: str) -> tuple[str, ...]:
+        """What a person should know of the program of such a micro-batch."""
+        return self.micros.micro(tp, rows, recompute).program.notes
+
     @property
     def _rest(self) -> Rest:
         return Rest.of(self.micros.shallow(LOW))

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
@@ -72,7 +73,8 @@ def search(
             _try(candidate, found, layers, machine, limit, top, equal, slowest)
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
-        found.least = predict(small, layers.cost(small.tp, small.rows, small.recompute), equal, machine)
+        with suppress(AutoparError):  # it is counted already
+            found.least = predict(small, layers.cost(small.tp, small.rows, small.recompute), equal, machine)
     return found
 
 
