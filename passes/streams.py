@@ -29,14 +29,17 @@ class Ran:
     calls: int
 
 
-def run(program: Program, machine: Machine, counts: Callable[[fx.Node], bool] = lambda node: True) -> Ran:
+def run(
+    program: Program, machine: Machine, counts: Callable[[fx.Node], bool] = lambda node: True,
+    times: Mapping[fx.Node, float] | None = None,
+) -> Ran:  # fmt: skip
     """Run the nodes of a LOCAL graph that count. The host launches one call after another, `machine.launch_us` each.
     The device computes them in that order, and every axis has a stream of its own, in which a collective begins when
-    its operand is there.
+    its operand is there. times: of the nodes, if they are known.
 
     Where cores are the devices (`machine.is_host`) they move data too: nothing hides a collective.
     """
-    streams = _Streams(machine, node_times(program, machine))
+    streams = _Streams(machine, node_times(program, machine) if times is None else times)
     for node in program.calls():
         if (node.target is WAIT or not (is_getitem(node) or is_view(node))) and counts(node):
             streams.launch(node)

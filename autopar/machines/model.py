@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 PRODUCTS = ("float64", "float32", "tfloat32", "bfloat16", "float16")  # the dtypes whose peaks a device has
 
@@ -39,6 +40,11 @@ class Curve:
             return self.points[min(i, len(sizes) - 1)][1]
         (low, first), (high, last) = self.points[i - 1 : i + 1]
         return first + (last - first) * math.log(size / low) / math.log(high / low)
+
+    def rising(self) -> Curve:
+        """The lowest curve that lies nowhere below this one and never falls."""
+        shares = accumulate((share for _, share in self.points), max)
+        return Curve(tuple((size, share) for (size, _), share in zip(self.points, shares, strict=True)))
 
 
 ALL = Curve()
@@ -114,6 +120,17 @@ class Machine:
         device = Device(dict.fromkeys(PRODUCTS, flops * 1e6), memory * 1e6, math.inf, least_us)
         level = Link(link * 1e6, latency_us, 0.0)
         return cls("flat", device, level, level, ranks=2**62)
+
+    def rising(self) -> Machine:
+        """One that is nowhere slower, and the faster the larger a call or a collective is."""
+        device = replace(
+            self.device, products=self.device.products.rising(), streams=self.device.streams.rising()
+        )  # fmt: skip
+        inside, between = (
+            replace(link, reached={kind: curve.rising() for kind, curve in link.reached.items()})
+            for link in (self.inside, self.between)
+        )
+        return replace(self, device=device, inside=inside, between=between)
 
     # -- a call -----------------------------------------------------------------------------------------------------
 

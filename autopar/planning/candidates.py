@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from autopar.errors import divisors
+from autopar.planning.micro import HIGH, Split
 
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 CHUNKS = 2  # stages a rank, of an interleaved schedule
-MOST_ROWS = 64  # of a micro-batch on one rank
+MOST_ROWS = HIGH  # of a micro-batch on one rank
 SHORT = {"none": "", "selective": "selective", "full": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan. rows: of a micro-batch on one rank. microbatches: of a step."""
+    """A plan. rows: of a micro-batch on one rank. microbatches: of a step. sequence: activations lie split over tp."""
 
     dp: int
     tp: int
@@ -27,6 +29,12 @@ class Candidate:
     rows: int
     microbatches: int
     schedule: str = "1f1b"
+    sequence: bool = False
+
+    @property
+    def split(self) -> Split:
+        """What decides, with rows and recomputation, the programs of a micro-batch."""
+        return Split(self.tp, self.sequence)
 
     @property
     def mesh(self) -> str:
@@ -48,11 +56,12 @@ class Candidate:
         if self.pp > 1:
             found["schedule"] = self.schedule
         if self.tp > 1:
-            found["sequence_parallel"] = "auto"
+            found["sequence_parallel"] = self.sequence
         return found
 
     def __str__(self) -> str:
         words = [self.mesh, f"zero={self.zero}" if self.dp > 1 else "", SHORT[self.recompute]]
+        words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         return " ".join(word for word in words if word)
 
@@ -79,13 +88,17 @@ class Space:
     def _with(self, dp: int, tp: int, pp: int) -> Iterator[Candidate]:
         own = self.batch // dp
         schedules = ("1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",)
-        for rows in divisors(own, MOST_ROWS):
-            for zero in ZERO if dp > 1 else (0,):
-                for recompute in RECOMPUTE:
-                    for schedule in schedules:
-                        found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule)
-                        if self._fits(found):
-                            yield found
+        of_axes = product(
+            divisors(own, MOST_ROWS),
+            ZERO if dp > 1 else (0,),
+            RECOMPUTE,
+            schedules,
+            (True, False) if tp > 1 else (False,),
+        )
+        for rows, zero, recompute, schedule, sequence in of_axes:
+            found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule, sequence)
+            if self._fits(found):
+                yield found
 
     def _fits(self, found: Candidate) -> bool:
         if any(getattr(found, name) != value for name, value in self.fixed.items()):

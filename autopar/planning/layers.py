@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.capture import Captured
 from autopar.compiler.garbage import uncollected
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
+from autopar.passes.node_costs import node_times
 from autopar.passes.streams import run
 from autopar.planning.depth import ALL, Rest
-from autopar.planning.micro import KEPT, LOW, PARTS, Micro, Micros
+from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micro, Micros, Split
 from autopar.planning.states import Held, held
 from autopar.planning.step_time import products
 
@@ -55,6 +58,18 @@ class Cost:
     message: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A graph, and what its nodes take on a machine."""
+
+    program: Program
+    times: Mapping[fx.Node, float]
+
+    @classmethod
+    def of(cls, program: Program, machine: Machine) -> Timed:
+        return cls(program, node_times(program, machine))
+
+
 class Layers:
     """The costs of micro-batches, read off programs of few layers: what a layer costs is what they cost less without
     it.
@@ -64,7 +79,8 @@ class Layers:
 
     def __init__(self, capture: Callable[[int], Captured], options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(capture, options, machine)
-        self._known: dict[tuple[int, int, str], Cost] = {}
+        self._least: dict[Split, float] = {}
+        self._known: dict[tuple[Split, int, str], Cost] = {}
 
     @property
     def equal(self) -> int:
@@ -78,49 +94,58 @@ class Layers:
 
     def products(self) -> tuple[float, str]:
         """The FLOPs of the products of one row, known once there are layouts, and the dtype of most of them."""
-        program = dict(self.micros.local(1, LOW).history)["propagate"]
+        program = dict(self.micros.local(Split(), LOW).history)["propagate"]
         counts, rest = products(program), self._rest
         whole = float(sum(counts.values()))
         less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
         flops = self._line(whole, less)(self.equal) / PARTS
         return flops, max(counts, key=lambda name: counts[name], default="float32")
 
-    def cost(self, tp: int, rows: int, recompute: str) -> Cost:
-        """Of a micro-batch of `rows` on one rank of `tp`. Raises AutoparError as `Micros.local`."""
-        key = tp, rows, recompute
+    def cost(self, split: Split, rows: int, recompute: str) -> Cost:
+        """Of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `Micros.local`."""
+        key = split, rows, recompute
         if key not in self._known:
-            self._known[key] = self._cost(self.micros.micro(*key))
+            self._known[key] = self._cost(self.micros.micro(*key), self.micros.machine)
         return self._known[key]
 
-    def notes(self, tp: int, rows: int, recompute: str) -> tuple[str, ...]:
+    def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
         """What a person should know of the program of such a micro-batch."""
-        return self.micros.micro(tp, rows, recompute).program.notes
+        return self.micros.micro(split, rows, recompute).program.notes
+
+    def least_us(self, split: Split) -> float:
+        """What a row takes at least, of a micro-batch of any size: as one of the most rows takes, on a machine whose
+        calls are the faster the larger they are."""
+        if split not in self._least:
+            cost = self._cost(self.micros.micro(split, HIGH, "none"), self.micros.machine.rising())
+            self._least[split] = (cost.forward(self.equal) + cost.backward(self.equal)) / HIGH
+        return self._least[split]
 
     @property
     def _rest(self) -> Rest:
         return Rest.of(self.micros.shallow(LOW))
 
     @uncollected()
-    def _cost(self, micro: Micro) -> Cost:
-        graphs = {kind: micro.finished(graph) for kind, graph in micro.graphs.items()}
-        whole = self._row(micro, graphs, ALL)
+    def _cost(self, micro: Micro, machine: Machine) -> Cost:
+        graphs = {kind: Timed.of(micro.finished(graph), machine) for kind, graph in micro.graphs.items()}
+        whole = _row(micro, graphs, ALL, machine)
         if not self.equal:
             return Cost(**{name: Linear(value, 0.0) for name, value in whole.items()}, message=micro.message)
         rest = self._rest
         shorter = {kind: rest.cut_out(graph) for kind, graph in micro.graphs.items() if kind in ONCE}
-        less = self._row(
-            micro, graphs | {kind: micro.finished(graph) for kind, graph in shorter.items() if graph is not None}, rest
-        )
+        graphs |= {kind: Timed.of(micro.finished(graph), machine) for kind, graph in shorter.items() if graph}
+        less = _row(micro, graphs, rest, machine)
         return Cost(**{name: self._line(whole[name], less[name]) for name in whole}, message=micro.message)
 
     def _line(self, whole: float, less: float) -> Linear:
         return Linear.of(KEPT, whole, less) if self.equal else Linear(whole, 0.0)
 
-    def _row(self, micro: Micro, graphs: Mapping[str, Program], rest: Rest) -> dict[str, float]:
-        spent = {kind: run(graph, self.micros.machine, rest.counts) for kind, graph in graphs.items()}
-        once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
-        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
-        backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
-        kept = held(micro.program, graphs, rest)
-        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
-        return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}
+
+def _row(micro: Micro, graphs: Mapping[str, Timed], rest: Rest, machine: Machine) -> dict[str, float]:
+    """What the programs cost without what is left out, by the names of `Cost`."""
+    spent = {kind: run(graph.program, machine, rest.counts, graph.times) for kind, graph in graphs.items()}
+    once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
+    exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
+    backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
+    kept = held(micro.program, {kind: graph.program for kind, graph in graphs.items()}, rest)
+    bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
+    return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}

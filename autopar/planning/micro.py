@@ -34,6 +34,18 @@ ONE_STAGE = Places((0,), split=False, in_flight=(1,))
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How a micro-batch is divided. sequence: activations lie split over tp where no weight needs them whole."""
+
+    tp: int = 1
+    sequence: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh((("tp", self.tp),) if self.tp > 1 else (("dp", 1),))
+
+
+@dataclass(frozen=True, slots=True)
 class Micro:
     """What a rank runs of a step of PARTS micro-batches. program: LOCAL, of some number of rows. graphs: of its
     actions, by kind, before the passes that come after the cut. message: bytes that one equal layer hands on.
@@ -62,10 +74,10 @@ class Micros:
         self.capture, self.options, self.machine = capture, options, machine
         self._captured: dict[int, Captured] = {}
         self._shallow: dict[int, Shallow] = {}
-        self._local: dict[tuple[int, int], Lowered] = {}
-        self._high: dict[int, Lowered | None] = {}
-        self._ends: dict[tuple[int, str], Micro] = {}
-        self._known: dict[tuple[int, int, str], Micro] = {}
+        self._local: dict[tuple[Split, int], Lowered] = {}
+        self._low: dict[Split, Lowered | None] = {}
+        self._ends: dict[tuple[Split, str], Micro] = {}
+        self._known: dict[tuple[Split, int, str], Micro] = {}
 
     def captured(self, rows: int) -> Captured:
         """The step of micro-batches of so many rows, whole."""
@@ -80,54 +92,35 @@ class Micros:
             self._shallow[rows] = shallow(whole, KEPT) or Shallow(whole, 0, 0)
         return self._shallow[rows]
 
-    @uncollected()
-    def local(self, tp: int, rows: int) -> Lowered:
+    def local(self, split: Split, rows: int) -> Lowered:
         """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
-        if (tp, rows) not in self._local:
-            self._local[tp, rows] = self._lowered(tp, rows)
-        return self._local[tp, rows]
+        if (split, rows) not in self._local:
+            self._local[split, rows] = self.lowered(split, rows)
+        return self._local[split, rows]
 
-    def _lowered(self, tp: int, rows: int) -> Lowered:
-        if rows == LOW:
-            return self._through_passes(tp, rows, Fixed(machine=self.machine))
-        low = self.local(tp, LOW)
-        return self._through_passes(tp, rows, Fixed(machine=self.machine, sequence=low.sequence))
-
-    def _through_passes(self, tp: int, rows: int, fixed: Fixed) -> Lowered:
-        mesh = Mesh((("tp", tp),) if tp > 1 else (("dp", 1),))
-        options = replace(self.options, microbatches=PARTS, sequence_parallel="auto" if tp > 1 else False)
+    @uncollected()
+    def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
+        """like: a program whose layouts it takes over."""
+        options = replace(self.options, microbatches=PARTS, sequence_parallel=split.sequence)
         captured = replace(self.captured(rows), program=self.shallow(rows).program)
-        return through_passes(check_calls(captured.program), make_plan(captured, mesh, options, fixed))
+        fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
+        return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
-    def _alike(self, tp: int) -> Lowered | None:
-        """The program of HIGH rows in the layouts of that of LOW; None if others are better there.
-
-        What is good at both ends is good in between: the costs of layouts are linear in the rows, so the least of all
-        of them lies above the chord of its ends, and these layouts lie on a chord that is hardly above that one.
-        """
-        if tp not in self._high:
-            low = self.local(tp, LOW)
-            fixed = Fixed(machine=self.machine, sequence=low.sequence, decided=dict([low.decided]))
-            found, best = self._through_passes(tp, HIGH, fixed), self.local(tp, HIGH)
-            is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
-            self._high[tp] = found if is_good else None
-        return self._high[tp]
-
-    def micro(self, tp: int, rows: int, recomputed: str) -> Micro:
-        """The programs of a micro-batch of `rows` on one rank of `tp`. Raises AutoparError as `local`."""
-        key = tp, rows, recomputed
+    def micro(self, split: Split, rows: int, recomputed: str) -> Micro:
+        """The programs of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `local`."""
+        key = split, rows, recomputed
         if key not in self._known:
-            found = self._between(tp, rows, recomputed) if LOW < rows < HIGH else None
-            self._known[key] = found or _cut(self.local(tp, rows), recomputed, self.shallow(rows).border)
+            found = self._between(split, rows, recomputed) if LOW <= rows < HIGH else None
+            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
         return self._known[key]
 
-    def _between(self, tp: int, rows: int, recomputed: str) -> Micro | None:
-        low, local = self.micro(tp, LOW, recomputed), self._alike(tp)
+    def _between(self, split: Split, rows: int, recomputed: str) -> Micro | None:
+        high, local = self.micro(split, HIGH, recomputed), self._alike(split)
         if local is None:
             return None
-        if (tp, recomputed) not in self._ends:
-            self._ends[tp, recomputed] = _cut(local, recomputed, self.shallow(HIGH).border)
-        high, share = self._ends[tp, recomputed], Fraction(rows - LOW, HIGH - LOW)
+        if (split, recomputed) not in self._ends:
+            self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(LOW).border)
+        low, share = self._ends[split, recomputed], Fraction(rows - LOW, HIGH - LOW)
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
@@ -135,10 +128,22 @@ class Micros:
         message = low.message + (high.message - low.message) * float(share)
         return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
 
+    def _alike(self, split: Split) -> Lowered | None:
+        """The program of LOW rows in the layouts of that of HIGH; None if others are better there.
+
+        What is good at both ends is good in between: the costs of layouts are linear in the rows, so the least of all
+        of them lies above the chord of its ends, and these layouts lie on a chord that is hardly above that one.
+        """
+        if split not in self._low:
+            found, best = self.lowered(split, LOW, like=self.local(split, HIGH)), self.local(split, LOW)
+            is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
+            self._low[split] = found if is_good else None
+        return self._low[split]
+
 
 @uncollected()
-def _cut(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
-    """The graphs of a step on one stage, that computes again what it is told to."""
+def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
+    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
     program = recompute(local.program, plan)
     graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}

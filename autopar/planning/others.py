@@ -112,7 +112,7 @@ def _why(name: str, candidate: Candidate, found: Planned) -> str:
     if name == "waits for tp" and candidate.tp > found.asked.machine.ranks:
         return f": crosses nodes of {found.asked.machine.ranks}"
     if name == "computing":
-        notes = found.programs.notes(candidate.tp, candidate.rows, candidate.recompute)
+        notes = found.programs.notes(candidate.split, candidate.rows, candidate.recompute)
         return "".join(f": {note.partition(': %')[0]}" for note in notes if note.startswith("axis 'tp'"))
     return ""
 

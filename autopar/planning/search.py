@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
+from autopar.planning.micro import Split
 from autopar.planning.predict import Prediction, predict
 
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
@@ -50,31 +51,34 @@ def search(
 ) -> Found:  # fmt: skip
     """The `top` fastest candidates whose memory is at most `limit` bytes. equal: layers of the model that are equal.
 
-    Those come first whose bound is lowest, and each has two: `Bounds.products` costs nothing, `Bounds.calls` a program
-    for each number of rows. When the lowest bound is above the time of the last of `top`, no other can be among them.
-    tell: of progress, (done, all).
+    Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
+    no other candidate has a lower one: the first costs nothing, the last a program for each number of rows. When the
+    lowest bound is above the time of the last of `top`, no other can be among them. tell: of progress, (done, all).
     """
     found, bounds, known = Found(), Bounds(layers, work, machine, equal), list(candidates)
-    queue = [(bounds.products(candidate), False, i, candidate) for i, candidate in enumerate(known)]
+    queue = [(bounds.products(candidate), i, 1) for i, candidate in enumerate(known)]
     heapq.heapify(queue)
     total = len(queue)
     while queue:
-        bound, is_close, i, candidate = heapq.heappop(queue)
+        bound, i, step = heapq.heappop(queue)
         tell(total - len(queue), total)
         slowest = found.best[-1].total if len(found.best) >= top else math.inf
         if bound >= slowest:
             found.counts["slower by a bound"] += len(queue) + 1
             break
-        if bounds.memory(candidate) > limit:
-            found.counts["larger by a bound"] += 1
-        elif not is_close:
-            heapq.heappush(queue, (bounds.calls(candidate), True, i, candidate))
-        else:
-            _try(candidate, found, layers, machine, limit, top, equal, slowest)
+        try:
+            if bounds.memory(known[i]) > limit:
+                found.counts["larger by a bound"] += 1
+            elif step < len(bounds.steps):
+                heapq.heappush(queue, (max(bound, bounds.steps[step](known[i])), i, step + 1))
+            else:
+                _try(known[i], found, layers, machine, limit, top, equal, slowest)
+        except AutoparError as error:
+            found.counts[f"refused ({str(error).split('. ')[0].splitlines()[0]})"] += 1
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
         with suppress(AutoparError):  # it is counted already
-            found.least = predict(small, layers.cost(small.tp, small.rows, small.recompute), equal, machine)
+            found.least = predict(small, layers.cost(small.split, small.rows, small.recompute), equal, machine)
     return found
 
 
@@ -82,11 +86,7 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    try:
-        cost = layers.cost(candidate.tp, candidate.rows, candidate.recompute)
-    except AutoparError as error:
-        found.counts[f"refused ({str(error).split('. ')[0].splitlines()[0]})"] += 1
-        return
+    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
     made = predict(candidate, cost, equal, machine, slowest)
     if found.least is None or made.memory < found.least.memory:
         found.least = made
@@ -113,17 +113,30 @@ class Bounds:
         peak = flops.get(self.work.dtype, flops["float32"]) * best
         return self.work.flops / (candidate.dp * candidate.tp * candidate.pp) / peak * 1e6 * _filling(candidate)
 
+    def rows(self, candidate: Candidate) -> float:
+        """us of the calls of a step, as if each row took no longer than one of many, and none was computed again."""
+        return self._step(candidate, candidate.rows * self.layers.least_us(candidate.split))
+
     def calls(self, candidate: Candidate) -> float:
-        """us of the calls of a step, as if tp and pp divided them without a rest and nothing was computed again."""
-        cost = self.layers.cost(1, candidate.rows, "none")
-        both = cost.forward(self.equal) + cost.backward(self.equal)
-        return candidate.microbatches * both / (candidate.tp * candidate.pp) * _filling(candidate)
+        """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
+        cost = self.layers.cost(candidate.split, candidate.rows, "none")
+        return self._step(candidate, cost.forward(self.equal) + cost.backward(self.equal))
+
+    def _step(self, candidate: Candidate, micro_us: float) -> float:
+        return candidate.microbatches * micro_us / candidate.pp * _filling(candidate)
+
+    @property
+    def steps(self) -> tuple[Callable[[Candidate], float], ...]:
+        """One after the other, each takes more to know than the one before."""
+        return self.products, self.rows, self.calls
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes of a rank's part of parameters, gradients and states, and of what a micro-batch keeps at least."""
         part = self.work.parameters / candidate.tp / candidate.pp
         split = [candidate.dp if candidate.zero >= stage else 1 for stage in (3, 2, 1, 1)]
-        saved = self.layers.cost(1, 1, "full").saved.each * self.equal * candidate.rows / candidate.tp / candidate.pp
+        saved = (
+            self.layers.cost(Split(), 1, "full").saved.each * self.equal * candidate.rows / candidate.tp / candidate.pp
+        )
         return sum(part / ranks for ranks in split) + saved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import LayoutError
 from autopar.machines import Machine
 from autopar.planning.layers import Layers
-from autopar.planning.others import best_with, frontier, reasons, scales
+from autopar.planning.others import LESS, best_with, frontier, reasons, scales
 from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
-from autopar.planning.predict import predict
+from autopar.planning.predict import Prediction, predict
 from autopar.report.plans import scales_text
 
 MACHINE = Machine.flat(1e3, 1e3, 1e3, 2.0, 0.1)
@@ -43,30 +45,26 @@ def found() -> Planned:
     return planned(layers(), ASKED)
 
 
-def all_of(found: Planned) -> list[tuple[float, float]]:
-    """Time and memory of every plan."""
-    costs = [
-        (each, layers().cost(each.tp, each.rows, each.recompute)) for each in candidates_of(found.asked, found.layers)
-    ]
-    made = [predict(each, cost, found.layers, MACHINE) for each, cost in costs]
-    return [(each.total, each.memory) for each in made]
+def all_of(found: Planned) -> list[Prediction]:
+    """Every plan that the model can take."""
+    made = []
+    for each in candidates_of(found.asked, found.layers):
+        with suppress(LayoutError):
+            made.append(predict(each, layers().cost(each.split, each.rows, each.recompute), found.layers, MACHINE))
+    return made
 
 
 def test_no_plan_is_better_than_the_frontier(found: Planned) -> None:
     line = frontier(found)
     assert len(line) > 1 and all(a.total <= b.total and a.memory > b.memory for a, b in pairwise(line))
-    for total, memory in all_of(found):
-        least = min((each.total for each in line if each.memory <= memory / 0.98), default=math.inf)
-        assert least <= total * (1 + 1e-9)
+    for one in all_of(found):
+        least = min((each.total for each in line if each.memory <= one.memory / LESS), default=math.inf)
+        assert least <= one.total * (1 + 1e-9)
 
 
 def test_the_best_with_a_part_decided(found: Planned) -> None:
     made = best_with(found, {"tp": 2}).best[0]
-    both = [
-        predict(each, layers().cost(each.tp, each.rows, each.recompute), found.layers, MACHINE).total
-        for each in candidates_of(found.asked, found.layers)
-        if each.tp == 2
-    ]
+    both = [each.total for each in all_of(found) if each.candidate.tp == 2]
     assert made.candidate.tp == 2 and made.total == pytest.approx(min(both))
     assert not best_with(found, {"tp": 2}, limit=1.0).best and not best_with(found, {"tp": 3}).best
 
@@ -77,7 +75,7 @@ def test_why_the_others_lost(found: Planned) -> None:
     assert [line.partition(":")[0] for line in said] == ["pp=2", "tp=2", "zero=0" if "zero=0" in said[-1] else "zero=3"]
     pipeline, made = said[0], best_with(found, {"pp": 2}).best[0]
     assert f": +{made.total / found.found.best[0].total - 1:.1%} ({made.candidate}), " in pipeline
-    small = Asked(4, 8, MACHINE, 0.9 * min(memory for _, memory in all_of(planned_for(tp=1))), dict(ASKED.fixed), 1)
+    small = Asked(4, 8, MACHINE, 0.9 * min(each.memory for each in all_of(planned_for(tp=1))), dict(ASKED.fixed), 1)
     lost = list(reasons(planned(layers(), small)))
     assert any(line.startswith("no tensor parallelism: ") and " > " in line for line in lost), lost
 

@@ -59,10 +59,10 @@ def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None
     bounds = Bounds(layers(), planned.work, MACHINE, equal)
     tried = []
     for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, PLAIN).candidates():
-        cost = layers().cost(candidate.tp, candidate.rows, candidate.recompute)
+        cost = layers().cost(candidate.split, candidate.rows, candidate.recompute)
         found = predict(candidate, cost, equal, MACHINE)
-        assert bounds.products(candidate) <= found.total * (1 + 1e-9), candidate
-        assert bounds.calls(candidate) <= found.total * (1 + 1e-9), candidate
+        for bound in bounds.steps:
+            assert bound(candidate) <= found.total * (1 + 1e-9), (candidate, bound)
         assert bounds.memory(candidate) <= found.memory * (1 + 1e-9), candidate
         tried.append(found)
     best = sorted(tried, key=lambda each: each.total)[:3]
@@ -104,7 +104,7 @@ def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: 
     compiled = autopar.compile(
         given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
     )
-    cost = layers().cost(candidate.tp, candidate.rows, candidate.recompute)
+    cost = layers().cost(candidate.split, candidate.rows, candidate.recompute)
     found = predict(candidate, cost, planned.layers, MACHINE)
     assert found.total == pytest.approx(compiled.time(MACHINE).total, rel=0.15)
 

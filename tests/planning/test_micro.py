@@ -1,0 +1,106 @@
+"""Programs that nobody compiled, of other rows and less a layer, are those that compiling them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig
+from models import Llama, token_loss
+
+from autopar.capture import Captured
+from autopar.compiler.compile import capture_step
+from autopar.ir.options import StepOptions
+from autopar.ir.program import Program, record
+from autopar.machines import named
+from autopar.planning.between import between
+from autopar.planning.depth import ALL, Shallow, shallow
+from autopar.planning.layers import Layers, Timed, _row
+from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split, cut_at
+
+MACHINE = named("h100-80g")
+SEQUENCE, OPTIONS = 256, StepOptions(precision="bf16")
+ROWS, SPLITS = 4, (Split(), Split(2), Split(2, True))
+
+
+def capture(name: str) -> Callable[[int], Captured]:
+    with torch.device("meta"):
+        llama = name == "llama"
+        model = Llama(6, 1024, 8, 8, 2816, 8000, SEQUENCE) if llama else GPT(GPTConfig(8000, SEQUENCE, 6, 8, 1024))
+
+    def of(rows: int) -> Captured:
+        ids = torch.empty(rows, SEQUENCE, dtype=torch.int64, device="meta")
+        return capture_step(model, token_loss, (ids, ids), {}, OPTIONS)
+
+    return of
+
+
+class Shallower(Micros):
+    """Keeps one equal layer less."""
+
+    def shallow(self, rows: int) -> Shallow:
+        found = shallow(self.captured(rows).program, KEPT - 1)
+        assert found is not None
+        return found
+
+
+@cache
+def layers(name: str) -> Layers:
+    return Layers(capture(name), OPTIONS, MACHINE)
+
+
+@cache
+def shallower(name: str) -> Shallower:
+    return Shallower(capture(name), OPTIONS, MACHINE)
+
+
+def lines(program: Program) -> Iterator[tuple[object, ...]]:
+    for node in program.graph.nodes:
+        known = record(node)
+        args = [arg for arg in node.args if not isinstance(arg, float)]  # a mean's 1 / rows
+        yield str(node.target), str(args), known.types, known.layouts, known.operands, known.flops
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_other_rows(split: Split, recompute: str) -> None:
+    micros = layers("llama").micros
+    made = micros.micro(split, ROWS, recompute)
+    assert (split, ROWS) not in micros._local, "it was compiled, and not made of others"
+    local = micros.lowered(split, ROWS, like=micros.local(split, HIGH))
+    compiled = cut_at(local, recompute, micros.shallow(ROWS).border)
+    assert made.graphs.keys() == compiled.graphs.keys() and made.message == compiled.message > 0
+    for kind, graph in compiled.graphs.items():
+        assert list(lines(made.graphs[kind])) == list(lines(graph)), kind
+        assert list(lines(made.finished(made.graphs[kind]))) == list(lines(compiled.finished(graph))), kind
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
+    found = layers("llama")
+    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border)
+    made, own = found.cost(split, ROWS, "none"), found._cost(micro, MACHINE)
+    for name in ("forward", "backward", "saved"):
+        assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
+def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
+    found, less = layers(name), shallower(name).micro(split, LOW, recompute)
+    graphs = {kind: Timed.of(less.finished(graph), MACHINE) for kind, graph in less.graphs.items()}
+    row = _row(less, graphs, ALL, MACHINE)
+    cost = found.cost(split, LOW, recompute)
+    few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
+    for what, value in row.items():  # outside of the layers layouts may differ with their number
+        error = 1e-9 if what in ("parameters", "gradients", "states") else 0.01
+        assert getattr(cost, what)(KEPT - 1) == pytest.approx(value, rel=error, abs=few_calls), what
+
+
+def test_programs_that_are_not_alike_have_none_between() -> None:
+    one, two = (layers("llama").micros.micro(split, LOW, "none").graphs["F"] for split in SPLITS[:2])
+    assert between(one, one, Fraction(1, 2)) is not None
+    assert between(one, two, Fraction(1, 2)) is None
