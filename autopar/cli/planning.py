@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from autopar.cli.compiling import compiled_of
 from autopar.cli.options import Options, takes_options
-from autopar.cli.show import out, show, show_notes
+from autopar.cli.show import out, show, show_notes, write_text
 from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
 from autopar.ir.measure import human
@@ -23,6 +23,7 @@ from autopar.planning.candidates import RECOMPUTE
 from autopar.planning.decisions import PLANNED, write_plan
 from autopar.planning.others import reasons, scales
 from autopar.planning.plan import Asked, Planned, Tell, layers_of, planned
+from autopar.report.page.plans import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
 
 T = TypeVar("T")
@@ -87,8 +88,11 @@ def plan_(
         return
     found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
     show(planned_text(found))
-    for line in _with_bar("other plans", lambda _: list(reasons(found))):
+    lost = _with_bar("other plans", lambda _: list(reasons(found)))
+    for line in lost:
         show(f"  {line}")
+    if html is not None:
+        write_text(html, _with_bar("page", lambda _: plans_page(found, target, lost)))
     if out_file is not None:
         _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {rows} --machine {machine}", fix)
         show(f"{out_file}: autopar run {target} --plan {out_file}")

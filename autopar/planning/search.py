@@ -30,12 +30,13 @@ class Work:
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. counts: of candidates, by what
-    became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
+    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole
+    time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
     sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
+    tried: list[Prediction] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -88,6 +89,8 @@ def _try(
 ) -> None:  # fmt: skip
     cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
     made = predict(candidate, cost, equal, machine, slowest)
+    if made.total < slowest or candidate.pp == 1:  # of others no pipeline was simulated
+        found.tried.append(made)
     if found.least is None or made.memory < found.least.memory:
         found.least = made
     if made.memory > limit:

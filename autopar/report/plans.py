@@ -75,18 +75,24 @@ def _mfu(planned: Planned, found: Prediction) -> float:
     return planned.work.flops / peak / found.total * 1e6
 
 
-def _lines(planned: Planned) -> Iterator[str]:
-    asked, best = planned.asked, planned.found.best
+def head_line(planned: Planned) -> str:
+    """What was asked for."""
+    asked = planned.asked
     layers = f", {planned.layers} equal layers" if planned.layers else ""
-    yield (
+    return (
         f"{asked.gpus} devices of {asked.machine.name}, {asked.batch} rows ({planned.tokens:,} tokens) a step, at most "
         f"{human(asked.limit)} a device{layers}"
     )
-    yield table_text(HEADS, [_row(planned, each) for each in best])
+
+
+def _lines(planned: Planned) -> Iterator[str]:
+    yield head_line(planned)
+    yield table_text(HEADS, [row_of(planned, each) for each in planned.found.best])
     yield planned.found.certificate
 
 
-def _row(planned: Planned, found: Prediction) -> tuple[str, ...]:
+def row_of(planned: Planned, found: Prediction) -> tuple[str, ...]:
+    """A row of the table of plans."""
     parts = (found.bubble, found.exposed, found.data, found.optimizer)
     return (
         str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",
