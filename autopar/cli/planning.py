@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.progress import Progress
 
 from autopar.cli.compiling import compiled_of
 from autopar.cli.options import Options, takes_options
-from autopar.cli.show import out, show, show_notes
+from autopar.cli.show import out, show, show_notes, write_text
 from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
 from autopar.ir.measure import human
@@ -21,9 +21,13 @@ from autopar.machines import named
 from autopar.planning.batches import rows_of
 from autopar.planning.candidates import RECOMPUTE
 from autopar.planning.decisions import PLANNED, write_plan
-from autopar.planning.plan import Asked, Planned, plan
-from autopar.report.plans import plan_line, planned_text
+from autopar.planning.others import reasons, scales
+from autopar.planning.plan import Asked, Planned, Tell, layers_of, planned
+from autopar.report.page.plans import plans_page
+from autopar.report.plans import plan_line, planned_text, scales_text
 
+T = TypeVar("T")
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 _SIZES = ("dp", "tp", "pp", "zero", "rows", "microbatches")
 
@@ -50,7 +54,7 @@ def estimate(
 @takes_options("cuda_graphs", "check_replicas", "stages", *PLANNED)
 def plan_(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
-    gpus: Annotated[int, typer.Option(help="devices", min=1)],
+    gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
     batch: Annotated[
         int | None, typer.Option(help="rows of a step, on all devices together; by default the job's batch", min=1)
     ] = None,
@@ -62,20 +66,70 @@ def plan_(
         Path | None,
         typer.Option("--out", metavar="FILE.toml", help="write the best plan, for --plan of other commands"),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a page: time against memory, and each plan's timeline")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="15T", help="of a training: the days and device hours that it takes")
+    ] = None,
     *,
     options: Options,
 ) -> None:
     """Find the fastest plan that fits: sizes of dp, tp and pp, ZeRO, recomputation, micro-batches, schedule."""
+    sizes, amount = _sizes(gpus), _tokens(tokens)
+    _check_files(sizes, out_file, html)
     fixed = dict(_decided(text) for text in fix or ())
     job = options.job(target)
-    asked = Asked(gpus, batch or rows_of(*batch_arguments(job.batch)), named(machine), _bytes(memory), fixed, top)
-    with Progress(console=out, transient=True) as bar:
-        task = bar.add_task("plans", total=None)
-        found = plan(job, asked, lambda done, all_: bar.update(task, completed=done, total=all_))
+    rows = batch or rows_of(*batch_arguments(job.batch))
+    asked = Asked(sizes[0], rows, named(machine), _bytes(memory), fixed, top)
+    layers = layers_of(job, asked.machine)
+    if len(sizes) > 1 or amount is not None:
+        show(scales_text(_with_bar("devices", lambda tell: scales(layers, asked, sizes, tell)), amount))
+        return
+    found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
     show(planned_text(found))
+    lost = _with_bar("other plans", lambda _: list(reasons(found)))
+    for line in lost:
+        show(f"  {line}")
+    if html is not None:
+        write_text(html, _with_bar("page", lambda _: plans_page(found, target, lost)))
     if out_file is not None:
-        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {asked.batch} --machine {machine}", fix)
+        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {rows} --machine {machine}", fix)
         show(f"{out_file}: autopar run {target} --plan {out_file}")
+
+
+def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
+    """What some work gives, with a progress bar until then."""
+    with Progress(console=out, transient=True) as bar:
+        task = bar.add_task(words, total=None)
+        return work(lambda done, all_: bar.update(task, completed=done, total=all_))
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if not all(sizes):
+        raise TargetError(f"--gpus {text}: write a number of 1 or more, or several with commas: 8,64,512.")
+    return sizes
+
+
+def _tokens(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text)
+    if match is None or not float(match[1]) > 0:
+        raise TargetError(f"--tokens {text}: write a number above 0, such as 15T, 300B or 1.5e12.")
+    return float(match[1]) * _COUNTS[match[2]]
+
+
+def _check_files(sizes: Sequence[int], *files: Path | None) -> None:
+    """Refuse files that would not be written, before the search."""
+    for flag, file in zip(("--out", "--html"), files, strict=True):
+        if file is not None and len(sizes) > 1:
+            raise TargetError(
+                f"{flag} {file}: it is of one number of devices, and there are {len(sizes)} behind --gpus."
+            )
+        if file is not None and not file.parent.is_dir():
+            raise TargetError(f"{flag} {file}: there is no folder '{file.parent}'; make it first.")
 
 
 def _write(path: Path, found: Planned, command: str, fix: Sequence[str] | None) -> None:

@@ -33,7 +33,12 @@ def show_notes(compiled: Compiled) -> None:
 
 def write_page(compiled: Compiled, path: Path, title: str) -> None:
     """Write the page that a browser shows. Raises TargetError where that cannot be."""
-    text = page_text(compiled, title).encode()
+    write_text(path, page_text(compiled, title))
+
+
+def write_text(path: Path, page: str) -> None:
+    """Write a page of `--html`. Raises TargetError where that cannot be."""
+    text = page.encode()
     try:
         path.write_bytes(text)
     except OSError as error:

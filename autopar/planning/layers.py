@@ -108,6 +108,10 @@ class Layers:
             self._known[key] = self._cost(self.micros.micro(*key), self.micros.machine)
         return self._known[key]
 
+    def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
+        """What a person should know of the program of such a micro-batch."""
+        return self.micros.micro(split, rows, recompute).program.notes
+
     def least_us(self, split: Split) -> float:
         """What a row takes at least, of a micro-batch of any size: as one of the most rows takes, on a machine whose
         calls are the faster the larger they are."""

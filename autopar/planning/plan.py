@@ -19,7 +19,7 @@ from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
-from autopar.planning.candidates import Space
+from autopar.planning.candidates import Candidate, Space
 from autopar.planning.decisions import PLANNED
 from autopar.planning.layers import Layers
 from autopar.planning.micro import PARTS
@@ -48,13 +48,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """found: the plans. tokens: of a step. flops: of its products. layers: equal ones of the model."""
+    """found: the plans. tokens: of a step. layers: equal ones of the model. programs: that its costs are read off."""
 
     asked: Asked
     found: Found
     tokens: int
     work: Work
     layers: int
+    programs: Layers
 
 
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
@@ -71,13 +72,18 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     """
     equal, whole = layers.equal, layers.whole
     work = _work(whole, layers, asked)
-    candidates = list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
+    candidates = candidates_of(asked, equal)
     if not candidates:
         raise _none_divides(asked, equal)
     found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, equal, tell)
     if not found.best:
-        raise _none_fits(asked, found)
-    return Planned(asked, found, tokens_of(whole) // PARTS * asked.batch, work, equal)
+        raise _none_fits(asked, found, equal)
+    return Planned(asked, found, tokens_of(whole) // PARTS * asked.batch, work, equal, layers)
+
+
+def candidates_of(asked: Asked, equal: int) -> list[Candidate]:
+    """All plans for what is asked. equal: layers of the model that are equal."""
+    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:
@@ -118,21 +124,39 @@ def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
 def _none_divides(asked: Asked, equal: int) -> PlanError:
     fixed = ", ".join(f"{name}={value}" for name, value in asked.fixed.items())
     given = f" with {fixed}" if fixed else ""
-    return PlanError(
-        f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: the data axis must divide the rows "
-        f"({one_of(divisors(asked.batch, asked.gpus))} do here), tp and pp the devices, and a pipeline has at most "
-        f"a rank for each of the {equal} equal layers and a micro-batch for each rank. Change the batch or what is "
-        f"fixed."
+    return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, equal)}")
+
+
+def _room(asked: Asked, equal: int) -> str:
+    """What the sizes of a plan may be, and the numbers of devices near by that a plan divides."""
+    some = one_of(divisors(asked.batch, asked.gpus))
+    near = [gpus for gpus in range(asked.gpus - 1, 0, -1) if candidates_of(replace(asked, gpus=gpus), equal)][:1]
+    fewer = f" {near[0]} devices would do." if near else ""
+    return (
+        f"the data axis must divide the rows ({some} here), tp and pp the devices, and a pipeline has at most a rank "
+        f"for each of the {equal} equal layers, and a micro-batch for each. Change the batch or what is fixed.{fewer}"
     )
 
 
-def _none_fits(asked: Asked, found: Found) -> PlanError:
+def _none_fits(asked: Asked, found: Found, equal: int) -> PlanError:
     if found.least is None:
-        reasons = "; ".join(f"{count} {what}" for what, count in found.counts.most_common(3))
-        return PlanError(f"no plan for {asked.gpus} devices: {reasons}.")
+        reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found.counts.most_common(3))
+        return PlanError(
+            f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, equal))}"
+        )
     least = found.least
     return PlanError(
         f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: the least memory is "
         f"{human(least.memory)}, with {least.candidate}. About {-(-asked.gpus * least.memory // asked.limit):.0f} "
-        f"devices, a smaller batch, or a device with more memory would do."
+        f"devices, a smaller batch, or a device with more memory would do.{_freed(asked, found)}"
     )
+
+
+def _freed(asked: Asked, found: Found) -> str:
+    """What is fixed and takes memory."""
+    recompute = asked.fixed.get("recompute", "full")
+    return f" recompute={recompute} is fixed: full keeps less." if recompute != "full" else ""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -10,7 +10,7 @@ import torch
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import Costs, Flow, Work
+from autopar.ir.schedule import Costs, Flow, Timeline, Work
 from autopar.machines import Machine
 from autopar.machines.model import Group
 from autopar.passes.schedules.parse import parse_schedule
@@ -87,16 +87,27 @@ def _busy(cost: Cost, stages: list[int]) -> list[tuple[float, float]]:
 def _bubble(candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine) -> float:
     """us that a step takes longer than the work of its slowest rank. Some micro-batches are simulated: with each one
     more it grows by that rank's time."""
-    ranks, chunks = candidate.pp, candidate.chunks
-    if ranks == 1:
+    if candidate.pp == 1:
         return 0.0
+    timeline, count = _simulated(candidate, cost, busy, machine)
+    return timeline.span_us - count * max(f + b for f, b in busy)
+
+
+def pipeline_of(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> tuple[Timeline, int]:
+    """When each rank of a candidate's pipeline does what in the first micro-batches, and how many these are."""
+    return _simulated(candidate, cost, _busy(cost, _stages(candidate, cost, layers)), machine)
+
+
+def _simulated(
+    candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine
+) -> tuple[Timeline, int]:
+    ranks, chunks = candidate.pp, candidate.chunks
     count = min(candidate.microbatches, ROUNDS * ranks)
     schedule = parse_schedule(candidate.schedule, ranks, count, ranks * chunks)
     times = {(s, kind): busy[rank][i] / chunks for s, rank in enumerate(schedule.ranks) for i, kind in enumerate("FB")}
     costs = Costs(times, *machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks)))
     flow = _chain(schedule.ranks, count, int(cost.message))
-    timeline = simulate(with_transfers(schedule.orders, flow, costs), flow, costs)
-    return timeline.span_us - count * max(f + b for f, b in busy)
+    return simulate(with_transfers(schedule.orders, flow, costs), flow, costs), count
 
 
 def _chain(ranks: tuple[int, ...], count: int, message: int) -> Flow:

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
@@ -29,12 +30,13 @@ class Work:
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. counts: of candidates, by what
-    became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
+    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole
+    time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
     sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
+    tried: list[Prediction] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -76,7 +78,8 @@ def search(
             found.counts[f"refused ({str(error).split('. ')[0].splitlines()[0]})"] += 1
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
-        found.least = predict(small, layers.cost(small.split, small.rows, small.recompute), equal, machine)
+        with suppress(AutoparError):  # it is counted already
+            found.least = predict(small, layers.cost(small.split, small.rows, small.recompute), equal, machine)
     return found
 
 
@@ -86,6 +89,8 @@ def _try(
 ) -> None:  # fmt: skip
     cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
     made = predict(candidate, cost, equal, machine, slowest)
+    if made.total < slowest or candidate.pp == 1:  # of others no pipeline was simulated
+        found.tried.append(made)
     if found.least is None or made.memory < found.least.memory:
         found.least = made
     if made.memory > limit:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.ir.measure import human
+from autopar.planning.others import Scale
 from autopar.planning.plan import Planned
 from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
@@ -36,6 +37,34 @@ def reason_line(planned: Planned) -> str:
     return "; ".join((found, *others, planned.found.certificate))
 
 
+SCALE_HEADS = ("devices", "plan", "step", "tokens/s", "a device", "MFU", "memory")
+
+
+def scales_text(scales: Sequence[Scale], tokens: float | None) -> str:
+    """The best plan for each number of devices. tokens: of a training, for its days and its hours of devices."""
+    more = () if tokens is None else (f"days for {tokens:.3g} tokens", "device hours")
+    heads = (*SCALE_HEADS, *more)
+    rows = [_scale_row(each, tokens) for each in scales]
+    faults = [f"{each.gpus} devices: {each.fault}" for each in scales if each.fault]
+    return "\n".join([table_text(heads, [row for row in rows if row]), *faults])
+
+
+def _scale_row(scale: Scale, tokens: float | None) -> tuple[str, ...]:
+    """Empty where no plan is."""
+    if scale.found is None:
+        return ()
+    found, best = scale.found, scale.found.found.best[0]
+    rate = found.tokens / best.total * 1e6
+    row = (
+        str(scale.gpus), str(best.candidate), time_text(best.total), f"{rate:,.0f}", f"{rate / scale.gpus:,.0f}",
+        f"{_mfu(found, best):.1%}", human(best.memory),
+    )  # fmt: skip
+    if tokens is None:
+        return row
+    hours = tokens / rate / 3600
+    return (*row, f"{hours / 24:,.1f}", f"{hours * scale.gpus:,.0f}")
+
+
 def _longer(found: Prediction, best: Prediction) -> str:
     return f"{found.total / best.total - 1:.1%} longer"
 
@@ -46,18 +75,24 @@ def _mfu(planned: Planned, found: Prediction) -> float:
     return planned.work.flops / peak / found.total * 1e6
 
 
-def _lines(planned: Planned) -> Iterator[str]:
-    asked, best = planned.asked, planned.found.best
+def head_line(planned: Planned) -> str:
+    """What was asked for."""
+    asked = planned.asked
     layers = f", {planned.layers} equal layers" if planned.layers else ""
-    yield (
+    return (
         f"{asked.gpus} devices of {asked.machine.name}, {asked.batch} rows ({planned.tokens:,} tokens) a step, at most "
         f"{human(asked.limit)} a device{layers}"
     )
-    yield table_text(HEADS, [_row(planned, each) for each in best])
+
+
+def _lines(planned: Planned) -> Iterator[str]:
+    yield head_line(planned)
+    yield table_text(HEADS, [row_of(planned, each) for each in planned.found.best])
     yield planned.found.certificate
 
 
-def _row(planned: Planned, found: Prediction) -> tuple[str, ...]:
+def row_of(planned: Planned, found: Prediction) -> tuple[str, ...]:
+    """A row of the table of plans."""
     parts = (found.bubble, found.exposed, found.data, found.optimizer)
     return (
         str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",

@@ -1,0 +1,141 @@
+"""What other plans cost: the best ones with a part decided otherwise, those that hold less, those for more devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir.measure import human
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Layers
+from autopar.planning.plan import Asked, Planned, Tell, candidates_of, planned
+from autopar.planning.predict import Prediction
+from autopar.planning.report import time_text
+from autopar.planning.search import Found, search
+
+LESS = 0.98  # of what a plan holds: the next one of a frontier holds at most that
+MOST = 12  # plans of a frontier
+SAME = 0.001  # of a step: not worth a reason
+
+
+def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> Found:
+    """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
+    asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
+    candidates = candidates_of(asked, found.layers)
+    most = asked.limit if limit is None else limit
+    return search(candidates, found.programs, found.work, asked.machine, most, 1, found.layers)
+
+
+def frontier(found: Planned) -> list[Prediction]:
+    """Plans of which each is the fastest of those that hold as little: from the best one down."""
+    made = [found.found.best[0]]
+    while len(made) < MOST:
+        less = best_with(found, {}, made[-1].memory * LESS).best
+        if not less:
+            break
+        made += less
+    return made
+
+
+# -- why the others lost --------------------------------------------------------------------------------------------
+
+
+def reasons(found: Planned) -> Iterator[str]:
+    """Why each of the obvious other plans is not the best, a line each: `no pipeline: 612 GB > 80 GB`."""
+    best = found.found.best[0]
+    for words, changes in _changes(best.candidate, found):
+        if not changes.keys() & found.asked.fixed.keys():
+            yield f"{words}: {_reason(best, best_with(found, changes), found)}"
+
+
+def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a person would ask about first."""
+    if best.pp > 1:
+        yield "no pipeline", {"pp": 1}
+    elif found.layers > 1 and found.asked.gpus % 2 == 0:
+        yield "pp=2", {"pp": 2}
+    if best.tp > 1:
+        yield "no tensor parallelism", {"tp": 1}
+    for tp in sorted({2 * best.tp, best.tp // 2, *_odd(found.asked.gpus)} - {0, 1, best.tp}):
+        if found.asked.gpus % tp == 0:
+            yield f"tp={tp}", {"tp": tp}
+    if best.dp > 1:
+        other = 0 if best.zero else 3
+        yield f"zero={other}", {"zero": other}
+    if best.recompute != "none":
+        yield "no recomputation", {"recompute": "none"}
+
+
+def _odd(gpus: int) -> Iterator[int]:
+    """Sizes of tp that divide the devices of a node but seldom what they are to split."""
+    return (size for size in (3, 6) if gpus % size == 0)
+
+
+def _reason(best: Prediction, other: Found, found: Planned) -> str:
+    if not other.best:
+        return _refused(other, found)
+    made = other.best[0]
+    more = made.total / best.total - 1
+    if more < SAME:
+        return f"as fast ({made.candidate})"
+    name, us = max(_differences(best, made), key=lambda pair: pair[1])
+    return f"+{more:.1%} ({made.candidate}), {name} +{time_text(us)}{_why(name, made.candidate, found)}"
+
+
+def _refused(other: Found, found: Planned) -> str:
+    asked = found.asked
+    if other.least is not None and other.least.memory > asked.limit:
+        return f"{human(other.least.memory)} > {human(asked.limit)} at least ({other.least.candidate})"
+    if other.counts:
+        return other.counts.most_common(1)[0][0].replace(":)", ")")
+    return f"no such plan for {asked.gpus} devices, {asked.batch} rows and {found.layers} equal layers"
+
+
+def _differences(best: Prediction, made: Prediction) -> Iterator[tuple[str, float]]:
+    """How much longer each part of a step takes."""
+    for name, part in PARTS_OF_A_STEP.items():
+        yield name, part(made) - part(best)
+
+
+PARTS_OF_A_STEP: Mapping[str, Callable[[Prediction], float]] = {
+    "computing": lambda each: each.total - each.bubble - each.exposed - each.data - each.optimizer,
+    "waits for tp": lambda each: each.exposed,
+    "data axes": lambda each: each.data,
+    "idle in the pipeline": lambda each: each.bubble,
+    "optimizer": lambda each: each.optimizer,
+}
+
+
+def _why(name: str, candidate: Candidate, found: Planned) -> str:
+    if name == "waits for tp" and candidate.tp > found.asked.machine.ranks:
+        return f": crosses nodes of {found.asked.machine.ranks}"
+    if name == "computing":
+        notes = found.programs.notes(candidate.split, candidate.rows, candidate.recompute)
+        return "".join(f": {note.partition(': %')[0]}" for note in notes if note.startswith("axis 'tp'"))
+    return ""
+
+
+# -- more devices ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The best plan for a number of devices; or why there is none."""
+
+    gpus: int
+    found: Planned | None
+    fault: str = ""
+
+
+def scales(layers: Layers, asked: Asked, sizes: Sequence[int], tell: Tell = lambda done, all_: None) -> list[Scale]:
+    """The best plan for each number of devices, at one batch."""
+    made = []
+    for i, gpus in enumerate(sizes):
+        tell(i, len(sizes))
+        try:
+            made.append(Scale(gpus, planned(layers, replace(asked, gpus=gpus, top=1))))
+        except AutoparError as error:
+            made.append(Scale(gpus, None, str(error).splitlines()[0]))
+    return made

@@ -1,0 +1,81 @@
+"""Plans as dots over memory and time, both on logarithmic scales, as inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from autopar.ir.measure import human
+from autopar.planning.predict import Prediction
+from autopar.planning.report import time_text
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 420, 80, 24, 16, 44
+MARGIN = 1.15  # of the values, at both ends of a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to pixels: `low` at `start`, `high` at `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], start: float, end: float) -> Scale:
+        return cls(max(min(values), 1e-9) / MARGIN, max(*values, 1e-9) * MARGIN, start, end)
+
+    def __call__(self, value: float) -> float:
+        share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 times a power of ten."""
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        return [n * 10.0**power for power in powers for n in (1, 2, 5) if self.low <= n * 10.0**power <= self.high]
+
+
+def pareto_svg(
+    plans: Sequence[Prediction], line: Sequence[Prediction], limit: float, places: Mapping[Prediction, str]
+) -> str:
+    """All plans, of which `line` are the fastest by memory. limit: bytes that fit. places: of the plans to go to."""
+    across = Scale.of([made.memory for made in plans], LEFT, WIDTH - RIGHT)
+    up = Scale.of([made.total for made in plans], HEIGHT - BOTTOM, TOP)
+    edge = " ".join(f"{across(made.memory)},{up(made.total)}" for made in line)
+    dots = [_dot(made, made in line, made.memory <= limit, across, up, places.get(made)) for made in plans]
+    parts = [*_grid(across, up), *_limit(across, limit), f'<polyline class="edge" points="{edge}"/>', *dots]
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    inner = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="pareto" {size} role="img">\n{inner}\n</svg>'
+
+
+def _grid(across: Scale, up: Scale) -> Iterator[str]:
+    bottom = HEIGHT - BOTTOM
+    for value in across.ticks():
+        x = across(value)
+        yield f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}"/>'
+        yield f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{human(value)}</text>'
+    for value in up.ticks():
+        y = up(value)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{time_text(value)}</text>'
+    yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">memory of a device</text>'
+    yield f'<text x="8" y="{TOP}">a step</text>'
+
+
+def _limit(across: Scale, limit: float) -> Iterator[str]:
+    if across.low < limit < across.high:
+        x = across(limit)
+        yield f'<line class="limit" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        yield f'<text x="{x + 4}" y="{TOP + 10}">{human(limit)} fit</text>'
+
+
+def _dot(made: Prediction, is_edge: bool, fits: bool, across: Scale, up: Scale, place: str | None) -> str:
+    kind = "edge-dot" if is_edge else "fits" if fits else "far"
+    title = escape(f"{made.candidate}\n{time_text(made.total)}, {human(made.memory)}")
+    where = f'cx="{across(made.memory)}" cy="{up(made.total)}" r="{5 if is_edge else 3.5}"'
+    dot = f'<circle class="{kind}" {where}><title>{title}</title></circle>'
+    return dot if place is None else f'<a href="#{place}">{dot}</a>'
