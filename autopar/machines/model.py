@@ -42,6 +42,7 @@ class Curve:
 
 
 ALL = Curve()
+FRESH = 32 * 2**20  # glibc's largest M_MMAP_THRESHOLD: what is larger is mapped anew, page by page, each time
 ANY = "any"
 MESSAGE = "message"
 
@@ -51,7 +52,8 @@ class Device:
     """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
     FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
-    call. communicating: the share of the device that collectives take from the calls beside them."""
+    call. communicating: the share of the device that collectives take from the calls beside them. fresh: bytes a second
+    that the system gives of new pages, as a result of `FRESH` bytes or more needs them on a host."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -61,6 +63,7 @@ class Device:
     streams: Curve = ALL
     attention: float = 1.0
     communicating: float = 0.0
+    fresh: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,10 @@ class Machine:
     def call_us(self, flops: float, dtype: str, bytes_: float, attention: bool = False) -> float:
         """The time of a call: of its products, or of the bytes that it reads and writes."""
         return max(self.device.least_us, self.product_us(flops, dtype, attention), self.memory_us(bytes_))
+
+    def fresh_us(self, result: float) -> float:
+        """The time until a result of so many bytes has its pages: none where an allocator keeps them."""
+        return result / self.device.fresh * 1e6 if result >= FRESH else 0.0
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 

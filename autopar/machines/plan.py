@@ -105,7 +105,7 @@ def measure_machine(
     elif len(levels) == 1:
         levels.append(levels[0])
         remarks.append(_SAME[groups[0].nodes == 1])
-    fitted = fit_device(samples, memory_of(device, count), main)
+    fitted = fit_device(samples, memory_of(device, count), main, device.type == "cpu")
     if device.type == "cuda":
         fitted = replace(fitted, communicating=named("h100-80g").device.communicating)
         remarks.append(f"communicating is not measured: {fitted.communicating}, as on h100-80g.")
