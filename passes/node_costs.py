@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.ir.measure import goes_to_one, group_of, local_bytes, moved_type
+from autopar.ir.measure import goes_to_one, group_of, local_bytes, local_types, moved_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
+from autopar.machines.model import FRESH
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -43,7 +44,10 @@ def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Nod
     flops = record(node).flops
     parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
     dtype = str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.") if flops else ""
-    return machine.call_us(flops / parts, dtype, moved, attention=flops > 0 and "attention" in str(node.target))
+    took = machine.call_us(flops / parts, dtype, moved, attention=flops > 0 and "attention" in str(node.target))
+    if sizes[node] < FRESH:
+        return took
+    return took + sum(machine.fresh_us(type_.bytes_) for type_ in local_types(node, mesh))
 
 
 def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import ALL, ANY, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
+from autopar.machines.model import ALL, ANY, FRESH, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
 from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Sample, Transfer
 
 TOLERANCE = 0.2
@@ -82,10 +82,13 @@ def _near(points: Sequence[Point], size: float) -> float:
 # -- a device -------------------------------------------------------------------------------------------------------
 
 
-def fit_device(samples: Sequence[Sample], memory: float, main: str) -> Device:
-    """A device from the times of its calls. main: the dtype whose products give the curve."""
+def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: bool = False) -> Device:
+    """A device from the times of its calls. main: the dtype whose products give the curve. is_host: large results get
+    new pages, so their times say nothing of the memory's bandwidth."""
     calls = [(sample.item, sample.us) for sample in samples if isinstance(sample.item, Call)]
     products, streams = ([(call, us) for call, us in calls if call.kind == kind] for kind in (PRODUCT, STREAM))
+    fresh = [(call, us) for call, us in streams if is_host and call.result >= FRESH]
+    streams = [pair for pair in streams if pair not in fresh]
     reached = [(call.dtype, call.flops / us * 1e6) for call, us in products]
     peaks = {dtype: _short(max(speed for each, speed in reached if each == dtype)) for dtype in _dtypes(products)}
     bandwidth = _short(max(call.bytes_ / us * 1e6 for call, us in streams))
@@ -95,7 +98,15 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str) -> Device:
                    for each, us in products if each.dtype == main]),
         fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
     )  # fmt: skip
-    return replace(device, attention=_attention(device, calls))
+    return replace(device, attention=_attention(device, calls), fresh=_fresh(device, fresh))
+
+
+def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
+    """Bytes a second of new pages: by what large results take longer than their bytes do."""
+    machine = _on(device, Link(1.0, 0.0, 0.0))
+    more = [(call.result, us - machine.memory_us(call.bytes_)) for call, us in calls]
+    speeds = [bytes_ / us * 1e6 for bytes_, us in more if us > 0]
+    return _short(_mean(speeds)) if speeds else math.inf
 
 
 def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:

@@ -48,11 +48,10 @@ class Curve:
 
 
 ALL = Curve()
+FRESH = 32 * 2**20  # glibc's largest M_MMAP_THRESHOLD: what is larger is mapped anew, page by page, each time
 ANY = "any"
 MESSAGE = "message"
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
-
-
 H100 = 132  # multiprocessors
 
 
@@ -62,7 +61,8 @@ class Device:
     FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
     call. processors: streaming multiprocessors of a GPU, those of an H100 if not given. communicating: the share of the
-    device that collectives take from the calls beside them."""
+    device that collectives take from the calls beside them. fresh: bytes a second that the system gives of new pages,
+    as a result of `FRESH` bytes or more needs them on a host."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -73,6 +73,7 @@ class Device:
     attention: float = 1.0
     processors: int = H100
     communicating: float = 0.0
+    fresh: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,10 @@ class Machine:
     def call_us(self, flops: float, dtype: str, bytes_: float, attention: bool = False) -> float:
         """The time of a call: of its products, or of the bytes that it reads and writes."""
         return max(self.device.least_us, self.product_us(flops, dtype, attention), self.memory_us(bytes_))
+
+    def fresh_us(self, result: float) -> float:
+        """The time until a result of so many bytes has its pages: none where an allocator keeps them."""
+        return result / self.device.fresh * 1e6 if result >= FRESH else 0.0
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 

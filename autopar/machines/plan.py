@@ -105,7 +105,7 @@ def measure_machine(
     elif len(levels) == 1:
         levels.append(levels[0])
         remarks.append(_SAME[groups[0].nodes == 1])
-    fitted = fit_device(samples, memory_of(device, count), main)
+    fitted = fit_device(samples, memory_of(device, count), main, device.type == "cpu")
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         fitted = replace(fitted, processors=processors, communicating=named("h100-80g").device.communicating)

@@ -14,7 +14,7 @@ PRODUCT, ATTENTION, STREAM, LEAST = "product", "attention", "stream", "least"
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call on one device. kind: PRODUCT, ATTENTION, STREAM, or LEAST: the smallest there is. name: what is called.
-    bytes_: read and written. make: the call, with its operands on a device."""
+    bytes_: read and written. make: the call, with its operands on a device. result: bytes of what it gives."""
 
     kind: str
     name: str
@@ -22,6 +22,7 @@ class Call:
     bytes_: float
     dtype: str
     make: Callable[[Any], Callable[[], object]] = field(compare=False, repr=False)
+    result: float = 0.0
 
     @property
     def size(self) -> float:
@@ -34,7 +35,8 @@ class Call:
         return self.kind, self.name.split(" ")[0], self.dtype
 
     def us_on(self, machine: Machine) -> float:
-        return machine.call_us(self.flops, self.dtype, self.bytes_, attention=self.kind == ATTENTION)
+        took = machine.call_us(self.flops, self.dtype, self.bytes_, attention=self.kind == ATTENTION)
+        return took + machine.fresh_us(self.result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,8 @@ def _stream(name: str, size: int, dtype: str) -> Call:
         y = values(device, dtype, rows, WIDTH) if times == 3 else x
         return lambda: call(x, y)
 
-    return Call(STREAM, name, 0.0, times * rows * WIDTH * dtype_of(dtype).itemsize, dtype, make)
+    one = float(rows * WIDTH * dtype_of(dtype).itemsize)
+    return Call(STREAM, name, 0.0, times * one, dtype, make, one if times > 1 else 0.0)
 
 
 def least(dtype: str) -> Call:

@@ -18,6 +18,7 @@ from autopar.compiler.options import options_of
 from autopar.errors import AutoparError
 from autopar.ir.plan import Fixed
 from autopar.planning import StepTime, step_time
+from benchmarks.published.kernels import register
 from benchmarks.published.models import token_loss
 from benchmarks.published.rows import Case, cases
 
@@ -92,6 +93,7 @@ def main() -> int:
     parser.add_argument("--compile", choices=["triton"], help="with pointwise calls fused")
     args = parser.parse_args()
     options = {"compile": args.compile} if args.compile else {}
+    register()
     for path in args.files:
         found = table(path, options, args.only, args.parts)
         if found:

@@ -59,38 +59,56 @@ def _mesh(**sizes: int) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
 
 
-def _pipelined(pp: int, microbatches: int, chunks: int = 1) -> dict[str, Any]:
+def _pipelined(pp: int, microbatches: int, chunks: int = 1, layers: int = 0) -> dict[str, Any]:
+    """layers: as many on each stage, as Megatron-LM deals them out; else stages are cut by the costs."""
     found: dict[str, Any] = {"microbatches": microbatches} if microbatches > 1 else {}
+    if layers and pp > 1:
+        found["stages"] = _equal_stages(layers, pp * chunks)
     if pp > 1:
         found |= {"schedule": "1f1b"} if chunks == 1 else {"schedule": "interleaved-1f1b", "chunks": chunks}
     return found
 
 
+def _equal_stages(layers: int, stages: int) -> list[str]:
+    """The embeddings are on the first one, the logits on the last."""
+    each = layers // stages
+    named = [f"blocks.{i * each}-{(i + 1) * each - 1}" if each > 1 else f"blocks.{i}" for i in range(stages)]
+    return [f"tokens, positions, {named[0]}", *named[1:-1], f"{named[-1]}, norm, head"]
+
+
+def _megatron_lm(machine: Machine) -> Machine:
+    """As Megatron-LM of 2021 used it: all collectives are waited for where they are called."""
+    return replace(machine, is_host=True)
+
+
+MEGATRON_LM = {"recompute": "full", "precision": "fp16", "compile": "triton"}  # kernels fused by the JIT and by hand
+
+
 def _megatron(row: Row) -> Case:
-    """arXiv 2104.04473, table 1: Selene, fp16, full recomputation, no fused attention."""
+    """arXiv 2104.04473, table 1: Selene, fp16, full recomputation, no fused attention, equal stages."""
     heads, width, layers, tp, pp, chunks, dp, gbs, microbatches = _numbers(
         row, "heads", "hidden", "layers", "tp", "pp", "chunks", "dp", "gbs", "microbatches"
     )
     return Case(
         f"{row['params_B']}B pp={pp} dp={dp} tp={tp} m={microbatches} v={chunks}",
         lambda: GPT(layers, width, heads, MEGATRON_WORDS, LENGTH, is_fused=False),
-        _mesh(pp=pp, dp=dp, tp=tp), gbs, LENGTH, named("a100-80g"), float(row["step_s"]),
-        {"recompute": "full", "precision": "fp16", **_pipelined(pp, microbatches, chunks)},
+        _mesh(pp=pp, dp=dp, tp=tp), gbs, LENGTH, _megatron_lm(named("a100-80g")), float(row["step_s"]),
+        {**MEGATRON_LM, **_pipelined(pp, microbatches, chunks, layers)},
     )  # fmt: skip
 
 
 def _vtrain(row: Row) -> Case:
-    """Megatron-DeepSpeed on nodes with 800 Gb/s for 8 GPUs, fp16, full recomputation, 1F1B."""
+    """Megatron-DeepSpeed on nodes with 800 Gb/s for 8 GPUs, fp16, full recomputation, 1F1B, equal stages."""
     gbs, mbs, width, heads, layers, length, tp, dp, pp = _numbers(
         row, "gbs", "mbs", "hidden", "heads", "layers", "seq", "tp", "dp", "pp"
     )
-    machine = named("a100-80g")
+    machine = _megatron_lm(named("a100-80g"))
     return Case(
         f"{row['params_B']}B pp={pp} dp={dp} tp={tp} mbs={mbs}",
         lambda: GPT(layers, width, heads, MEGATRON_WORDS, length, is_fused=False),
         _mesh(pp=pp, dp=dp, tp=tp), gbs, length,
         replace(machine, between=replace(machine.between, bandwidth=12.5e9)), float(row["iter_ms"]) / 1e3,
-        {"recompute": "full", "precision": "fp16", **_pipelined(pp, gbs // dp // mbs)},
+        {**MEGATRON_LM, **_pipelined(pp, gbs // dp // mbs, 1, layers)},
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -10,9 +11,9 @@ import torch
 
 from autopar.machines import named
 from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
-from autopar.machines.model import MESSAGE, PRODUCTS, Curve, Group, Machine
+from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
 from autopar.machines.plan import SIZES, items_of
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Item, Sample
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Call, Item, Sample
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
 
 
@@ -45,6 +46,20 @@ def test_a_device_is_found_again(name: str, noise: float):
     for flops in (1e9, 1e11, 2e12):
         ratio = found.products(flops) * found.flops["bfloat16"] / known.device.products(flops)
         assert ratio == pytest.approx(known.device.flops["bfloat16"], rel=0.08 + noise)
+
+
+def test_new_pages_of_a_host_are_found_again():
+    """Large results take longer than their bytes; the bandwidth is that of the others."""
+    known = named("cpu")
+    known = replace(known, device=replace(known.device, fresh=1e9))
+    sizes = SIZES["cpu"]
+    items: list[Item] = [least("float32"), *products("float32", sizes.products), *streams("float32", sizes.streams)]
+    assert any(isinstance(item, Call) and item.result >= FRESH for item in items)
+    found = fit_device(seen(known, items), 1e9, "float32", is_host=True)
+    assert found.fresh == pytest.approx(1e9, rel=0.02)
+    assert found.bandwidth * found.streams(1e8) == pytest.approx(known.device.bandwidth, rel=0.02)
+    blind = fit_device(seen(known, items), 1e9, "float32")
+    assert blind.fresh == math.inf and blind.bandwidth * blind.streams(1e8) < 0.5 * known.device.bandwidth
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

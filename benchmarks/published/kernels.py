@@ -1,0 +1,61 @@
+"""A kernel of Megatron-LM that steps of 2021 were measured with: scale, causal mask and softmax in one.
+
+arXiv 2104.04473, section 4.2 ("we implemented two custom kernels to enable the fusion of scale, mask, and softmax"):
+logits are read once and probabilities written once, in the dtype of the products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import autopar
+
+
+@torch.library.custom_op("published::causal_softmax", mutates_args=())
+def causal_softmax(logits: Tensor, scale: float) -> Tensor:
+    """softmax(scale * logits) over the last dim; row i sees none but columns up to i."""
+    rows, columns = logits.shape[-2:]
+    hidden = torch.ones(rows, columns, dtype=torch.bool, device=logits.device).triu(1)
+    return (logits * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+@torch.library.custom_op("published::causal_softmax_backward", mutates_args=())
+def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
+    inner = (grad * probabilities).sum(-1, keepdim=True)
+    return scale * probabilities * (grad - inner)
+
+
+@causal_softmax.register_fake
+def _(logits: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@causal_softmax_backward.register_fake
+def _(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]  # type: ignore[attr-defined]
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    (probabilities,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return causal_softmax_backward(grad, probabilities, ctx.scale), None  # type: ignore[attr-defined]
+
+
+causal_softmax.register_autograd(_backward, setup_context=_keep)
+
+
+def register() -> None:
+    """Say how the kernels may be split: by sequences and heads."""
+    autopar.register_rule(
+        "published::causal_softmax", "b a s k -> b a s k", replicated=("s", "k"), sizes={"s": 4, "k": 4},
+        args={"scale": 0.5},
+    )  # fmt: skip
+    autopar.register_rule(
+        "published::causal_softmax_backward", "b a s k, b a s k -> b a s k", replicated=("s", "k"), linear="grad",
+        args={"scale": 0.5},
+    )  # fmt: skip
