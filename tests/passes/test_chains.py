@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from verified import verified
 
 import autopar
+from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import options_of
 from autopar.errors import VerificationError
 from autopar.ir.layout import local_shape
 from autopar.ir.program import Level, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
 from autopar.runtime import chains as turns
+from autopar.verification.verify import verify_compiled
 
 ROWS, TIME, WIDTH = 4, 16, 6
 MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
@@ -76,6 +81,34 @@ def test_the_recurrences_of_torch(name: str) -> None:
     for _, found in verified(Recurrent(kind, **options), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
         check_is_divided(found, count)
         assert not whole(found) or "last" in options, found.notes  # one row is read by products alone
+
+
+class InFloat32(nn.Module):
+    """What torch has as one op a layer on a CPU, with a trained start; all that it gives is read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.LSTM(3, 5, 2, bidirectional=True, **options)
+        self.start, self.down = nn.Parameter(torch.randn(5)), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.start.expand(4, x.shape[0], 5).contiguous()
+        found, (h, c) = self.cell(x.transpose(0, 1), (start, start * 2))
+        return self.down(found).square().mean() + h.sum() + c.square().sum()
+
+
+@pytest.mark.parametrize("bias", (True, False))
+def test_layers_of_one_op(bias: bool) -> None:
+    model, batch = InFloat32(bias=bias), (torch.randn(ROWS, 8, 3),)
+    captured = capture(model, None, *batch_arguments(batch))
+    assert "aten.mkldnn_rnn_layer.default" in {str(node.target) for node in captured.program.calls()}
+    for mesh in ("cp=2", "dp=2,cp=4"):
+        found = lower(captured, mesh_of(mesh), options_of(), None)
+        report = verify_compiled(model, captured, found, loss_fn=None, batch=batch, steps=2, optimizer=None, seed=0)
+        assert report.ok and report.max_error < 3e-6, f"\n{report}"
+        check_is_divided(found, 8)
+        assert not found.notes
 
 
 def own_cell(m: Any, x: Tensor) -> Tensor:
