@@ -48,7 +48,7 @@ def with_chains(program: Program) -> Program:
 def _is_plain(node: fx.Node) -> bool:
     """True for a layer of a padded batch."""
     _, _, _, _, _, _, _, _, sizes, mode, *_ = node.args
-    return not sizes and mode == LSTM
+    return not sizes and bool(mode == LSTM)
 
 
 class _Layers:
@@ -123,8 +123,8 @@ class _Layers:
         ]
 
     def _einsum(self, a: fx.Node, b: fx.Node, equation: str, like: Record) -> fx.Node:
-        shape, flops = (count(equation, _shape(a), _shape(b)) for count in (equation_shape, contraction_flops))
-        known = _of(like, shape).with_(flops=flops)
+        flops = contraction_flops(equation, _shape(a), _shape(b))
+        known = _of(like, equation_shape(equation, _shape(a), _shape(b))).with_(flops=flops)
         return self.build.call(op("einsum"), a, b, equation, like=known, name="einsum")
 
     def _before(self, x: fx.Node, start: fx.Node, reverse: bool, like: Record) -> fx.Node:

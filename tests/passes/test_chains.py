@@ -251,7 +251,11 @@ return value "h" = %h
 @pytest.mark.parametrize(
     ("what", "instead", "message"),
     (
-        ("aten.maximum.default(h0, x0)", "aten.sum.default(h0)", r"%h0 is .*\(4, 2\).*, and .* after the step"),
+        (
+            "x0); rows = [v0]; states = [v0]",
+            "x0); v1 = aten.sum.default(v0); rows = [v0]; states = [v1]",
+            r"%h0 is .*\(4, 2\).*, and .* after the step",
+        ),
         ("rows = [v0]", "rows = [v0, v0]", r"its step gives .*, .*, and it says torch.float64\[4, 4, 2\]"),
         ("aten.maximum.default(h0, x0)", "os.system.default(x0)", "not an op that a program may hold"),
         ("aten.maximum.default(h0, x0)", "h0 +", "cannot be read"),
