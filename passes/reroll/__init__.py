@@ -8,6 +8,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record
 from autopar.passes.reroll.choose import choose
 from autopar.passes.reroll.families import Families
+from autopar.passes.reroll.lstm import with_chains
 from autopar.passes.reroll.reading import Reading, piece_of
 from autopar.passes.reroll.write import Writer
 from autopar.passes.rules import table_of
@@ -59,6 +60,7 @@ def reroll(program: Program, plan: Plan) -> Program:
     which ranks take turns. What neither is keeps its steps, and what reads them alone is stacked.
     """
     size = math.prod(size for _, size in context_axes(plan.mesh))
+    program = with_chains(program) if size > 1 else program
     lengths = _lengths(program, size)
     if size == 1 or not lengths or not _has_rows(program, lengths):
         return program

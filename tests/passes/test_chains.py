@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,19 @@ from test_reroll import Looping, gru, largest, lstm, tokens_loss, whole
 from torch import Tensor, nn
 from verified import verified
 
+import autopar
+from autopar.capture import capture
 from autopar.compiled import Compiled
+from autopar.compiler.compile import batch_arguments, lower
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import options_of
+from autopar.errors import VerificationError
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Level, record
 from autopar.ir.text import parse_program, print_program
+from autopar.ir.verify import verify
+from autopar.runtime import chains as turns
+from autopar.verification.verify import verify_compiled
 
 ROWS, TIME, WIDTH = 4, 16, 6
 MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
@@ -69,6 +81,34 @@ def test_the_recurrences_of_torch(name: str) -> None:
     for _, found in verified(Recurrent(kind, **options), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
         check_is_divided(found, count)
         assert not whole(found) or "last" in options, found.notes  # one row is read by products alone
+
+
+class InFloat32(nn.Module):
+    """What torch has as one op a layer on a CPU, with a trained start; all that it gives is read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.LSTM(3, 5, 2, bidirectional=True, **options)
+        self.start, self.down = nn.Parameter(torch.randn(5)), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.start.expand(4, x.shape[0], 5).contiguous()
+        found, (h, c) = self.cell(x.transpose(0, 1), (start, start * 2))
+        return self.down(found).square().mean() + h.sum() + c.square().sum()
+
+
+@pytest.mark.parametrize("bias", (True, False))
+def test_layers_of_one_op(bias: bool) -> None:
+    model, batch = InFloat32(bias=bias), (torch.randn(ROWS, 8, 3),)
+    captured = capture(model, None, *batch_arguments(batch))
+    assert "aten.mkldnn_rnn_layer.default" in {str(node.target) for node in captured.program.calls()}
+    for mesh in ("cp=2", "dp=2,cp=4"):
+        found = lower(captured, mesh_of(mesh), options_of(), None)
+        report = verify_compiled(model, captured, found, loss_fn=None, batch=batch, steps=2, optimizer=None, seed=0)
+        assert report.ok and report.max_error < 3e-6, f"\n{report}"
+        check_is_divided(found, 8)
+        assert not found.notes
 
 
 def own_cell(m: Any, x: Tensor) -> Tensor:
@@ -186,3 +226,72 @@ def test_mirrored_pieces_are_there_and_back() -> None:
     tokens = torch.randint(0, 20, (2, 256)), torch.randint(0, 20, (2, 256))
     ((_, found),) = verified(Mixing(1, 8), ["cp=2"], tokens_loss, tokens, steps=1, attention="gather")
     assert [node.args[-1] for node in chains(found)] == [-2, -2], found.notes
+
+
+def test_verify_sees_a_state_that_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the tester: every rank goes on from its own."""
+
+    def kept(ask: Any, states: Any, *_: Any) -> Any:
+        return states
+        yield
+
+    monkeypatch.setattr(turns, "_handed_on", kept)
+    with pytest.raises(AssertionError, match="gradient"):
+        verified(Looping(gru), ("cp=2",), None, (torch.randn(ROWS, TIME, WIDTH),))
+
+
+GIVEN = """LOCAL program on cp=2
+%h: f64[4,2] [-,-] = batch "0"
+%x: f64[4,4,2] of [8,4,2] [cp,-,-] = batch "1"
+%chain: (f64[4,4,2] of [8,4,2] [cp,-,-]) = autopar.chain_in_turns.default([%h], [%x], [], "v0 = aten.maximum.default(h0, x0); rows = [v0]; states = [v0]", False, "cp", 2, 1)
+return value "h" = %h
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "message"),
+    (
+        (
+            "x0); rows = [v0]; states = [v0]",
+            "x0); v1 = aten.sum.default(v0); rows = [v0]; states = [v1]",
+            r"%h0 is .*\(4, 2\).*, and .* after the step",
+        ),
+        ("rows = [v0]", "rows = [v0, v0]", r"its step gives .*, .*, and it says torch.float64\[4, 4, 2\]"),
+        ("aten.maximum.default(h0, x0)", "os.system.default(x0)", "not an op that a program may hold"),
+        ("aten.maximum.default(h0, x0)", "h0 +", "cannot be read"),
+        ('"cp", 2, 1)', '"cp", 4, 1)', "4 ranks of 'cp' take turns, of which mesh 'cp=2' has 2"),
+        ('"cp", 2, 1)', '"cp", 2, -2)', "not in -2 pieces over 'cp'"),
+        ("%h: f64[4,2] [-,-]", "%h: f64[2,2] of [4,2] [cp,-]", "its step gives|cannot be computed|after the step"),
+    ),
+)
+def test_a_wrong_chain_is_caught(what: str, instead: str, message: str) -> None:
+    verify(parse_program(GIVEN), Level.LOCAL)
+    with pytest.raises(VerificationError, match=message):
+        verify(parse_program(GIVEN.replace(what, instead)), Level.LOCAL)
+
+
+def test_programs_are_saved(tmp_path: Path) -> None:
+    found = autopar.compile(Looping(lstm), "cp=2", loss_fn=None, batch=(torch.randn(ROWS, TIME, WIDTH),))
+    found.save(tmp_path / "saved")
+    assert autopar.load(tmp_path / "saved").text() == found.text()
+
+
+def test_states_are_in_float32_under_a_short_precision() -> None:
+    batch = (torch.randn(ROWS, TIME, WIDTH),)
+    found = autopar.compile(Looping(lstm), "cp=2", loss_fn=None, batch=batch, precision="bf16")
+    types = [type_ for node in chains(found) for type_ in record(node).types]
+    assert len(types) == 8 and {type_.dtype for type_ in types} == {torch.float32}
+
+
+def test_a_program_does_not_grow_with_the_sequence() -> None:
+    """Nor does what a rank keeps of the steps of others."""
+    sizes, work = [], []
+    for time in (16, 64):
+        found = autopar.compile(Looping(lstm), "cp=2", loss_fn=None, batch=(torch.randn(ROWS, time, WIDTH),))
+        sizes.append(len(list(found.program.calls())))
+        work.append(sum(record(node).flops for node in chains(found)))
+        local = {
+            local_shape(record(node).types[0].shape, record(node).layouts[0], found.mesh) for node in chains(found)
+        }
+        assert {shape[0] for shape in local} == {time // 2}
+    assert sizes[0] == sizes[1] and work[1] == 4 * work[0] > 0

@@ -1,0 +1,150 @@
+"""Layers of an LSTM that torch has as one op on a CPU (`nn.LSTM` in float32), as chains."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops import contraction_flops, equation_shape, op
+from autopar.ir.program import Builder, Program, Record, TensorType, erase_unused, is_getitem, record
+from autopar.passes.reroll.calls import Calls
+
+aten = torch.ops.aten
+FORWARD, BACKWARD = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
+LSTM = 2  # of the op's modes
+# It gives h, c, the gates i, f, g and o, and tanh(c). Backwards x0 is the gradient of h, and x1 the c before.
+STEP = (
+    'v0 = autopar.einsum.default(h0, w0, "bh,gh->bg"); v1 = aten.add.Tensor(v0, x0); '
+    "v2 = aten.split.Tensor(v1, {width}, 1); v3 = operator.getitem(v2, 0); v4 = operator.getitem(v2, 1); "
+    "v5 = operator.getitem(v2, 2); v6 = operator.getitem(v2, 3); v7 = aten.sigmoid.default(v3); "
+    "v8 = aten.sigmoid.default(v4); v9 = aten.tanh.default(v5); v10 = aten.sigmoid.default(v6); "
+    "v11 = aten.mul.Tensor(v8, h1); v12 = aten.mul.Tensor(v7, v9); v13 = aten.add.Tensor(v11, v12); "
+    "v14 = aten.tanh.default(v13); v15 = aten.mul.Tensor(v10, v14); rows = [v15, v13, v7, v8, v9, v10, v14]; "
+    "states = [v15, v13]"
+)
+STEP_BACKWARD = (
+    "v0 = aten.add.Tensor(x0, h0); v1 = aten.mul.Tensor(v0, x6); v2 = aten.mul.Tensor(v0, x5); "
+    "v3 = aten.tanh_backward.default(v2, x6); v4 = aten.add.Tensor(h1, v3); v5 = aten.mul.Tensor(v4, x4); "
+    "v6 = aten.mul.Tensor(v4, x1); v7 = aten.mul.Tensor(v4, x2); v8 = aten.mul.Tensor(v4, x3); "
+    "v9 = aten.sigmoid_backward.default(v5, x2); v10 = aten.sigmoid_backward.default(v6, x3); "
+    "v11 = aten.tanh_backward.default(v7, x4); v12 = aten.sigmoid_backward.default(v1, x5); "
+    'v13 = aten.cat.default([v9, v10, v11, v12], 1); v14 = autopar.einsum.default(v13, w0, "bg,gh->bh"); '
+    "rows = [v13, v14, v8]; states = [v14, v8]"
+)
+
+
+def with_chains(program: Program) -> Program:
+    """The program with chains in place of such layers."""
+    if not any(node.target is FORWARD and _is_plain(node) for node in program.calls()):
+        return program
+    found = _Layers(program).run()
+    erase_unused(found.graph)
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """True for a layer of a padded batch."""
+    _, _, _, _, _, _, _, _, sizes, mode, *_ = node.args
+    return not sizes and bool(mode == LSTM)
+
+
+class _Layers:
+    """Rewrites layers. forwards: of each what its chain gives; results: of an op each of its results."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.build = program, Builder("reroll")
+        self.calls = Calls(self.build)
+        self.forwards: dict[fx.Node, list[fx.Node]] = {}
+        self.results: dict[fx.Node, list[fx.Node | None]] = {}
+
+    def run(self) -> Program:
+        return self.build.rewrite(self.program, self._put)
+
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        args: Any = node.args
+        if node.target is FORWARD and _is_plain(node):
+            self.results[node] = self._forward(node)
+            return self.build.value[args[0]]  # its results are read one by one
+        if node.target is BACKWARD and args[7].args[0] in self.forwards:
+            self.results[node] = self._backward(node)
+            return self.build.value[args[0]]
+        if is_getitem(node) and args[0] in self.results:
+            return (
+                self.results[args[0]][args[1]] or self.build.value[args[0].args[0]]
+            )  # of its workspace, which is none
+        return None
+
+    def _forward(self, node: fx.Node) -> list[fx.Node | None]:
+        given: Any = self.build.new(node.args)
+        x, w, u, b, c, h0, c0, reverse, _, _, width, _, has_biases, *_ = given
+        like, length = record(node), _shape(x)[0]
+        gates = self._einsum(x, w, "tbi,gi->tbg", like)
+        for bias in (b, c) if has_biases else ():
+            gates = self.calls.call(aten.add.Tensor, gates, bias, like=like, shape=_shape(gates), name="add")
+        types = [TensorType((length, *_shape(h0)), record(h0).type.dtype)] * 7
+        found = self._chain([h0, c0], [gates], u, STEP.format(width=width), reverse, types, like)
+        self.forwards[node] = found
+        last = 0 if reverse else length - 1
+        return [found[0], self._row(found[0], last, like), self._row(found[1], last, like), None]
+
+    def _backward(self, node: fx.Node) -> list[fx.Node | None]:
+        old: Any = node.args
+        given: Any = self.build.new(old)
+        x, w, u, _, _, h0, c0, _, _, _, grad, grad_h, grad_c, reverse, *_ = given
+        like, shape, length = record(node), (_shape(x)[0], *_shape(h0)), _shape(x)[0]
+        h, c, *gates = self.forwards[old[7].args[0]]
+        before = [self._before(*pair, reverse, like) for pair in ((h, h0), (c, c0))]
+        zero = self.calls.number(0, like)
+        grad = self.calls.expanded(zero, shape, like) if grad is None else grad
+        start = [self.calls.expanded(zero, shape[1:], like) if one is None else one for one in (grad_h, grad_c)]
+        type_ = record(h0).type
+        types = [TensorType((*shape[:2], width), type_.dtype) for width in (4 * shape[2], shape[2], shape[2])]
+        of_gates, of_h, of_c = self._chain(start, [grad, before[1], *gates], u, STEP_BACKWARD, not reverse, types, like)
+        first = length - 1 if reverse else 0
+        bias = self.calls.call(aten.sum.dim_IntList, of_gates, [0, 1], like=like, shape=(4 * shape[2],), name="sum")
+        return [
+            self._einsum(of_gates, w, "tbg,gi->tbi", like), self._einsum(of_gates, x, "tbg,tbi->gi", like),
+            self._einsum(of_gates, before[0], "tbg,tbh->gh", like), bias, bias,
+            self._row(of_h, first, like), self._row(of_c, first, like),
+        ]  # fmt: skip
+
+    def _chain(
+        self, start: Any, rows: Any, weight: fx.Node, step: str, reverse: bool, types: list[TensorType], like: Record
+    ) -> list[fx.Node]:
+        length, products = _shape(rows[0])[0], contraction_flops("bh,gh->bg", _shape(start[0]), _shape(weight))
+        known = like.with_(types=tuple(types), several=True, origin="", flops=length * products)
+        made = self.build.call(op("chain"), start, rows, [weight], step, reverse, like=known, name="chain")
+        return [
+            self.build.call(operator.getitem, made, i, like=_of(like, type_.shape), name="state")
+            for i, type_ in enumerate(types)
+        ]
+
+    def _einsum(self, a: fx.Node, b: fx.Node, equation: str, like: Record) -> fx.Node:
+        flops = contraction_flops(equation, _shape(a), _shape(b))
+        known = _of(like, equation_shape(equation, _shape(a), _shape(b))).with_(flops=flops)
+        return self.build.call(op("einsum"), a, b, equation, like=known, name="einsum")
+
+    def _before(self, x: fx.Node, start: fx.Node, reverse: bool, like: Record) -> fx.Node:
+        """What each step reads of the one before it."""
+        moved = self.calls.moved(x, 1 if reverse else -1, like)
+        return self.calls.chosen(_shape(x)[0], _shape(x)[0] - 1 if reverse else 0, start, moved, _of(like, _shape(x)))
+
+    def _row(self, x: fx.Node, t: int, like: Record) -> fx.Node:
+        """One step's, summed out of zeros: no rank has to have the others."""
+        known = _of(like, _shape(x))
+        alone = self.calls.chosen(_shape(x)[0], t, x, self.calls.number(0, like), known)
+        return self.calls.call(aten.sum.dim_IntList, alone, [0], like=known, shape=_shape(x)[1:], name="row")
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return record(node).type.shape
+
+
+def _of(like: Record, shape: tuple[int, ...]) -> Record:
+    """A record of one result of a shape, in the dtype of the first of another one."""
+    (first, *_) = like.types
+    assert first is not None
+    return like.with_(types=(TensorType(shape, first.dtype),), several=False, origin="", flops=0)
