@@ -1,4 +1,5 @@
-"""Every private torch name that autopar uses, each with its reason. torch 2.11 to 2.13.
+"""Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`).
+torch 2.11 to 2.13.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
   (`make_fx(tracing_mode="fake")`) needs real tensors as its inputs, which a 70B model has not.
@@ -26,11 +27,6 @@
 - `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`: whether the user turned a
   dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
-- `Tensor._make_subclass`, `torch._C._set_throw_on_mutable_data_ptr`, `torch._C._DisableTorchDispatch`: what the
-  constructor of FakeTensor does, which costs as much as all else together that a capture does for an op.
-- `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`: what `Graph.node_copy` does for a node under
-  a name that is free, in a third of its time: it takes names and arguments apart again, which it has made itself.
-- `TorchDispatchMode._should_skip_dynamo`: whether `torch.compile` must be kept out of a dispatch mode, at each op.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
   which is the user's mistake and told in one message.
 - `torch._C._functorch.peek_interpreter_stack`: whether `torch.func` or `torch.vmap` runs, which our autograd functions
@@ -73,12 +69,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -103,7 +98,6 @@ __all__ = [
     "PART_OF_DTENSOR",
     "SPEC_OF_DTENSOR",
     "SUBCLASSED_DTENSORS",
-    "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -116,11 +110,9 @@ __all__ = [
     "change_in_place",
     "coalesced",
     "compile_with_inductor",
-    "copy_node",
     "custom_function",
     "decompositions_of",
     "dispatch_modes",
-    "fake_maker",
     "foreach_norm",
     "function_modes",
     "fx_tracing",
@@ -256,31 +248,6 @@ def fx_tracing() -> Iterator[None]:
         _symbolic_trace._is_fx_tracing_flag = before
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
-    """As `graph.node_copy(node, operand)`, of a graph without a module."""
-    names, name = graph._graph_namespace, node.name
-    if name in names._used_names or graph.owning_module is not None:
-        return graph.node_copy(node, operand)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-    made = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
-    base, number = _parts_of_name(name)
-    names._used_names.add(name)
-    names._base_count[base] = names._base_count.get(base, 0) if number is None else number
-    names._obj_to_name[made] = name
-    graph._insert(made)
-    graph._find_nodes_lookup_table.insert(made)
-    graph._len += 1
-    made.meta.update(node.meta)  # (to set an attribute of a node takes it out of the graph's tables and puts it back)
-    return made
-
-
-@lru_cache(1 << 14)
-def _parts_of_name(name: str) -> tuple[str, int | None]:
-    """The name of a node without the number at its end, and that number."""
-    base, _, number = name.rpartition("_")
-    return (base, int(number)) if base and number.isdecimal() else (name, None)
-
-
 def op_names() -> list[str]:
     """The names of all ops that are registered with torch, as `namespace::name`."""
     return [str(name) for name in torch._C._dispatch_get_all_op_names()]
@@ -313,39 +280,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode of ours: nothing that runs in it is compiled."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def fake_maker(mode: FakeTensorMode) -> Callable[..., FakeTensor]:
-    """A function of (shape, stride, offset, dtype, device, shown) that makes tensors of a fake mode. `shown`: the
-    tensor in whose memory it lies; None for memory of its own."""
-    attributes: dict[torch.device, dict[str, Any]] = {}
-
-    def make(
-        shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device,
-        shown: FakeTensor | None,
-    ) -> FakeTensor:  # fmt: skip
-        with torch._C._DisableTorchDispatch():
-            inner = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if shown is not None:
-                inner.set_(shown.untyped_storage(), offset, shape, stride)
-            if device not in attributes:
-                attributes[device] = dict(vars(FakeTensor(mode, inner, device)))
-            made: FakeTensor = torch.Tensor._make_subclass(
-                FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=device
-            )
-            torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes[device])
-        return made
-
-    return make
 
 
 @contextmanager

@@ -97,9 +97,7 @@ class _Capture:
             check_detached(self.parts)
         self.state = state_of(model)
         self.locator = Locator()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.results = Results(self.fake)
-        self.device = device_of(model)
+        self.fake, self.device = FakeTensorMode(allow_non_fake_inputs=True), device_of(model)
         self.outputs: list[Output] = []
         self.has_random_ops = self.has_items = False
         self.result: tuple[Form | None, tuple[Any, ...]] = (None, ())
@@ -215,7 +213,7 @@ class _Capture:
     def _trace(self, fakes: list[torch.Tensor]) -> Traced:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
-        self.tracer = Tracer(fakes, decompositions(), self.results)
+        self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
         with self.locator.follow(self._modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
@@ -251,7 +249,7 @@ class _Capture:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
         self._start()
-        with self.fake, Unseen(self.results), redirect_stdout(io.StringIO()):
+        with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks, mode.ran = self.forks, self.ran
             with self.ran.watch() if is_watched else nullcontext():

@@ -201,12 +201,12 @@ def len_and_size(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def elementwise_key(func: Any, args: Sequence[Any], kwargs: Any, operands: Sequence[Any]) -> tuple[Any, ...] | None:
     """What decides the dtype of an op by elements; None for another op, or where its shape and strides are not plain to
-    see: dense operands, of which one has the shape that the others are broadcast to, without dims of size 1."""
+    see: dense operands, of which one has the shape that the others are broadcast to."""
     if not _is_elementwise(func):
         return None
     shape = max((tuple(operand.shape) for operand in operands), key=len_and_size)
     device = operands[0].fake_device
-    if 1 in shape or not all(
+    if not all(
         _is_dense(each) and each.fake_device == device and _is_broadcast(each.shape, shape) for each in operands
     ):
         return None

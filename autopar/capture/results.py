@@ -19,11 +19,11 @@ from autopar.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    fake_maker,
     no_function_modes,
     schema_of,
     storage_of,
 )
+from autopar.torch_shortcuts import fake_maker
 
 _NAMESPACES = ("aten", "prims", "autopar")  # the user's own ops may do anything
 _TAGS = frozenset(
@@ -158,7 +158,7 @@ class Results:
         if len(shown) > 1 or (not shown and tensor.storage_offset() != 0):
             return None  # which of them it shows is not known
         return Form(
-            tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device,
+            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device,
             shown[0] if shown else None,
         )  # fmt: skip
 

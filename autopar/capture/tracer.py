@@ -19,7 +19,6 @@ from torch.fx import traceback as fx_traceback
 from autopar.capture.results import Results
 from autopar.ir.ops import semantic_of
 from autopar.torch_compat import (
-    DispatchMode,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -29,6 +28,7 @@ from autopar.torch_compat import (
     no_function_modes,
     packs_saved_tensors,
 )
+from autopar.torch_shortcuts import DispatchMode
 
 aten = torch.ops.aten
 _KNOWN = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes take their ops apart themselves

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.ir import aliasing
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.torch_compat import copy_node
+from autopar.torch_shortcuts import copy_node
 
 PARTNER = "@"  # begins the names of other models' tensors: `@teacher.up.weight`
 _KEY = "autopar"

@@ -11,7 +11,7 @@ import torch
 
 from autopar.capture.forms import Elementwise, Form, elementwise_key, infer, strides_of
 from autopar.capture.results import Results, _memory
-from autopar.torch_compat import FakeTensorMode, storage_of
+from autopar.torch_compat import FakeTensorMode, op_names, schema_of, storage_of
 
 aten = torch.ops.aten
 SEED = 0
@@ -138,11 +138,11 @@ def test_layer_norms(dims: int, dtype: torch.dtype, has: tuple[bool, bool]) -> N
 def elementwise_ops() -> list[Any]:
     """Every op of torch's that takes each element by itself and writes none."""
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in op_names():
         space, _, rest = name.partition("::")
         packet = getattr(aten, rest.partition(".")[0], None) if space == "aten" else None
         func = getattr(packet, rest.partition(".")[2] or "default", None) if packet else None
-        if func is not None and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+        if func is not None and torch.Tag.pointwise in func.tags and not schema_of(func).is_mutable:
             found.append(func)
     return found
 
@@ -151,14 +151,29 @@ def test_ops_by_elements_have_the_form_that_torch_says() -> None:
     """Learned at one shape, asked at others: each op on all sorts of operands."""
     fake, draw, told = FakeTensorMode(), random.Random(SEED), set()
     known = Elementwise()
-    shapes = [(3, 4), (5, 2), (4,), (2,), (2, 3, 4), (), (1, 4), (3, 1), (2, 5, 2)]
+    shapes = [
+        (3, 4),
+        (5, 2),
+        (4,),
+        (2,),
+        (2, 3, 4),
+        (),
+        (1, 4),
+        (3, 1),
+        (2, 5, 2),
+        (2, 1, 3),
+        (1, 1, 4),
+        (4, 1, 1),
+        (1,),
+        (1, 1),
+    ]
     with fake:
         given = {dtype: [torch.empty(shape, dtype=dtype) for shape in shapes] for dtype in DTYPES}
         for dtype in DTYPES:
             given[dtype] += [torch.empty(4, 3, dtype=dtype).t(), torch.empty(4, 6, dtype=dtype)[:, ::2]]
     for func in elementwise_ops():
-        takes = [str(argument.type) for argument in func._schema.arguments if argument.default_value is None]
-        for _ in range(60):
+        takes = [str(argument.type) for argument in schema_of(func).arguments if argument.default_value is None]
+        for _ in range(90):
             dtypes = [draw.choice(DTYPES[:1] * 3 + DTYPES) for _ in takes]
             args = tuple(
                 draw.choice(given[dtype]) if "Tensor" in kind else draw.choice((1, 2.0, True))

@@ -1,0 +1,77 @@
+"""Private torch names that do what public ones do, in less time, each with its reason. torch 2.11 to 2.13.
+
+- `Tensor._make_subclass`, `torch._C._set_throw_on_mutable_data_ptr`, `torch._C._DisableTorchDispatch`: what the
+  constructor of FakeTensor does, which costs as much as all else together that a capture does for an op.
+- `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`: what `Graph.node_copy` does for a node under
+  a name that is free, in a third of its time: it takes names and arguments apart again, which it has made itself.
+- `TorchDispatchMode._should_skip_dynamo`: whether `torch.compile` must be kept out of a dispatch mode, at each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:
+    """As `graph.node_copy(node, operand)`, of a graph without a module."""
+    names, name = graph._graph_namespace, node.name
+    if name in names._used_names or graph.owning_module is not None:
+        return graph.node_copy(node, operand)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+    made = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    base, number = _parts_of_name(name)
+    names._used_names.add(name)
+    names._base_count[base] = names._base_count.get(base, 0) if number is None else number
+    names._obj_to_name[made] = name
+    graph._insert(made)
+    graph._find_nodes_lookup_table.insert(made)
+    graph._len += 1
+    made.meta.update(node.meta)  # (to set an attribute of a node takes it out of the graph's tables and puts it back)
+    return made
+
+
+@lru_cache(1 << 14)
+def _parts_of_name(name: str) -> tuple[str, int | None]:
+    """The name of a node without the number at its end, and that number."""
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (name, None)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode of ours: nothing that runs in it is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def fake_maker(mode: FakeTensorMode) -> Callable[..., FakeTensor]:
+    """A function of (shape, stride, offset, dtype, device, shown) that makes tensors of a fake mode. `shown`: the
+    tensor in whose memory it lies; None for memory of its own."""
+    attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def make(
+        shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device,
+        shown: FakeTensor | None,
+    ) -> FakeTensor:  # fmt: skip
+        with torch._C._DisableTorchDispatch():
+            inner = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if shown is not None:
+                inner.set_(shown.untyped_storage(), offset, shape, stride)
+            if device not in attributes:
+                attributes[device] = dict(vars(FakeTensor(mode, inner, device)))
+            made: FakeTensor = torch.Tensor._make_subclass(
+                FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=device
+            )
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes[device])
+        return made
+
+    return make
