@@ -166,10 +166,3 @@ def test_a_list_of_several_dtypes(pair: Any) -> None:
     found = torch._foreach_sqrt([ours, ours.to(torch.int64)])
     for one, expected in zip(found, torch._foreach_sqrt([value, value.to(torch.int64)]), strict=True):
         assert torch.equal(one.full_tensor(), expected)
-
-
-def test_a_plain_list_with_dims_beside_ours(pair: Any) -> None:
-    ours, value = pair
-    other = torch.full((4, 3), 2.0)
-    torch._foreach_mul_([ours, ours.clone()], [other, torch.tensor(3.0)])
-    assert torch.equal(ours.full_tensor(), value * other)

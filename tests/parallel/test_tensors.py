@@ -257,6 +257,8 @@ def _lists(rank: int) -> None:
         torch._foreach_mul_(b, torch.tensor(0.5))
         torch._foreach_lerp_(mixed, a, 0.3)
         torch._foreach_lerp_(same, b, 0.3)
+        torch._foreach_add_(a, [w.clone() for w in twice])  # whole and plain: each rank takes its part of them
+        torch._foreach_add_(b, [w.clone() for w in twice])
         for order in (2, 1, float("inf"), 3):
             for x, y in zip(torch._foreach_norm(a, order), torch._foreach_norm(b, order), strict=True):
                 torch.testing.assert_close(x.full_tensor(), y)
