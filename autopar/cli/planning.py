@@ -100,7 +100,7 @@ def plan_(
 
 def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
     """What some work gives, with a progress bar until then."""
-    with Progress(console=out, transient=True) as bar:
+    with Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task(words, total=None)
         return work(lambda done, all_: bar.update(task, completed=done, total=all_))
 

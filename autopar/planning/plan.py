@@ -130,11 +130,16 @@ def _none_divides(asked: Asked, equal: int) -> PlanError:
 def _room(asked: Asked, equal: int) -> str:
     """What the sizes of a plan may be, and the numbers of devices near by that a plan divides."""
     some = one_of(divisors(asked.batch, asked.gpus))
-    near = [gpus for gpus in range(asked.gpus - 1, 0, -1) if candidates_of(replace(asked, gpus=gpus), equal)][:1]
-    fewer = f" {near[0]} devices would do." if near else ""
+    alone = max(divisors(asked.batch, asked.gpus))
+    fewer = f" Of {alone} devices each could take {asked.batch // alone} of the rows." if not asked.fixed else ""
+    pipeline = (
+        f"a pipeline has at most a rank for each of the {equal} equal layers, and a micro-batch for each"
+        if equal
+        else "no pipeline is planned, since the model has no equal layers"
+    )
     return (
-        f"the data axis must divide the rows ({some} here), tp and pp the devices, and a pipeline has at most a rank "
-        f"for each of the {equal} equal layers, and a micro-batch for each. Change the batch or what is fixed.{fewer}"
+        f"the data axis must divide the rows ({some} here), tp and pp the devices, and {pipeline}. Change the batch or "
+        f"what is fixed.{fewer}"
     )
 
 
