@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.compiling import compiled_of, job_of
-from autopar.cli.instead import compared
+from autopar.cli.explaining import explain
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
@@ -23,7 +23,6 @@ from autopar.compiled import load
 from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, TargetError
 from autopar.ir.measure import human
-from autopar.ir.plan import DEVICES
 from autopar.verification.distributed import verify_on_ranks
 from autopar.verification.verify import verify as verify_job
 
@@ -137,35 +136,6 @@ def inspect(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas")
-def explain(
-    target: Target,
-    mesh: MeshOption,
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")
-    ] = None,
-    instead: Annotated[
-        list[str] | None, typer.Option(metavar="tp=4", help="what would change in time and memory; may be repeated")
-    ] = None,
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="of --instead")] = DEVICES,
-    batch: Annotated[int | None, typer.Option(metavar="ROWS", help="of --instead; else the job's batch", min=1)] = None,
-    *,
-    options: Options,
-) -> None:
-    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves. Or what
-    another plan would change."""
-    if (value is None) == (instead is None):
-        raise TargetError("explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.")
-    if instead is not None:
-        show(compared(target, mesh, options, instead, machine, batch))
-        return
-    assert value is not None
-    compiled = compiled_of(target, mesh, options)
-    show(str(compiled.explain(value)))
-    show_notes(compiled)
-
-
-@app.command()
 @takes_options("check_replicas")
 def verify(
     target: Target,
@@ -204,6 +174,7 @@ def verify(
     )
 
 
+app.command()(explain)
 app.command()(estimate)
 app.command("plan")(plan_)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.cli.options import STEP, Options
-from autopar.compiled import Compiled
 from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import AXES, mesh_of
 from autopar.compiler.options import options_of
@@ -35,7 +34,7 @@ def compared(
         args, kwargs = resized_call(args, kwargs, {"b": batch})
     steps = [options_of(**each.step) for each in (job, replace(job, **changes))]
     captured = capture_step(job.model, job.loss_fn, args, kwargs, steps[0])
-    before, after = (Compiled.of(lower(captured, *pair)) for pair in zip((first, other), steps, strict=True))
+    before, after = (lower(captured, *pair) for pair in zip((first, other), steps, strict=True))
     words = " ".join(f"{name}={value}" for name, value in changes.items() if value is not None)
     return instead_text(before, after, chosen, words)
 

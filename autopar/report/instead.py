@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from autopar.compiled import Compiled
+from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import human
 from autopar.machines import Machine
-from autopar.planning import StepTime
+from autopar.planning import StepTime, step_time
 from autopar.planning.report import time_text
+from autopar.report.memory.estimate import memory_report
 from autopar.report.memory.report import MemoryReport
 from autopar.report.text import table_text
 
 
-def instead_text(before: Compiled, after: Compiled, machine: Machine, changes: str) -> str:
+def instead_text(before: Lowered, after: Lowered, machine: Machine, changes: str) -> str:
     """A table of both steps with the difference, by parts. changes: what is decided otherwise."""
-    times = [each.time(machine) for each in (before, after)]
-    memories = [_fullest(each, machine) for each in (before, after)]
+    times = _times(step_time(before, machine), step_time(after, machine), _moved(before), _moved(after))
+    bytes_ = _bytes(_fullest(before, machine), _fullest(after, machine))
     heads = ("", str(before.mesh), f"{after.mesh} {changes}", "change", "why")
-    return table_text(heads, [*_times(*times, _moved(before), _moved(after)), *_bytes(*memories)])
+    return table_text(heads, [*times, *bytes_])
 
 
-def _fullest(compiled: Compiled, machine: Machine) -> MemoryReport:
+def _fullest(compiled: Lowered, machine: Machine) -> MemoryReport:
     device = "cpu" if machine.is_host else "cuda"
-    reports = [compiled.memory(ranks[0], device=device) for ranks in compiled.alike]
+    reports = [memory_report(compiled, ranks[0], None, device) for ranks in compiled.alike]
     return max(reports, key=lambda report: report.peak)
 
 
-def _moved(compiled: Compiled) -> Counter[str]:
+def _moved(compiled: Lowered) -> Counter[str]:
     """The bytes that take part in collectives, by axis, on the ranks of the first stage."""
     moved = Counter[str]()
     for row in compiled.collectives:

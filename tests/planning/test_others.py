@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import LayoutError, PlanError
 from autopar.machines import Machine
+from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.others import LESS, best_with, frontier, reasons, scales
-from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
+from autopar.planning.plan import Asked, Planned, candidates_of, planned
 from autopar.planning.predict import Prediction, predict
 from autopar.report.plans import scales_text
 
