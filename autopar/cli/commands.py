@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.compiling import compiled_of, job_of
+from autopar.cli.explaining import explain
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
@@ -135,21 +136,6 @@ def inspect(
 
 
 @app.command()
-@takes_options("cuda_graphs", "check_replicas")
-def explain(
-    target: Target,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="a parameter, a module path, or a node such as %add")],
-    mesh: MeshOption,
-    *,
-    options: Options,
-) -> None:
-    """Show what decided the layout of a value on each axis, what else it could have been, and what it moves."""
-    compiled = compiled_of(target, mesh, options)
-    show(str(compiled.explain(value)))
-    show_notes(compiled)
-
-
-@app.command()
 @takes_options("check_replicas")
 def verify(
     target: Target,
@@ -188,6 +174,7 @@ def verify(
     )
 
 
+app.command()(explain)
 app.command()(estimate)
 app.command("plan")(plan_)
 

@@ -21,8 +21,9 @@ from autopar.machines import named
 from autopar.planning.batches import rows_of
 from autopar.planning.candidates import RECOMPUTE
 from autopar.planning.decisions import PLANNED, write_plan
+from autopar.planning.jobs import layers_of
 from autopar.planning.others import reasons, scales
-from autopar.planning.plan import Asked, Planned, Tell, layers_of, planned
+from autopar.planning.plan import Asked, Planned, Tell, planned
 from autopar.report.page.plans import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
 
@@ -100,7 +101,7 @@ def plan_(
 
 def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
     """What some work gives, with a progress bar until then."""
-    with Progress(console=out, transient=True) as bar:
+    with Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task(words, total=None)
         return work(lambda done, all_: bar.update(task, completed=done, total=all_))
 

@@ -22,7 +22,8 @@ from autopar.parallel.distribute import Distributor
 from autopar.parallel.session import Session
 from autopar.planning.batches import rows_of
 from autopar.planning.decisions import PLANNED
-from autopar.planning.plan import Asked, Planned, layers_of_call, planned
+from autopar.planning.jobs import layers_of_call
+from autopar.planning.plan import Asked, Planned, planned
 from autopar.report.plans import reason_line
 
 _log = logging.getLogger("autopar")

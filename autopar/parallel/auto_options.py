@@ -1,4 +1,4 @@
-"""What may be said beside `mesh="auto"`: nothing that a plan decides; and the machine that it plans for."""
+"""What may be said beside a mesh. Beside "auto" nothing that a plan decides; and the machine that it plans for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.compiler.meshes import AUTO
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, BatchError, MeshError
 from autopar.machines import Machine, named
 from autopar.machines.here import machine_here
 from autopar.planning.decisions import PLANNED
@@ -19,7 +19,10 @@ _CHOSEN = {**PLANNED, "shard": None, "stages": None}
 
 
 def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str | None) -> None:
-    """Raise MeshError for what contradicts a mesh that is planned, or for a machine beside one that is not."""
+    """Raise MeshError for what contradicts a mesh that is planned, or for a machine beside one that is not; BatchError
+    for an unknown kind of batch."""
+    if batch not in ("global", "local"):
+        raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
     if not is_auto:
         if machine is not None:
             raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")

@@ -15,7 +15,6 @@ from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.options import CHECK_EVERY, Graphs, check_graphs, options_of
 from autopar.compiler.precision_check import check_device
-from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
@@ -63,8 +62,6 @@ class Asked:
         phase.texts["mesh"] = [AUTO if self.is_auto else str(mesh)]
         phase.now = "options"
         options = options_of(**self.step)
-        if self.batch not in ("global", "local"):
-            raise BatchError(f'batch={self.batch!r}: write "global" (each rank takes its part) or "local".')
         check_open(self.is_auto, self.step, self.batch, self.machine)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-from autopar.capture import Captured
-from autopar.capture.capture import LossFn
-from autopar.compiler.compile import batch_arguments, capture_step
-from autopar.compiler.options import options_of
 from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
-from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.candidates import Candidate, Space
-from autopar.planning.decisions import PLANNED
+from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.micro import PARTS
 from autopar.planning.search import FITS, Found, Work, search
@@ -86,34 +78,6 @@ def candidates_of(asked: Asked, equal: int) -> list[Candidate]:
     return list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
 
 
-def layers_of(job: Job, machine: Machine) -> Layers:
-    """The programs of a job's micro-batches. Raises as `layers_of_call`."""
-    return layers_of_call(job.model, job.loss_fn, *batch_arguments(job.batch), options_of(**job.step), machine)
-
-
-def layers_of_call(
-    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
-    machine: Machine,
-) -> Layers:  # fmt: skip
-    """The programs of the micro-batches of a step. Raises BatchError for a batch without rows, and PlanError for
-    stages and layouts that are chosen already."""
-    rows_of(args, kwargs)
-    free = _open(options)
-
-    def capture(count: int) -> Captured:
-        return capture_step(model, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
-
-    return Layers(capture, free, machine)
-
-
-def _open(options: StepOptions) -> StepOptions:
-    """The options of the job but those that are planned."""
-    planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
-    if options.stages or options.shard:
-        raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
-    return replace(options, **planned)
-
-
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
     """The products of a step, and the bytes of its parameters."""
     flops, dtype = layers.products()
@@ -130,11 +94,16 @@ def _none_divides(asked: Asked, equal: int) -> PlanError:
 def _room(asked: Asked, equal: int) -> str:
     """What the sizes of a plan may be, and the numbers of devices near by that a plan divides."""
     some = one_of(divisors(asked.batch, asked.gpus))
-    near = [gpus for gpus in range(asked.gpus - 1, 0, -1) if candidates_of(replace(asked, gpus=gpus), equal)][:1]
-    fewer = f" {near[0]} devices would do." if near else ""
+    alone = max(divisors(asked.batch, asked.gpus))
+    fewer = f" Of {alone} devices each could take {asked.batch // alone} of the rows." if not asked.fixed else ""
+    pipeline = (
+        f"a pipeline has at most a rank for each of the {equal} equal layers, and a micro-batch for each"
+        if equal
+        else "no pipeline is planned, since the model has no equal layers"
+    )
     return (
-        f"the data axis must divide the rows ({some} here), tp and pp the devices, and a pipeline has at most a rank "
-        f"for each of the {equal} equal layers, and a micro-batch for each. Change the batch or what is fixed.{fewer}"
+        f"the data axis must divide the rows ({some} here), tp and pp the devices, and {pipeline}. Change the batch or "
+        f"what is fixed.{fewer}"
     )
 
 

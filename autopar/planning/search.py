@@ -31,9 +31,9 @@ class Work:
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole
-    time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound", "larger by a bound", or the first
-    sentence of what refused them."""
+    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole time is
+    known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound",
+    "larger by a bound", or the first sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None

@@ -9,8 +9,11 @@ import pytest
 import torch
 from test_cli_bad import JOB, call, filled
 
+from autopar.machines import machine_text, named
+from autopar.planning.decisions import read_plan
+
 PLAN = 'mesh = "dp=2"\nzero = 1\nmicrobatches = 2\n'
-# JOB says microbatches=4 and zero=3 itself: PLAN goes before. MB: the same plan without microbatches.
+# JOB says microbatches=4 and zero=3 itself: PLAN goes before. BARE: the same plan without microbatches.
 WRONG = {
     "run JOB --plan PLAN --mesh dp=4": "--mesh dp=4: plan 'PLAN' says mesh = 'dp=2'. Leave out the flag, or",
     "verify JOB --plan PLAN --zero 2": "--zero 2: plan 'PLAN' says zero = 1. Leave out the flag, or change the plan.",
@@ -20,6 +23,22 @@ WRONG = {
     "run JOB --mesh auto --zero 1": "--zero beside --mesh auto, which decides it: leave it out, or plan around it",
     "run JOB --mesh dp=2 --machine cpu": "--machine cpu: it is of --mesh auto, and the mesh is 'dp=2'. Leave it out.",
     "verify JOB --mesh auto": "mesh 'auto' is planned where ranks run: parallelize and `autopar run` take it. Here",
+    "explain JOB --plan PLAN": "explain: write a VALUE, or --instead with what another plan decides: --instead tp=4.",
+    "explain JOB --plan PLAN --instead tp=3": "--instead tp=3: the 2 ranks of mesh 'dp=2' stay, and 'tp=3' does not",
+    "explain JOB --plan PLAN --instead tq=2": "--instead tq=2: write cp=N, dp=N,",
+    "explain JOB --plan PLAN --instead zero=x": "--instead zero=x: write zero=0-3.",
+    "explain JOB --plan PLAN --instead zero=7": "zero=7: write 0, 1 ",
+    "plan JOB --gpus 0": "--gpus 0: write a number of 1 or more, or several with commas: 8,64,512.",
+    "plan JOB --gpus 2,4 --out PLAN": "--out PLAN: it is of one number of devices, and there are 2 behind --gpus.",
+    "plan JOB --gpus 2 --html SAVED/no/page.html": "--html SAVED/no/page.html: there is no folder 'SAVED/no'; make it",
+    "plan JOB --gpus 2 --tokens many": "--tokens many: write a number above 0, such as 15T, 300B or 1.5e12.",
+    "plan JOB --gpus 2 --fix tp=x": "--fix tp=x: write dp=N, tp=N, pp=N, zero=N",
+    "plan JOB --gpus 2 --memory 70Gi": "--memory 70Gi: write a number of bytes, or one with MB, GB, MiB, GiB.",
+    "plan JOB --gpus 2 --machine MACHINE": "machine file 'MACHINE': 'device.bandwidth' is 3; it is 100000 to 1e+15",
+    "plan JOB --gpus 8 --batch 7 --fix tp=1": "no plan for 8 devices and 7 rows a step with tp=1: the data axis must",
+    "plan JOB --gpus 2 --memory 1": "no plan fits in 1 B a device on 2 devices: the least memory is ",
+    "plan JOB --gpus 4 --batch 8 --fix tp=4 --fix dp=4": "no plan for 4 devices and 8 rows a step with tp=4, dp=4: the",
+    "plan JOB --gpus 64 --batch 1": "no plan for 64 devices and 1 rows a step: the data axis must divide the rows (1",
     "inspect SAVED --plan PLAN": "'SAVED' is compiled already: it takes no --mesh and no options of a step.",
 }
 
@@ -31,7 +50,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "plan.toml").write_text(PLAN)
     (folder / "mb.toml").write_text(PLAN.replace("microbatches = 2\n", ""))
     (folder / "saved").mkdir()
-    files = {"JOB": "job.py:job", "PLAN": "plan.toml", "MB": "mb.toml", "SAVED": "saved"}
+    (folder / "machine.toml").write_text(machine_text(named("cpu")).replace("bandwidth = 5e09", "bandwidth = 3"))
+    files = {"MACHINE": "machine.toml", "JOB": "job.py:job", "PLAN": "plan.toml", "BARE": "mb.toml", "SAVED": "saved"}
     return {name: f"{folder}/{file}" for name, file in files.items()}
 
 
@@ -42,6 +62,20 @@ def test_what_says_another_thing_than_the_plan(line: str, places: dict[str, str]
     assert said.count("\n") == 1 and not shown
 
 
+def test_what_another_plan_would_change(places: dict[str, str]) -> None:
+    """Also where the options of the plan have no ranks there."""
+    found = []
+    for instead in ("--instead tp=2 --instead recompute=full", "--instead microbatches=4", "--instead zero=1"):
+        code, shown, said = call(filled(f"explain JOB --plan PLAN --machine cpu --batch 16 {instead}", places))
+        assert code == 0, said
+        found.append(shown.splitlines())
+    assert found[0][0].split()[:3] == ["dp=2", "tp=2", "recompute=full"], found[0]
+    step, tp = (next(line for line in found[0] if line.startswith(name)) for name in ("step", "  waits for tp"))
+    assert step.endswith("%") and "moves 0 B, then " in tp, found[0]
+    assert any("calls, then" in line for line in found[1]) and found[1][1] != found[2][1]
+    assert all(line.split()[-1][0] not in "+-" for line in found[2][1:]), "the same plan: nothing changes"
+
+
 def test_what_says_the_same_as_the_plan_may_stay(places: dict[str, str]) -> None:
     code, shown, said = call(filled("verify JOB --plan PLAN --mesh dp=-1 --zero 1 --steps 1", places))
     assert code == 0, (shown, said)
@@ -50,10 +84,10 @@ def test_what_says_the_same_as_the_plan_may_stay(places: dict[str, str]) -> None
 def test_a_plan_goes_before_what_the_job_says(places: dict[str, str]) -> None:
     """Also where the plan says nothing: then there are no micro-batches."""
     seen = {}
-    for name in ("PLAN", "MB"):
+    for name in ("PLAN", "BARE"):
         code, seen[name], said = call(filled(f"inspect JOB --plan {name}", places))
         assert code == 0, said
-    assert "micro-batch" in seen["PLAN"] and "micro-batch" not in seen["MB"], seen
+    assert "micro-batch" in seen["PLAN"] and "micro-batch" not in seen["BARE"], seen
 
 
 @pytest.mark.gloo
@@ -76,6 +110,22 @@ def test_a_mesh_that_is_planned(places: dict[str, str], monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     code, shown, said = call(filled("run JOB --mesh auto --machine cpu --steps 1", places))
     assert code == 0 and "mesh dp=1: compiled" in shown, (shown, said)
+
+
+def test_all_that_plan_shows(places: dict[str, str], tmp_path: Path) -> None:
+    files = tmp_path / "page.html", tmp_path / "plan.toml"
+    line = f"plan JOB --gpus 2 --machine cpu --fix recompute=none --fix pp=1 --html {files[0]} --out {files[1]}"
+    code, shown, said = call(filled(line, places))
+    assert code == 0, said
+    assert "2 devices of cpu, 8 rows (8 tokens) a step" in shown and "\n  no tensor parallelism: +" in shown, shown
+    assert files[0].read_text().startswith("<!doctype html>")
+    head, predicted, *_ = files[1].read_text().splitlines()
+    assert head.startswith("# autopar plan ") and head.endswith(
+        "--gpus 2 --batch 8 --machine cpu --fix recompute=none --fix pp=1"
+    )
+    assert predicted.startswith("# predicted on cpu: ") and str(read_plan(files[1]).mesh) == "tp=2"
+    code, shown, said = call(filled("plan JOB --gpus 1,2 --machine cpu --fix recompute=none --tokens 1B", places))
+    assert code == 0 and "days for 1e+09 tokens" in shown and len(shown.splitlines()) == 3, (shown, said)
 
 
 def test_plan_takes_no_flags_for_what_it_plans(places: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import LayoutError
+from autopar.errors import LayoutError, PlanError
 from autopar.machines import Machine
+from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.others import LESS, best_with, frontier, reasons, scales
-from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
+from autopar.planning.plan import Asked, Planned, candidates_of, planned
 from autopar.planning.predict import Prediction, predict
 from autopar.report.plans import scales_text
 
@@ -107,3 +109,16 @@ def test_how_plans_scale() -> None:
     hours = 1e9 / (8 / best.total * 1e6) / 3600
     assert four.split()[-2:] == [f"{hours / 24:,.1f}", f"{hours * 4:,.0f}"] and one.startswith("1 ")
     assert fault.startswith("7 devices: no plan for 7 devices")
+
+
+def test_more_devices_than_the_model_can_use() -> None:
+    with pytest.raises(PlanError) as raised:
+        planned(layers(), replace(ASKED, gpus=7, fixed={}))
+    text = str(raised.value)
+    assert re.match(
+        r"no plan for 7 devices: of the candidates \d+ refused \(axis 'tp' \(size 7\) can split no", text
+    ), text
+    assert "The data axis must divide the rows (1, 2 or 4 here)" in text
+    assert "at most a rank for each of the 4 equal layers" in text and text.endswith(
+        "Of 4 devices each could take 2 of the rows."
+    )

@@ -1,0 +1,49 @@
+"""From a job, or from a call of a model, to the programs that plans are read off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.capture import LossFn
+from autopar.compiler.compile import batch_arguments, capture_step
+from autopar.compiler.options import options_of
+from autopar.errors import PlanError
+from autopar.ir.options import StepOptions
+from autopar.job import Job
+from autopar.machines import Machine
+from autopar.planning.batches import resized_call, rows_of
+from autopar.planning.decisions import PLANNED
+from autopar.planning.layers import Layers
+
+
+def layers_of(job: Job, machine: Machine) -> Layers:
+    """The programs of a job's micro-batches. Raises as `layers_of_call`."""
+    return layers_of_call(job.model, job.loss_fn, *batch_arguments(job.batch), options_of(**job.step), machine)
+
+
+def layers_of_call(
+    model: nn.Module, loss_fn: LossFn | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: StepOptions,
+    machine: Machine,
+) -> Layers:  # fmt: skip
+    """The programs of the micro-batches of a step. Raises BatchError for a batch without rows, and PlanError for
+    stages and layouts that are chosen already."""
+    rows_of(args, kwargs)
+    free = _open(options)
+
+    def capture(count: int) -> Captured:
+        return capture_step(model, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
+
+    return Layers(capture, free, machine)
+
+
+def _open(options: StepOptions) -> StepOptions:
+    """The options of the job but those that are planned."""
+    planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
+    if options.stages or options.shard:
+        raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
+    return replace(options, **planned)
