@@ -5,7 +5,6 @@ Tables. They are data about ATen, each row checked by a test against the op that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,44 +12,11 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import is_mesh_op
+from autopar.runtime.direct import direct_function
 from autopar.runtime.kernel import Function
 from autopar.runtime.kernels import KERNELS
-from autopar.torch_compat import OpOverload
 
 _aten = torch.ops.aten
-
-# torch's own bindings parse arguments about 1 us faster than an OpOverload, and do the same.
-# `view` becomes `reshape`: where a kernel's strides differ from those of its Meta kernel it copies instead of failing.
-_DIRECT: Mapping[Any, Function] = MappingProxyType(
-    {
-        _aten.view.default: torch.reshape,
-        _aten._unsafe_view.default: torch.reshape,
-        _aten.reshape.default: torch.reshape,
-        _aten.permute.default: torch.permute,
-        _aten.transpose.int: torch.transpose,
-        _aten.t.default: torch.t,
-        _aten.unsqueeze.default: torch.unsqueeze,
-        _aten.squeeze.dim: torch.squeeze,
-        _aten.select.int: torch.select,
-        _aten.expand.default: torch.Tensor.expand,
-        _aten.cat.default: torch.cat,
-        _aten.add.Tensor: torch.add,
-        _aten.sub.Tensor: torch.sub,
-        _aten.mul.Tensor: torch.mul,
-        _aten.div.Tensor: torch.div,
-        _aten.neg.default: torch.neg,
-        _aten.exp.default: torch.exp,
-        _aten.log.default: torch.log,
-        _aten.sqrt.default: torch.sqrt,
-        _aten.rsqrt.default: torch.rsqrt,
-        _aten.tanh.default: torch.tanh,
-        _aten.sigmoid.default: torch.sigmoid,
-        _aten.relu.default: torch.relu,
-        _aten.mm.default: torch.mm,
-        _aten.bmm.default: torch.bmm,
-        _aten.where.self: torch.where,
-    }
-)
 
 # Ops that may write their result over an operand that nothing uses again: op -> (which operand, how).
 # The executor does so only if that operand has the type and layout of the result.
@@ -84,64 +50,11 @@ _ADDING: Mapping[Any, Function] = MappingProxyType(
     }
 )
 
-# Kernels that read their operands as if they were contiguous, or refuse others. Eager autograd makes them so before
-# the call; a graph of values has no such call, and a piece of a value is seldom contiguous.
-_CONTIGUOUS: frozenset[Any] = frozenset(
-    {
-        _aten.native_layer_norm_backward.default,
-        _aten.native_group_norm.default,
-        _aten.native_group_norm_backward.default,
-        _aten._weight_norm_interface.default,
-        _aten._weight_norm_interface_backward.default,
-        _aten.nll_loss2d_backward.default,
-        _aten._grouped_mm.default,
-        _aten.view_as_complex.default,
-        _aten.adaptive_max_pool3d_backward.default,
-        _aten.fractional_max_pool2d_backward.default,
-        _aten.fractional_max_pool3d_backward.default,
-        _aten.linalg_matrix_exp.default,
-        _aten.as_strided.default,
-        _aten.as_strided_copy.default,
-        _aten.as_strided_scatter.default,
-        _aten.adaptive_max_pool3d_backward.default,
-        _aten.fractional_max_pool2d_backward.default,
-        _aten.fractional_max_pool3d_backward.default,
-        _aten.linalg_matrix_exp.default,
-    }
-)
-
 
 def function_of(target: Any) -> Function:
     """The fastest callable that does what `target` does, for operands of any strides."""
     assert not is_mesh_op(target), target
-    if target in _CONTIGUOUS or _is_foreign(target):
-        return _on_contiguous(target)
-    return KERNELS[target].run if target in KERNELS else _DIRECT.get(target, target)
-
-
-def _is_foreign(target: Any) -> bool:
-    """True for a custom op: many kernels are written for contiguous operands, and few say so."""
-    return isinstance(target, OpOverload) and target.namespace not in ("aten", "autopar", "prims")
-
-
-def _on_contiguous(function: Function) -> Function:
-    def contiguous(value: Any) -> Any:
-        return value.contiguous() if isinstance(value, torch.Tensor) else value
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(contiguous, args), **{key: contiguous(value) for key, value in kwargs.items()})
-
-    return call
-
-
-@functools.cache
-def creates(target: Any) -> bool:
-    """True for an op of torch that makes a tensor of numbers alone: programs name no device, so it has to be told."""
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
-        return False
-    arguments = target._schema.arguments
-    takes_device = any(argument.name == "device" for argument in arguments)
-    return takes_device and not any(isinstance(argument.type, torch.TensorType) for argument in arguments)
+    return KERNELS[target].run if target in KERNELS else direct_function(target)
 
 
 def inplace_variants(target: Any) -> tuple[tuple[int, Function], ...]:

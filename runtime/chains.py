@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.chain import ROWS, print_body, read_body
 from autopar.ir.ops import op
+from autopar.ir.step import ROWS, print_body, read_body
 from autopar.ir.turns import Turn, turns_of
+from autopar.runtime.direct import creates, direct_function
 from autopar.runtime.kernel import Kernel
 from autopar.runtime.mesh_ops import COORD, WAIT
 
@@ -49,8 +50,6 @@ def run_steps(
 @functools.lru_cache(maxsize=256)
 def compiled_step(text: str) -> Step:
     """A step as a Python function of states, rows, what is fixed, and the device of what it makes."""
-    from autopar.runtime.callables import creates, function_of  # they know the kernels, of which this is one
-
     body = read_body(text)
     names: dict[str, Any] = {}
     operands = ", ".join(f"[{', '.join(node.name for node in body.of_kind(kind))}]" for kind in ("h", ROWS, "w"))
@@ -59,7 +58,7 @@ def compiled_step(text: str) -> Step:
         given = [_argument(arg, names) for arg in node.args]
         given += [f"{key}={_argument(arg, names)}" for key, arg in node.kwargs.items()]
         given += ["device=device"] if creates(node.target) else []
-        lines.append(f"    {node.name} = {_bound(function_of(node.target), names)}({', '.join(given)})")
+        lines.append(f"    {node.name} = {_bound(direct_function(node.target), names)}({', '.join(given)})")
     ends = (f"[{', '.join(one.name for one in nodes)}]" for nodes in (body.rows, body.next))
     lines.append(f"    return {', '.join(ends)}")
     exec(compile("\n".join(lines), "<autopar chain>", "exec"), names)

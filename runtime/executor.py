@@ -27,7 +27,8 @@ from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
 from autopar.ir.ring_ops import is_ring
 from autopar.ir.unfused import in_place, unfused
-from autopar.runtime.callables import adding_variant, creates, function_of, inplace_variants
+from autopar.runtime.callables import adding_variant, function_of, inplace_variants
+from autopar.runtime.direct import creates
 from autopar.runtime.launches import joined
 from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
 from autopar.runtime.ring_kernels import RINGS

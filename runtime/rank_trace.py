@@ -16,8 +16,8 @@ from torch import fx
 from autopar.ir.ops import is_mesh_op, op
 from autopar.ir.program import Program
 from autopar.ir.ring_ops import is_ring
-from autopar.runtime.callables import creates
 from autopar.runtime.decompositions import decomposed
+from autopar.runtime.direct import creates
 from autopar.runtime.executor import describe_read, schema_arguments
 from autopar.runtime.functional import FunctionalCollectives
 from autopar.runtime.slices import apart, wide

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from autopar.errors import ArtifactError
-from autopar.ir import (
-    ops,
-    ring_ops,  # noqa: F401  registers them, so that text may name them
-)
 from autopar.ir.fused import Fused
+from autopar.ir.semantic import NAMESPACE
 
 DTYPES: dict[str, torch.dtype] = {
     "b8": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
@@ -44,7 +41,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "operator.add": operator.add,
     "operator.mul": operator.mul,
 }
-_NAMESPACES = ("aten", ops.NAMESPACE)
+_NAMESPACES = ("aten", NAMESPACE)
 # aten ops that touch files or the terminal; no training step needs them
 _REFUSED = frozenset({"from_file", "save", "warn", "_print"})
 _NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)\Z")

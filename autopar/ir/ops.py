@@ -16,9 +16,7 @@ import torch
 from autopar.ir import chain_ops, window_ops
 from autopar.ir.collective_ops import COLLECTIVES, CollectiveOp
 from autopar.ir.compared import compared_attention, compared_attention_backward
-from autopar.ir.semantic import SemanticOp, name_of, semantic
-
-NAMESPACE = "autopar"
+from autopar.ir.semantic import NAMESPACE, SemanticOp, name_of, semantic
 
 
 @semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")

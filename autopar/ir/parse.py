@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import ArtifactError, AutoparError
+from autopar.ir import ring_ops  # noqa: F401  registers them, so that text may name them
 from autopar.ir.fused import KINDS, Fused
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.layout import parse_layout as parse_layout_uncached

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+NAMESPACE = "autopar"
+
 
 @dataclass(frozen=True, slots=True)
 class SemanticOp:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.chain import FIXED, ROWS, STATES, Body, print_body
 from autopar.ir.ops import op
 from autopar.ir.program import Record, TensorType, record
+from autopar.ir.step import FIXED, ROWS, STATES, Body, print_body
 from autopar.passes.reroll.calls import Calls, typed
 from autopar.passes.reroll.chains import Chain, outputs_of
 from autopar.passes.reroll.families import Family

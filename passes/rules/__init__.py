@@ -12,7 +12,6 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import operand_nodes, record
 from autopar.passes.rules import (
     attention,
     chains,
@@ -34,7 +33,7 @@ from autopar.passes.rules import (
 )
 from autopar.passes.rules.build import replicated_rule
 from autopar.passes.rules.local import local_call
-from autopar.passes.rules.rule import Call, Row, Rule, Table, allows
+from autopar.passes.rules.rule import Call, Row, Rule, Table, allows, call_of
 
 __all__ = ["TABLE", "Call", "Row", "Rule", "Rules", "Table", "allows", "call_of", "form_of", "local_call",
            "replicated_rule", "rule_of", "table_of"]  # fmt: skip
@@ -52,15 +51,15 @@ _KINDS = (
     linalg,
     convolution,
     windows,
-    chains,
     spatial,
     losses,
     creation,
     random,
 )
 
-TABLE: Table = MappingProxyType({op: row for kind in _KINDS for op, row in kind.ROWS.items()})
-assert len(TABLE) == sum(len(kind.ROWS) for kind in _KINDS), "two files have a row of the same op"
+_TABLE: Table = {op: row for kind in _KINDS for op, row in kind.ROWS.items()}
+TABLE: Table = MappingProxyType({**_TABLE, **chains.rows(_TABLE)})
+assert len(_TABLE) == sum(len(kind.ROWS) for kind in _KINDS), "two files have a row of the same op"
 
 
 def table_of(plan: Plan) -> Table:
@@ -72,17 +71,6 @@ def rule_of(call: Call, table: Table = TABLE) -> tuple[Rule, Row] | None:
     """The rule of one call and the row that made it; None for an op that has no row."""
     row = table.get(call.op)
     return None if row is None else (row.rule(call), row)
-
-
-def call_of(node: fx.Node) -> Call:
-    """A node as rules see it."""
-    return Call(
-        op=str(node.target),
-        args=node.args,
-        kwargs=node.kwargs,
-        operands=tuple(record(operand).type for operand in operand_nodes(node)),
-        results=tuple(type_ for type_ in record(node).types if type_ is not None),
-    )
 
 
 class Rules:

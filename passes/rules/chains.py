@@ -6,17 +6,18 @@ it: dims of the batch, of heads, of channels that do not mix. The steps may be s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import fx
 
-from autopar.ir.chain import STATES, Body, operand_types, print_body, typed_body
+from autopar.ir.chain import operand_types, typed_body
 from autopar.ir.program import TensorType, is_getitem, operand_nodes, record
-from autopar.passes.rules.build import build
+from autopar.ir.step import STATES, Body, print_body
+from autopar.passes.rules.build import build, replicated_rule
 from autopar.passes.rules.local import local_call
-from autopar.passes.rules.rule import Arguments, Call, Dim, Dims, Pieces, Row, Rule
+from autopar.passes.rules.rule import Arguments, Call, Dim, Dims, Pieces, Row, Rule, Table, call_of
 
 STEPS = "t"
 Value = tuple[fx.Node, int]  # a result of a node of the step
@@ -52,17 +53,15 @@ class Step:
         return tuple(() if size == 1 else (known.get(dim, f"{own}{dim}"),) for dim, size in enumerate(type_.shape))
 
 
-@lru_cache(maxsize=256)
-def step_of(text: str, operands: tuple[TensorType, ...]) -> Step:
-    """What is known of a step for operands of these types."""
-    from autopar.passes.rules import TABLE, call_of, replicated_rule, rule_of  # of which this file is a part
-
+def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
+    """What is known of a step for operands of these types, by the rules of a table."""
     body = typed_body(text, operands)
     rules = {}
     for node in body.calls:
         if not is_getitem(node):
             call = call_of(node)
-            rules[node] = rule_of(call, TABLE) or (replicated_rule(call), Row(replicated_rule))
+            row = table.get(call.op, Row(replicated_rule))
+            rules[node] = row.rule(call), row
     ways: dict[str, Way] = {}
     for node in body.operands:
         for dim, size in enumerate(record(node).type.shape):
@@ -71,6 +70,9 @@ def step_of(text: str, operands: tuple[TensorType, ...]) -> Step:
             if way is not None:
                 ways[f"n{len(ways)}"] = way
     return Step(body, rules, ways)
+
+
+Steps = Callable[[str, tuple[TensorType, ...]], Step]
 
 
 class _Spread:
@@ -145,8 +147,8 @@ def _types(call: Call) -> tuple[TensorType, ...]:
     return tuple(operand_types(start, rows, call.operands[counts[0] + counts[1] :]))
 
 
-def _chain(call: Call) -> Rule:
-    step = step_of(call.args[3], _types(call))
+def _chain(call: Call, known: Steps) -> Rule:
+    step = known(call.args[3], _types(call))
     length, first = call.results[0].shape[0], len(call.args[0])
     steps: Dim = () if length == 1 else (STEPS,)
     operands = []
@@ -160,10 +162,10 @@ def _chain(call: Call) -> Rule:
     return replace(rule, turns=STEPS if steps else "")
 
 
-def _local(pieces: Pieces) -> Arguments:
+def _local(pieces: Pieces, known: Steps) -> Arguments:
     """The step on a piece: shapes among its arguments are those of one rank."""
     call = pieces.call
-    step = step_of(call.args[3], _types(call))
+    step = known(call.args[3], _types(call))
     parts = {name: way.size // pieces.sizes[name] for name, way in step.ways.items()}
     graph, value = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in step.body.operands:
@@ -177,8 +179,6 @@ def _local(pieces: Pieces) -> Arguments:
 
 
 def _local_call(step: Step, node: fx.Node, parts: Mapping[str, int]) -> Arguments:
-    from autopar.passes.rules import call_of  # of which this file is a part
-
     rule, row = step.rules[node]
     sizes = dict(rule.sizes)
     shapes = {i: list(type_.shape) for i, type_ in enumerate(record(node).types) if type_ is not None}
@@ -190,4 +190,7 @@ def _local_call(step: Step, node: fx.Node, parts: Mapping[str, int]) -> Argument
     return local_call(call_of(node), row, rule, [tuple(shape) for shape in shapes.values()], sizes)
 
 
-ROWS: Mapping[str, Row] = {"autopar.chain.default": Row(_chain, local=_local)}
+def rows(table: Table) -> Mapping[str, Row]:
+    """The row of chains whose steps are made of the ops of a table."""
+    known = lru_cache(maxsize=256)(partial(step_of, table))
+    return {"autopar.chain.default": Row(lambda call: _chain(call, known), local=lambda pieces: _local(pieces, known))}

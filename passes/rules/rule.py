@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.program import TensorType
+from torch import fx
+
+from autopar.ir.program import TensorType, operand_nodes, record
 
 Dim = tuple[str, ...]  # the names that make up a tensor dim, major to minor; () is a dim of size 1
 Dims = tuple[Dim, ...]
@@ -29,6 +31,17 @@ class Call:
     kwargs: Mapping[str, Any]
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
+
+
+def call_of(node: fx.Node) -> Call:
+    """A node as rules see it."""
+    return Call(
+        op=str(node.target),
+        args=node.args,
+        kwargs=node.kwargs,
+        operands=tuple(record(operand).type for operand in operand_nodes(node)),
+        results=tuple(type_ for type_ in record(node).types if type_ is not None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

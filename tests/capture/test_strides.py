@@ -1,7 +1,7 @@
 """Kernels get operands of any strides: a piece, a transposed view or an expanded value is not contiguous.
 
 Eager autograd makes some gradients contiguous before it calls a kernel that reads them as if they were; those calls
-are not in a graph of values. The executor makes up for them (`_CONTIGUOUS` in `runtime/callables.py`).
+are not in a graph of values. The executor makes up for them (`_CONTIGUOUS` in `runtime/direct.py`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from autopar.ir.ops import op
 from autopar.ir.program import record
 from autopar.passes.rules.creation import ROWS
 from autopar.report.memory.fake_group import fake_groups
-from autopar.runtime.callables import creates
+from autopar.runtime.direct import creates
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Executable
 from autopar.runtime.functional import FunctionalCollectives

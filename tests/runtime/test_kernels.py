@@ -9,7 +9,7 @@ from semantic_examples import semantic_examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.ops import equation_shape, op
-from autopar.runtime import callables
+from autopar.runtime import callables, direct
 from autopar.runtime.attention import attention, attention_backward
 from autopar.runtime.attention_plain import plain, plain_backward
 from autopar.runtime.contraction import add_contraction, contraction_plan, einsum
@@ -334,7 +334,7 @@ def test_direct_callables_do_what_their_ops_do() -> None:
         aten.bmm.default: (x, y.mT), aten.where.self: (x > y, x, y),
     }  # fmt: skip
     binary = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-    for target, function in callables._DIRECT.items():
+    for target, function in direct._DIRECT.items():
         args = special.get(target) or ((x, y) if target in binary else (x,))
         want = target(*args)
         got = function(*args)
