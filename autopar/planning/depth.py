@@ -103,9 +103,6 @@ class Rest:
         return self.has(named[node].name) if is_stored else node.op == "output" or self.counts(node)
 
 
-ALL = Rest("", {})
-
-
 def crossing(program: Program, border: tuple[str, str]) -> list[fx.Node]:
     """The values of the forward pass of one layer that the next one reads."""
     (before, behind), paths = border, _paths(program)

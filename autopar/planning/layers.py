@@ -15,7 +15,8 @@ from autopar.machines import Machine
 from autopar.passes.node_costs import node_times
 from autopar.passes.streams import run
 from autopar.planning.depth import Rest
-from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micro, Micros, Split
+from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micros, Split
+from autopar.planning.stage import Micro
 from autopar.planning.states import Held, held
 from autopar.planning.step_time import products
 

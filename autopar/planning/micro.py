@@ -3,7 +3,7 @@ recomputation are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -13,24 +13,19 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
-from autopar.ir.plan import Fixed, Plan
-from autopar.ir.program import Program
+from autopar.ir.plan import Fixed
 from autopar.machines import Machine
-from autopar.passes import OF_GRAPHS, PASSES
-from autopar.passes.pipeline.stages import Places, split_into_stages
-from autopar.passes.recompute import recompute
 from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
-from autopar.planning.depth import Shallow, crossing, shallow
+from autopar.planning.depth import Shallow, shallow
+from autopar.planning.stage import Micro, cut_at
 
 KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
 PARTS = 2  # micro-batches of such a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
-ONE_STAGE = Places((0,), split=False, in_flight=(1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +38,6 @@ class Split:
     @property
     def mesh(self) -> Mesh:
         return Mesh((("tp", self.tp),) if self.tp > 1 else (("dp", 1),))
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """What a rank runs of a step of PARTS micro-batches. program: LOCAL, of some number of rows. graphs: of its
-    actions, by kind, before the passes that come after the cut. message: bytes that one equal layer hands on.
-    """
-
-    plan: Plan
-    program: Program
-    graphs: Mapping[str, Program]
-    message: float
-
-    def finished(self, graph: Program) -> Program:
-        """A graph after the passes that come after the cut. Nothing is verified here: what is chosen is compiled by
-        `lower`, which does."""
-        for step, _ in PASSES:
-            graph = step(graph, self.plan) if step in OF_GRAPHS else graph
-        return graph
 
 
 class Micros:
@@ -139,13 +115,3 @@ class Micros:
             is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
             self._low[split] = found if is_good else None
         return self._low[split]
-
-
-@uncollected()
-def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
-    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
-    plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
-    program = recompute(local.program, plan)
-    graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}
-    sent = crossing(program, border) if border[0] else ()
-    return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))

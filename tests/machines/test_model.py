@@ -126,3 +126,10 @@ GROUPS = {
 @pytest.mark.parametrize(("mesh", "axis"), GROUPS, ids=str)
 def test_the_last_axes_of_a_mesh_lie_in_a_node(mesh: str, axis: str):
     assert group_of(parse_mesh(mesh), axis, ranks=8) == GROUPS[mesh, axis]
+
+
+def test_a_rising_curve_lies_nowhere_below_and_never_falls() -> None:
+    dented = Curve(((1.0, 0.2), (10.0, 0.6), (100.0, 0.4), (1000.0, 0.8)))
+    assert dented.rising().points == ((1.0, 0.2), (10.0, 0.6), (100.0, 0.6), (1000.0, 0.8))
+    machine = named("h100-80g").rising()
+    assert machine.call_us(1e9, "bfloat16", 1e6) <= named("h100-80g").call_us(1e9, "bfloat16", 1e6)

@@ -17,9 +17,10 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import named
 from autopar.planning.between import between
-from autopar.planning.depth import ALL, Shallow, shallow
+from autopar.planning.depth import Rest, Shallow, shallow
 from autopar.planning.layers import Layers, Timed, _row
-from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split, cut_at
+from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split
+from autopar.planning.stage import cut_at
 
 MACHINE = named("h100-80g")
 SEQUENCE, OPTIONS = 256, StepOptions(precision="bf16")
@@ -92,7 +93,7 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
     graphs = {kind: Timed.of(less.finished(graph), MACHINE) for kind, graph in less.graphs.items()}
-    row = _row(less, graphs, ALL, MACHINE)
+    row = _row(less, graphs, Rest.of(shallower(name).shallow(LOW)), MACHINE)
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number

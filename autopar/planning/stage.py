@@ -1,0 +1,47 @@
+"""The graphs of a micro-batch on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.compiler.garbage import uncollected
+from autopar.compiler.lowered import Lowered
+from autopar.ir.measure import local_bytes
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import OF_GRAPHS, PASSES
+from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.recompute import recompute
+from autopar.planning.depth import crossing
+
+ONE_STAGE = Places((0,), split=False, in_flight=(1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """What a rank runs of a step of PARTS micro-batches. program: LOCAL, of some number of rows. graphs: of its
+    actions, by kind, before the passes that come after the cut. message: bytes that one equal layer hands on.
+    """
+
+    plan: Plan
+    program: Program
+    graphs: Mapping[str, Program]
+    message: float
+
+    def finished(self, graph: Program) -> Program:
+        """A graph after the passes that come after the cut. Nothing is verified here: what is chosen is compiled by
+        `lower`, which does."""
+        for step, _ in PASSES:
+            graph = step(graph, self.plan) if step in OF_GRAPHS else graph
+        return graph
+
+
+@uncollected()
+def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
+    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
+    plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
+    program = recompute(local.program, plan)
+    graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}
+    sent = crossing(program, border) if border[0] else ()
+    return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))
