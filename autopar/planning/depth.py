@@ -55,15 +55,17 @@ def shallow(program: Program, kept: int) -> Shallow | None:
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What a program has beside one layer, in whatever it was made into. path: of that layer; "" leaves nothing out.
-    owners: the layers of captured calls, by the names that `Record.origin` keeps."""
+    owners: the layers of captured calls, by the names that `Record.origin` keeps. first: the first of the equal layers.
+    """
 
     path: str
     owners: Mapping[str, str]
+    first: str = ""
 
     @classmethod
     def of(cls, found: Shallow) -> Rest:
         """Beside the layer that has one of its like on both sides."""
-        return cls(found.middle, {node.name: path for node, path in _paths(found.program).items()})
+        return cls(found.middle, {node.name: path for node, path in _paths(found.program).items()}, found.border[0])
 
     def has(self, name: str) -> bool:
         """Of a parameter or a buffer."""
@@ -73,8 +75,12 @@ class Rest:
         """Of a node: True if it is none of the layer's. What is awaited belongs to what was started."""
         if not self.path:
             return True
+        return self.layer(node) != self.path
+
+    def layer(self, node: fx.Node) -> str:
+        """The layer of a node; "" if it lies in none."""
         known = record(node.all_input_nodes[0] if node.target is WAIT else node)
-        return (self.owners.get(known.origin.partition(".")[0]) or layer_of(known.module)) != self.path
+        return self.owners.get(known.origin.partition(".")[0]) or layer_of(known.module)
 
     def cut_out(self, program: Program) -> Program | None:
         """A graph in which the layers do not read each other; None of one in which they do."""

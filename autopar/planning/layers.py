@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from autopar.ir.program import Program, record
 from autopar.machines import Machine
 from autopar.passes.node_costs import node_times
 from autopar.passes.streams import run
-from autopar.planning.depth import ALL, Rest
+from autopar.planning.depth import Rest
 from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micro, Micros, Split
 from autopar.planning.states import Held, held
 from autopar.planning.step_time import products
@@ -42,8 +42,7 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Of a rank, by its layers. forward, backward: us of a micro-batch; exposed: the part of both that waits for tp.
-    once: us of what is computed once a step. The rest are bytes: parameters, their gradients, AdamW's states, what
-    a micro-batch saves for its backward pass, what beside that is alive at the peak, and what one layer hands to the
+    once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
     next."""
 
     forward: Linear
@@ -51,8 +50,11 @@ class Cost:
     exposed: Linear
     once: Linear
     parameters: Linear
+    entry: Linear
     gradients: Linear
     states: Linear
+    copies: Linear
+    plain: Linear
     saved: Linear
     others: Linear
     message: float = 0.0
@@ -127,10 +129,10 @@ class Layers:
     @uncollected()
     def _cost(self, micro: Micro, machine: Machine) -> Cost:
         graphs = {kind: Timed.of(micro.finished(graph), machine) for kind, graph in micro.graphs.items()}
-        whole = _row(micro, graphs, ALL, machine)
+        rest = self._rest
+        whole = _row(micro, graphs, replace(rest, path=""), machine)
         if not self.equal:
             return Cost(**{name: Linear(value, 0.0) for name, value in whole.items()}, message=micro.message)
-        rest = self._rest
         shorter = {kind: rest.cut_out(graph) for kind, graph in micro.graphs.items() if kind in ONCE}
         graphs |= {kind: Timed.of(micro.finished(graph), machine) for kind, graph in shorter.items() if graph}
         less = _row(micro, graphs, rest, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ from autopar.passes.schedules.parse import parse_schedule
 from autopar.passes.schedules.simulate import simulate
 from autopar.passes.schedules.transfers import with_transfers
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Cost
+from autopar.planning.layers import Cost, Linear
+from autopar.planning.states import MOMENTS
 from autopar.planning.step_time import ADAMW
 
 ROUNDS = 4  # micro-batches a stage that are simulated: each one more takes as long as the one before
@@ -153,17 +155,33 @@ def _per_layer(kind: str, bytes_: float, layers: int, group: Group, machine: Mac
 
 
 def _memory(candidate: Candidate, cost: Cost, layers: int, place: int, stages: int, flight: list[int]) -> float:
-    """The bytes of a rank at its peak. What is outside of the equal layers is on the last stage."""
-    is_last = place == stages - 1
+    """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one more value of each parameter.
+
+    What is outside of the equal layers is on the last stage, but for the parameters that are read before them.
+    """
+    is_last, is_first = place == stages - 1, place == 0
     dp, zero = candidate.dp, candidate.zero
+    moved = cost.entry.outside * (is_first - is_last)
 
-    def of(line: object) -> float:
-        return line(layers) if is_last else layers * line.each  # type: ignore[operator, attr-defined]
+    def of(line: Linear) -> float:
+        return line(layers) if is_last else layers * line.each
 
-    parameters = of(cost.parameters) / (dp if zero == 3 else 1)
-    parameters += 2 * cost.parameters.each if zero == 3 else 0.0  # of the layer at work, and of the next one
-    gradients = of(cost.gradients) / (dp if zero >= 2 else 1)
-    states = of(cost.states) / (dp if zero >= 1 else 1)
-    held = flight[place] * of(cost.saved) / candidate.chunks
-    others = max(0.0, cost.others(layers))
-    return parameters + gradients + states + held + others
+    parameters, gradients = of(cost.parameters) + moved, of(cost.gradients) + moved
+    part = (parameters + of(cost.states) + moved * MOMENTS) / (dp if zero else 1)
+    optimizer = part + gradients / (dp if zero else 1) + parameters / (dp if zero else 1)
+    gradients /= dp if zero >= 2 else 1
+    saved = flight[place] * of(cost.saved) / candidate.chunks + max(0.0, cost.others(layers))
+    is_one = candidate.microbatches == 1  # then gradients take the place of activations
+    step = part + _copies(candidate, cost, of) + (max(saved, gradients) if is_one else saved + gradients)
+    return max(step, optimizer)
+
+
+def _copies(candidate: Candidate, cost: Cost, of: Callable[[Linear], float]) -> float:
+    """Bytes of the parameters as a step reads them: in another dtype, and gathered."""
+    if candidate.zero == 3:  # of the layer at work and of the next one, and what is largest of gradients on their way
+        on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.entry.outside)
+        return 2 * (cost.copies.each + cost.plain.each) + on_way
+    gathered = 0.0
+    if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
+        gathered = of(cost.plain) - (cost.entry.outside if candidate.microbatches <= 2 else 0.0)
+    return of(cost.copies) + max(0.0, gathered)

@@ -15,6 +15,7 @@ from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
 from autopar.planning.micro import Split
 from autopar.planning.predict import Prediction, predict
+from autopar.planning.states import MOMENTS
 
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
@@ -134,13 +135,14 @@ class Bounds:
         return self.products, self.rows, self.calls
 
     def memory(self, candidate: Candidate) -> float:
-        """Bytes of a rank's part of parameters, gradients and states, and of what a micro-batch keeps at least."""
+        """Bytes of a rank's part of parameters, states, and of gradients or what a micro-batch keeps at least."""
         part = self.work.parameters / candidate.tp / candidate.pp
-        split = [candidate.dp if candidate.zero >= stage else 1 for stage in (3, 2, 1, 1)]
+        stored = (1 + MOMENTS) * part / (candidate.dp if candidate.zero else 1)
+        gradients = part / (candidate.dp if candidate.zero >= 2 else 1)
         saved = (
             self.layers.cost(Split(), 1, "full").saved.each * self.equal * candidate.rows / candidate.tp / candidate.pp
         )
-        return sum(part / ranks for ranks in split) + saved
+        return stored + max(gradients, saved)
 
 
 def _filling(candidate: Candidate) -> float:

@@ -94,7 +94,7 @@ def test_what_a_rank_of_a_pipeline_holds_at_once(schedule: str, pp: int, microba
     "candidate",
     [
         Candidate(2, 1, 1, 0, "none", 1, 2), Candidate(1, 4, 1, 0, "full", 2, 2), Candidate(2, 2, 1, 3, "none", 1, 2),
-        Candidate(1, 2, 2, 0, "none", 1, 4),
+        Candidate(1, 2, 2, 0, "none", 1, 4), Candidate(1, 2, 1, 0, "none", 1, 4, sequence=True),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,0 +1,52 @@
+"""The memory that a plan says it takes, against that of the programs that the compiler emits for it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from models import Llama, token_loss
+
+import autopar
+from autopar.machines import named
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Layers
+from autopar.planning.plan import layers_of
+from autopar.planning.predict import predict
+
+MACHINE = named("h100-80g")
+EXACT, NEAR = 1e-3, 0.04  # ZeRO-3 and gradients that leave as parts of larger values are not said to the byte
+
+
+def job(rows: int) -> autopar.Job:
+    with torch.device("meta"):
+        model = Llama(8, 1024, 8, 8, 2816, 32000, 512)
+        ids = torch.empty(rows, 512, dtype=torch.int64)
+    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+
+
+@cache
+def layers() -> Layers:
+    return layers_of(job(2), MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "error"),
+    [
+        (Candidate(1, 1, 1, 0, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 0, "none", 1, 2), EXACT),
+        (Candidate(2, 1, 1, 1, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), EXACT),
+        (Candidate(2, 1, 1, 3, "none", 2, 2), NEAR), (Candidate(2, 1, 1, 3, "none", 2, 1), NEAR),
+        (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
+        (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), 0.12),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
+    given = job(candidate.dp * candidate.rows * candidate.microbatches)
+    compiled = autopar.compile(
+        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
+    )
+    emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
+    cost = layers().cost(candidate.split, candidate.rows, candidate.recompute)
+    assert predict(candidate, cost, layers().equal, MACHINE).memory == pytest.approx(emitted, rel=error)
