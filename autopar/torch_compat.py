@@ -24,7 +24,6 @@ torch 2.11 to 2.13.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
 - `torch._C._len_torch_function_stack`: whether a function mode sees what runs, or that is a call of its own.
-- `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`: whether the user turned a
   dispatch mode on, or hooks on what autograd saves: both run code of the user's inside of torch's functions.
 - the logger `torch._subclasses.fake_tensor`: it writes a traceback of torch's own for every op whose shapes do not fit,
@@ -104,7 +103,6 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "TreeSpec",
-    "add_to_versions",
     "assert_async",
     "backward",
     "change_in_place",
@@ -163,7 +161,6 @@ def decompositions_of(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
-add_to_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 # Both as descriptors, which a class of ours has under other names: read without a call, for each op of an optimizer.

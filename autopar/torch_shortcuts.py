@@ -4,12 +4,13 @@
   constructor of FakeTensor does, which costs as much as all else together that a capture does for an op.
 - `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`: what `Graph.node_copy` does for a node under
   a name that is free, in a third of its time: it takes names and arguments apart again, which it has made itself.
+- `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `TorchDispatchMode._should_skip_dynamo`: whether `torch.compile` must be kept out of a dispatch mode, at each op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import fx
 
 from autopar.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+add_to_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:

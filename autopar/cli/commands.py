@@ -9,28 +9,24 @@ from typing import Annotated
 import typer
 
 from autopar.cli.compiling import compiled_of, job_of
-from autopar.cli.explaining import explain
+from autopar.cli.estimating import estimate
+from autopar.cli.explaining import MeshOption, Target, explain
 from autopar.cli.launch import Stopped
 from autopar.cli.machine import app as machine_app
 from autopar.cli.options import Options, takes_options
-from autopar.cli.planned import check_auto
-from autopar.cli.planning import estimate, plan_
-from autopar.cli.preflight import check_run
+from autopar.cli.planning import plan_
+from autopar.cli.preflight import check_auto, check_run
 from autopar.cli.ranks import on_ranks, running_mesh
-from autopar.cli.show import draw_timeline, out, show, show_memory, show_notes, show_pass, show_rank, write_page
+from autopar.cli.show import draw_timeline, out, show_memory, show_notes, show_pass, show_rank, write_page
 from autopar.cli.training import train
+from autopar.cli.verifying import verify
 from autopar.compiled import load
-from autopar.compiler.meshes import mesh_of
 from autopar.errors import AutoparError, TargetError
 from autopar.ir.measure import human
-from autopar.verification.distributed import verify_on_ranks
-from autopar.verification.verify import verify as verify_job
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(machine_app, name="machine")
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")]
-MeshOption = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1")]
 RunMesh = Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2; one size may be -1; or auto")]
 
 
@@ -135,57 +131,10 @@ def inspect(
     show_rank(compiled, rank, graph, full)
 
 
-@app.command()
-@takes_options("check_replicas")
-def verify(
-    target: Target,
-    mesh: MeshOption,
-    steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
-    backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
-    *,
-    options: Options,
-) -> None:
-    """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
-    check_run(options, steps)
-    if backend == "gloo":
-        arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *options.arguments()]
-
-        def verify_here() -> None:
-            _finish(verify_on_ranks(job_of(target, running_mesh(mesh), options), mesh, steps, options.seed))
-
-        on_ranks(mesh, arguments, verify_here)
-        return
-    if backend != "virtual":
-        raise TargetError(f"--backend {backend}: write virtual or gloo.")
-    if options.cuda_graphs:
-        raise TargetError("--cuda-graphs: a dry run of what each process would record; add --backend gloo.")
-    job = job_of(target, mesh_of(mesh), options)
-    _finish(
-        verify_job(
-            job.model,
-            mesh,
-            loss_fn=job.loss_fn,
-            batch=job.batch,
-            steps=steps,
-            optimizer=job.optimizer,
-            seed=options.seed,
-            **job.step,
-        )
-    )
-
-
+app.command()(verify)
 app.command()(explain)
 app.command()(estimate)
 app.command("plan")(plan_)
-
-
-def _finish(found: object) -> None:
-    """Show a report (rank 0 has it) and leave with its verdict."""
-    if found is None:
-        return
-    show(str(found))
-    if not getattr(found, "ok", False):
-        raise typer.Exit(1)
 
 
 def main() -> None:

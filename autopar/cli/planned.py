@@ -1,4 +1,4 @@
-"""What stands beside `--plan` or `--mesh auto` on a command line must not say another thing."""
+"""What stands beside `--plan` on a command line must not say another thing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.compiler.meshes import AUTO, mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import TargetError
 from autopar.ir.options import StepKeywords
-from autopar.planning.decisions import PLANNED, Decisions
+from autopar.planning.decisions import Decisions
 
 
 def mesh_beside(plan: Decisions | None, mesh: str | None, is_needed: bool) -> str | None:
@@ -33,17 +33,6 @@ def check_beside(plan: Decisions, flags: StepKeywords | Mapping[str, Any]) -> No
         given, decided = (getattr(options_of(**{name: of[name]}), name) for of in (flags, plan.said))  # type: ignore[literal-required, misc]
         if given != decided:
             raise _two(f"--{name.replace('_', '-')} {given}", plan, f"{name} = {decided}")
-
-
-def check_auto(flags: StepKeywords | Mapping[str, Any], machine: str | None, mesh: str) -> None:
-    """Raise TargetError for an option of which `--mesh auto` decides, and for a machine beside another mesh."""
-    if mesh != AUTO and machine is not None:
-        raise TargetError(f"--machine {machine}: it is of --mesh {AUTO}, and the mesh is '{mesh}'. Leave it out.")
-    for name in flags.keys() & (PLANNED.keys() | {"stages"}) if mesh == AUTO else ():
-        flag = f"--{name.replace('_', '-')}"
-        raise TargetError(
-            f"{flag} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with `autopar plan --fix`."
-        )
 
 
 def _two(flag: str, plan: Decisions, decided: str) -> TargetError:

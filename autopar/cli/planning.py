@@ -1,4 +1,4 @@
-"""`autopar estimate` and `plan`: what a step takes on a machine that need not be here, and the best plans there."""
+"""`autopar plan`: the best plans for devices that need not be here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.progress import Progress
 
-from autopar.cli.compiling import compiled_of
 from autopar.cli.options import Options, takes_options
-from autopar.cli.show import out, show, show_notes, write_text
+from autopar.cli.show import out, show, write_text
 from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
-from autopar.ir.measure import human
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
 from autopar.planning.batches import rows_of
@@ -31,25 +29,6 @@ T = TypeVar("T")
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
 _SIZES = ("dp", "tp", "pp", "zero", "rows", "microbatches")
-
-
-@takes_options("cuda_graphs", "check_replicas")
-def estimate(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
-    mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
-    *,
-    options: Options,
-) -> None:
-    """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
-    chosen = named(machine)
-    compiled = compiled_of(target, mesh, options, chosen)
-    show(str(compiled.time(chosen)))
-    device = "cpu" if chosen.is_host else "cuda"
-    peaks = [compiled.memory(ranks[0], device=device).peak for ranks in compiled.alike]
-    show(f"  at most {human(max(peaks))} of {human(chosen.device.memory)} a device, on rank "
-         f"{compiled.alike[peaks.index(max(peaks))][0]}")  # fmt: skip
-    show_notes(compiled)
 
 
 @takes_options("cuda_graphs", "check_replicas", "stages", *PLANNED)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from autopar.cli.options import Options
+from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.job import Job
+from autopar.planning.decisions import PLANNED
 from autopar.settings import Settings
 
 SEEDS = -(2**63), 2**64 - 1  # what torch.manual_seed takes
@@ -24,6 +27,17 @@ def check_run(options: Options, steps: int, log: Path | None = None, trace: Path
         _check_file("--log", log)
     if trace is not None:
         _check_folder("--trace", trace)
+
+
+def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None:
+    """Raise TargetError for an option of which `--mesh auto` decides, and for a machine beside another mesh."""
+    if mesh != AUTO and machine is not None:
+        raise TargetError(f"--machine {machine}: it is of --mesh {AUTO}, and the mesh is '{mesh}'. Leave it out.")
+    for name in flags.keys() & (PLANNED.keys() | {"stages"}) if mesh == AUTO else ():
+        flag = f"--{name.replace('_', '-')}"
+        raise TargetError(
+            f"{flag} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with `autopar plan --fix`."
+        )
 
 
 def check_options(options: Options) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from autopar.torch_compat import add_to_versions, maker_of
+from autopar.torch_compat import maker_of
+from autopar.torch_shortcuts import add_to_versions
 
 Method = Callable[..., Any]
 _NUMBERS = frozenset({"alpha", "value"})  # keyword arguments of the methods below that may not be tensors

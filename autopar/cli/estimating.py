@@ -1,0 +1,33 @@
+"""`autopar estimate`: what a step takes on a machine that need not be here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli.compiling import compiled_of
+from autopar.cli.options import Options, takes_options
+from autopar.cli.show import show, show_notes
+from autopar.ir.measure import human
+from autopar.ir.plan import DEVICES
+from autopar.machines import named
+
+
+@takes_options("cuda_graphs", "check_replicas")
+def estimate(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
+    mesh: Annotated[str, typer.Option("--mesh", help="axis=size pairs, e.g. dp=2,tp=2")],
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
+    *,
+    options: Options,
+) -> None:
+    """Simulate a step of the programs on a machine: its time, what it is made of, and the bytes at the peak."""
+    chosen = named(machine)
+    compiled = compiled_of(target, mesh, options, chosen)
+    show(str(compiled.time(chosen)))
+    device = "cpu" if chosen.is_host else "cuda"
+    peaks = [compiled.memory(ranks[0], device=device).peak for ranks in compiled.alike]
+    show(f"  at most {human(max(peaks))} of {human(chosen.device.memory)} a device, on rank "
+         f"{compiled.alike[peaks.index(max(peaks))][0]}")  # fmt: skip
+    show_notes(compiled)
