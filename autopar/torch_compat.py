@@ -55,7 +55,6 @@ torch 2.11 to 2.13.
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor will call, asked for before it fails.
 - `torch.fx._symbolic_trace._is_fx_tracing_flag`: what torch.fx sets while it traces; what `torch.compile` made refuses
   to run then, and would compile itself otherwise.
-- `torch._foreach_copy_`: many small tensors copied in one launch, as optimizers do; there is no public way.
 - `torch.ops._c10d_functional`: collectives that Inductor knows (in `runtime/functional.py`); the public functions of
   `torch.distributed._functional_collectives` are as private, and wrap their results in a tensor class.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`, `_scaled_dot_product_flash_attention` and
@@ -395,10 +394,3 @@ def has_cpp_compiler() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, of the same dtype: those of one dtype in one launch."""
-    for dtype in {source.dtype for source in sources}:
-        pairs = [(to, of) for to, of in zip(targets, sources, strict=True) if of.dtype == dtype]
-        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])

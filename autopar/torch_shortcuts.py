@@ -5,6 +5,7 @@
 - `Graph._graph_namespace`, `_insert`, `_find_nodes_lookup_table`, `_len`: what `Graph.node_copy` does for a node under
   a name that is free, in a third of its time: it takes names and arguments apart again, which it has made itself.
 - `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
+- `torch._foreach_copy_`: many small tensors copied in one launch, as optimizers do; there is no public way.
 - `TorchDispatchMode._should_skip_dynamo`: whether `torch.compile` must be kept out of a dispatch mode, at each op.
 """
 
@@ -78,3 +79,10 @@ def fake_maker(mode: FakeTensorMode) -> Callable[..., FakeTensor]:
         return made
 
     return make
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, of the same dtype: those of one dtype in one launch."""
+    for dtype in {source.dtype for source in sources}:
+        pairs = [(to, of) for to, of in zip(targets, sources, strict=True) if of.dtype == dtype]
+        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])

@@ -22,7 +22,7 @@ from autopar.runtime.executor import Outputs
 from autopar.runtime.inputs import Key, StepInputs
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.runner import Runner
-from autopar.torch_compat import copy_all
+from autopar.torch_shortcuts import copy_all
 
 _log = logging.getLogger("autopar")
 _NEW = frozenset({"batch", "seed", "scale"})  # inputs that lie elsewhere at each step
