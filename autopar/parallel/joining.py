@@ -1,4 +1,4 @@
-"""Reduction the ranks of a mesh: each checks what it was given, all agree on it once, and then there are groups."""
+"""Join the ranks of a mesh: each checks what it was given, all agree on it once, and then there are groups."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Agreed:
 
 
 def join(asked: Asked) -> Agreed:
-    """Reduction the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
+    """Join the process group that the launcher prepared, if none is there, and agree on what ranks were asked for.
 
     A mesh of size 1 needs no launcher: it gets a group of its own. Raises what `Asked.check` does, on every rank.
     """

@@ -49,7 +49,7 @@ class Session:
 
 
 def open_session(asked: Asked) -> Session:
-    """Reduction the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
+    """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
     this."""
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
