@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli import commands as cli
-from autopar.cli import planning
+from autopar.cli import estimating
 from autopar.errors import ArtifactError, MachineError
 from autopar.ir.schedule import Action
 from autopar.machines import Machine, named
@@ -155,14 +155,14 @@ def test_a_machine_that_is_not_known() -> None:
 def test_estimate_compiles_for_the_machine_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cut of stages, prefetch and buckets are decided for it, not for the default."""
     asked: list[str] = []
-    plain = planning.compiled_of
+    plain = estimating.compiled_of
 
     def compiled_of(*args: object) -> autopar.Compiled:
         made = plain(*args)  # type: ignore[arg-type]
         asked.append(made.plan.fixed.machine.name)
         return made
 
-    monkeypatch.setattr(planning, "compiled_of", compiled_of)
+    monkeypatch.setattr(estimating, "compiled_of", compiled_of)
     target = f"{ROOT / 'examples' / 'train_gpt.py'}:job"
     cli.app(["estimate", target, "--mesh", "pp=2", "--microbatches", "2", "--machine", "cpu"], standalone_mode=False)
     assert asked == ["cpu"]

@@ -316,7 +316,7 @@ def test_dispatcher_runs_the_kernels_and_meta_agrees() -> None:
         real = op(name)(*args)
         with FakeTensorMode() as mode:
             fake = op(name)(*tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, args))
-        several = isinstance(direct, tuple)
+        several = isinstance(direct, (tuple, list))
         for x, y, z in zip(*((r if several else (r,)) for r in (direct, real, fake)), strict=True):
             assert torch.equal(x, y), name
             assert (x.shape, x.dtype) == (z.shape, z.dtype), name
