@@ -137,17 +137,25 @@ def _data(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> fl
     if candidate.zero == 1:
         return scattered + machine.collective_us("all_gather", parameters, group)
     if candidate.zero == 2:
-        return _all(candidate, cost, layers, scattered) + machine.collective_us("all_gather", parameters, group)
+        return _all(candidate, cost, layers, scattered, machine) + machine.collective_us(
+            "all_gather", parameters, group
+        )
     gathered = _per_layer("all_gather", cost.parameters.each, layers, group, machine)
     hidden = candidate.microbatches * (cost.forward(layers) + cost.backward(layers))
     moved = candidate.microbatches * 2 * gathered
-    return max(0.0, moved - hidden) + _all(candidate, cost, layers, scattered)
+    return _longer(moved, hidden, machine) + _all(candidate, cost, layers, scattered, machine)
 
 
-def _all(candidate: Candidate, cost: Cost, layers: int, scattered: float) -> float:
+def _longer(moved: float, hidden: float, machine: Machine) -> float:
+    """us by which calls of `hidden` us end later for collectives of `moved` us beside them, which have a part of the
+    device while they are under way (passes/streams.py)."""
+    return max(machine.device.communicating * moved, moved - hidden)
+
+
+def _all(candidate: Candidate, cost: Cost, layers: int, scattered: float, machine: Machine) -> float:
     """Gradients that each micro-batch scatters, under its backward pass; the last bucket has nothing over it."""
-    hidden = cost.backward(layers)
-    return candidate.microbatches * max(0.0, scattered - hidden) + scattered / max(layers, 1)
+    longer = _longer(scattered, cost.backward(layers), machine)
+    return candidate.microbatches * longer + scattered / max(layers, 1)
 
 
 def _per_layer(kind: str, bytes_: float, layers: int, group: Group, machine: Machine) -> float:
