@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from autopar.torch_compat import no_torch_function
 from benchmarks.launch import Pair, medians
 
 WAYS = (("for each tensor", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True}))
@@ -56,7 +57,7 @@ class Led(Wrapper):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.__name__.startswith(("_foreach", "_fused")):
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 out = func(*args, **(kwargs or {}))
             return led(out) if func.__name__ == "zeros_like" else out
         out = on_parts(func, args, kwargs)

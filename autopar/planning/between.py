@@ -21,9 +21,6 @@ class _Differ(Exception):
 def between(low: Program, high: Program, share: Fraction) -> Program | None:
     """The program that lies at a share of the way between two, 0 to 1: every size, FLOP and number in an argument on a
     straight line. None where they are not node by node the same calls in the same layouts, or a number is no integer.
-
-    Layouts that are the best at both ends are so in between: what each choice costs, the search counts in bytes and
-    FLOPs, which grow linearly with the rows, and the least of several straight lines lies above the chord of its ends.
     """
     try:
         return _Between(low, high, share).run()

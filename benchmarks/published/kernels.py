@@ -1,7 +1,7 @@
 """A kernel of Megatron-LM that steps of 2021 were measured with: scale, causal mask and softmax in one.
 
-arXiv 2104.04473, section 4.2 ("we implemented two custom kernels to enable the fusion of scale, mask, and softmax"):
-logits are read once and probabilities written once, in the dtype of the products.
+As far as we remember arXiv 2104.04473 (the paper was not at hand): logits are read once and probabilities written once,
+in the dtype of the products.
 """
 
 from __future__ import annotations
