@@ -18,8 +18,9 @@ from autopar.machines import Machine, named
 from autopar.passes.schedules import in_flight, parse_schedule
 from autopar.planning.candidates import Candidate, Space
 from autopar.planning.layers import PARTS, Layers
+from autopar.planning.pipelined import held_at_once
 from autopar.planning.plan import Asked, Planned, layers_of, plan
-from autopar.planning.predict import held_at_once, predict
+from autopar.planning.predict import predict
 from autopar.planning.search import Bounds
 
 ROWS, GPUS = 4, 4

@@ -9,8 +9,9 @@ from autopar.ir.measure import human
 from autopar.ir.schedule import ONCE, Action, Timeline
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Cost
+from autopar.planning.pipelined import pipeline_of
 from autopar.planning.plan import Planned
-from autopar.planning.predict import Prediction, pipeline_of
+from autopar.planning.predict import Prediction
 from autopar.report.timeline.picture import Block, Lane, Picture, time_text
 
 FIRST = 8  # micro-batches that are drawn without a pipeline
