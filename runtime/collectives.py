@@ -74,7 +74,7 @@ def _apart(results: list[Tensor]) -> list[Tensor]:
     seen: set[int] = set()
     found = []
     for result in results:
-        place = result.untyped_storage().data_ptr()
+        place = id(result.untyped_storage())  # torch keeps this object for as long as the memory
         found.append(result.clone() if place in seen else result)
         seen.add(place)
     return found

@@ -7,7 +7,7 @@ recomputation, micro-batches, sequence parallelism. The machine is the one that 
 ways of a model are compiled in the same two processes and take a step each in turns, so that other work of the machine
 meets all of them alike; the time that a quarter of the steps stay below counts, as in `machine measure`. Predicted is
 `Compiled.time` of the very programs that run, with the optimizer's step (a fused AdamW). Memory is `Compiled.memory`
-beside what a tracker of live tensors saw.
+beside what the process allocated, by torch's profiler.
 
 Printed are a line for each way, then the mean and the largest error of the step time, the regret (how much slower the
 way with the least predicted time is than the fastest one, by measured times) and the largest error of memory.
