@@ -38,9 +38,10 @@ def shallow(program: Program, kept: int) -> Shallow | None:
     """A CAPTURED program with only `kept` (2 or more) of its equal layers; None where no more are found.
 
     Layers are equal if their calls are, one by one, with the same operands: of the same layer, of the one before or
-    behind it, or one and the same from outside. In place of the values of layers that are left out stand those of the
-    equal layer before them, of the backward pass those of the one behind: the program is a step of a less deep model.
-    A value of theirs that anything else reads (a list of all hidden states) is in the way.
+    behind it, or one and the same from outside; the first one may read what stands before all layers, and the last
+    one's backward pass what stands behind. In place of the values of layers that are left out stand those of the equal
+    layer before them, of the backward pass those of the one behind: the program is a step of a less deep model. A value
+    of theirs that anything else reads (a list of all hidden states) is in the way.
     """
     assert kept >= LEAST
     stack = _longest(program)
@@ -167,10 +168,33 @@ class _Layers:
         """All that makes a layer what it is; of equal layers the same."""
         return tuple(self._call(node, layer) for node in layer.calls)
 
-    def _call(self, node: fx.Node, layer: _Layer) -> Hashable:
+    def _call(self, node: fx.Node, layer: _Layer, named: bool = True) -> Hashable:
+        """named: with its operands."""
         known = record(node)
-        args = fx.node.map_arg((node.args, node.kwargs), lambda operand: f"<{self._operand(operand, layer)}>")
+
+        def text(operand: fx.Node) -> str:
+            return f"<{self._operand(operand, layer) if named else ''}>"
+
+        args = fx.node.map_arg((node.args, node.kwargs), text)
         return str(node.target), known.types, known.phase, str(args)
+
+    def is_end(self, end: _Layer, layer: _Layer, side: int) -> bool:
+        """Of a layer beside equal ones: True if it reads from outside all lists what `layer` reads of the neighbour on
+        that side (-1 or 1), and is like it in all else."""
+        pairs = [*zip(end.calls, layer.calls, strict=False)]
+        return len(end.calls) == len(layer.calls) and all(self._is_like(*pair, end, layer, side) for pair in pairs)
+
+    def _is_like(self, node: fx.Node, other: fx.Node, end: _Layer, layer: _Layer, side: int) -> bool:
+        mine, its = (self._call(one, own, named=False) for one, own in ((node, end), (other, layer)))
+        operands = zip(_operands(node), _operands(other), strict=False)
+        return mine == its and all(self._is_there(x, y, end, layer, side) for x, y in operands)
+
+    def _is_there(self, mine: fx.Node, its: fx.Node, end: _Layer, layer: _Layer, side: int) -> bool:
+        place = self._operand(its, layer)
+        if self._operand(mine, end) == place:
+            return True
+        is_outside = mine not in self.place and record(mine).types == record(its).types
+        return is_outside and isinstance(place, tuple) and place[0] == side
 
     def _operand(self, operand: fx.Node, layer: _Layer) -> Hashable:
         """(How many layers away, the place there), or the node itself where it lies in no layer of this list."""
@@ -178,6 +202,13 @@ class _Layers:
         if other is None or other.path.rpartition(".")[0] != layer.path.rpartition(".")[0]:
             return self.alike.get(operand, operand.name)
         return other.number - layer.number, place
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """In their order, each as often as it is read."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _paths(program: Program) -> dict[fx.Node, str]:
@@ -199,17 +230,30 @@ def _paths(program: Program) -> dict[fx.Node, str]:
 
 def _longest(program: Program) -> list[_Layer] | None:
     """The longest run of equal layers, none of which reads one that is further away than its neighbours."""
-    layers, best = _Layers(program), list[_Layer]()
-    for stack in layers.stacks():
-        run: list[_Layer] = []
-        before: Hashable = None
-        for layer in stack:
-            now = layers.signature(layer)
-            follows = run and layer.number == run[-1].number + 1 and now == before and _is_near(layers, layer)
-            run = [*run, layer] if follows else [layer]
-            before = now
-            best = run if len(run) > len(best) else best
-    return best or None
+    layers = _Layers(program)
+    runs = (_with_ends(layers, stack, run) for stack in layers.stacks() for run in _runs(layers, stack))
+    return max(runs, key=len, default=None)
+
+
+def _runs(layers: _Layers, stack: Sequence[_Layer]) -> list[list[_Layer]]:
+    """The layers of a list, those together that are equal."""
+    runs: list[list[_Layer]] = []
+    before: Hashable = None
+    for layer in stack:
+        now = layers.signature(layer)
+        follows = runs and layer.number == runs[-1][-1].number + 1 and now == before and _is_near(layers, layer)
+        runs = [*runs[:-1], [*runs[-1], layer]] if follows else [*runs, [layer]]
+        before = now
+    return runs
+
+
+def _with_ends(layers: _Layers, stack: Sequence[_Layer], run: list[_Layer]) -> list[_Layer]:
+    """Equal layers with the two at their ends, if these differ in nothing but where they read what the others read of a
+    neighbour: the first one of what stands before all layers, the last one's backward pass of what stands behind."""
+    numbered = {layer.number: layer for layer in stack}
+    first, last = numbered.get(run[0].number - 1), numbered.get(run[-1].number + 1)
+    before = [first] if first and layers.is_end(first, run[0], -1) else []
+    return [*before, *run, *([last] if last and layers.is_end(last, run[-1], 1) else [])]
 
 
 def _is_near(layers: _Layers, layer: _Layer) -> bool:
