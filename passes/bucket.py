@@ -59,7 +59,8 @@ def bucket(program: Program, plan: Plan) -> Program:
     their way at once, and more only while all are no larger than two of the largest: the oldest are awaited before one
     starts. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
-    return _Bucket(program, plan).run()
+    found = _Bucket(program, plan)
+    return found.run() if found.sums else program
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,14 @@ def decompose(program: Program, plan: Plan) -> Program:
     read a weight again, each has a collective's latency, and the results are copied into one value. Never on a CPU,
     where Gloo moves data by the cores that compute.
     """
-    return program if plan.fixed.machine.is_host else _Decompose(program, plan).run()
+    if plan.fixed.machine.is_host or not any(_moves(node, _SUMS | _GATHERS) for node in program.nodes):
+        return program
+    return _Decompose(program, plan).run()
+
+
+def _moves(node: fx.Node, kinds: Collection[object]) -> bool:
+    """True for a collective of some kinds that other ranks take part in."""
+    return node.target in kinds and not is_in_time(str(node.args[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class _Decompose:
     def run(self) -> Program:
         for plan, kinds in ((self._plan_sum, _SUMS), (self._plan_gather, _GATHERS)):
             for node in self.program.calls():
-                if node.target in kinds and not is_in_time(str(node.args[1])) and node not in self.of_gradients:
+                if _moves(node, kinds) and node not in self.of_gradients:
                     plan(node)
         later = {*self.products, *self.gathers}
         return self.build.rewrite(self.program, self._put, later) if later else self.program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -13,53 +14,127 @@ from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
-from autopar.machines.model import FRESH
+from autopar.machines.model import FRESH, MESSAGE, Group
+
+RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
+
+    flops: of its product, in `dtype`; attention: a fused one. moved: bytes that it reads and writes. results: bytes of
+    each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or TURNS; "" not at all.
+    sent: (times, bytes) of its messages, or once the value that a collective moves.
+    """
+
+    flops: float = 0.0
+    dtype: str = ""
+    attention: bool = False
+    moved: float = 0.0
+    results: tuple[float, ...] = ()
+    link: str = ""
+    axis: str = ""
+    sent: tuple[tuple[int, float], ...] = ()
+
+    def between(self, other: Load, share: float) -> Load | None:
+        """What lies at a share of the way from here to another one, 0 to 1, on a straight line; None of another kind
+        of call."""
+        if self == other:
+            return self
+        if _kind(self) != _kind(other):
+            return None
+
+        def line(low: float, high: float) -> float:
+            return low + (high - low) * share
+
+        sent = tuple(
+            (times, line(low, high)) for (times, low), (_, high) in zip(self.sent, other.sent, strict=True)
+        )  # fmt: skip
+        return replace(
+            self, flops=line(self.flops, other.flops), moved=line(self.moved, other.moved),
+            results=tuple(map(line, self.results, other.results)), sent=sent,
+        )  # fmt: skip
+
+
+def _kind(load: Load) -> tuple[object, ...]:
+    times = tuple(times for times, _ in load.sent)
+    return load.flops > 0, load.dtype, load.attention, len(load.results), load.link, load.axis, times
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
     """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
+    return {node: load_us(load, program.mesh, machine) for node, load in loads_of(program).items()}
+
+
+def loads_of(program: Program) -> dict[fx.Node, Load | None]:
+    """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time."""
     sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
-    return {node: _time(node, program.mesh, machine, sizes) for node in program.calls()}
+    return {node: _load(node, program.mesh, sizes) for node in program.calls()}
 
 
-def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, int]) -> float:
-    if is_getitem(node) or is_view(node):
+def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
+    """The time of a call on a machine."""
+    if load is None:
         return 0.0
-    if is_mesh_op(node.target):
-        if not is_collective(node.target):
-            return 0.0
-        return _moved(node, mesh, machine)
-    if is_ring(node.target):  # the slower of its products and its messages, of which one hides the other
-        sent = [(message.times, message.type.bytes_) for message in messages_of(node, mesh)]
-        group = group_of(mesh, axis_of(node), machine.ranks)
-        on_link = sum(times * machine.message_us(size, group) for times, size in sent)
-        if node.target is CHAIN_IN_TURNS:  # each rank waits for those before it, and those after it for each
-            return on_link + mesh[axis_of(node)] * _computed(node, mesh, machine, sizes)
-        return max(on_link, _computed(node, mesh, machine, sizes))
-    return _computed(node, mesh, machine, sizes)
+    if not load.link:
+        return _computed_us(load, machine)
+    group = group_of(mesh, load.axis, machine.ranks)
+    if load.link not in (RING, TURNS):
+        return _moved_us(load, group, machine)
+    on_link = sum(times * machine.message_us(size, group) for times, size in load.sent)
+    if load.link == TURNS:  # each rank waits for those before it, and those after it for each
+        return on_link + mesh[load.axis] * _computed_us(load, machine)
+    return max(on_link, _computed_us(load, machine))  # the slower one, which hides the other
 
 
-def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, int]) -> float:
-    moved = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
-    flops = record(node).flops
-    parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
-    dtype = str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.") if flops else ""
-    took = machine.call_us(flops / parts, dtype, moved, attention=flops > 0 and "attention" in str(node.target))
-    if sizes[node] < FRESH:
+def _computed_us(load: Load, machine: Machine) -> float:
+    took = machine.call_us(load.flops, load.dtype, load.moved, load.attention)
+    if sum(load.results) < FRESH:
         return took
-    return took + sum(machine.fresh_us(type_.bytes_) for type_ in local_types(node, mesh))
+    return took + sum(map(machine.fresh_us, load.results))
 
 
-def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
+def _moved_us(load: Load, group: Group, machine: Machine) -> float:
     """The time of a collective; what one rank adds up, or has, moves nothing."""
-    known, group = collective_of(node.target), group_of(mesh, str(node.args[1]), machine.ranks)
-    bytes_ = moved_type(node, mesh).bytes_
+    ((_, bytes_),) = load.sent
     if group.size == 1:
         return 0.0
-    if goes_to_one(node, mesh):
+    if load.link == MESSAGE:
         return machine.message_us(bytes_, group)
-    whole = bytes_ * (group.size if known.name == "all_to_all" else 1)  # of which each rank has a part before and after
-    return machine.collective_us(known.name, whole, group)
+    whole = bytes_ * (group.size if load.link == "all_to_all" else 1)  # of which each rank has a part before and after
+    return machine.collective_us(load.link, whole, group)
+
+
+def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | None:
+    if is_getitem(node) or is_view(node):
+        return None
+    if is_mesh_op(node.target):
+        if not is_collective(node.target):
+            return None
+        link = MESSAGE if goes_to_one(node, mesh) else collective_of(node.target).name
+        return Load(link=link, axis=str(node.args[1]), sent=((1, moved_type(node, mesh).bytes_),))
+    computed = _computed(node, mesh, sizes)
+    if not is_ring(node.target):
+        return computed
+    sent = tuple((message.times, message.type.bytes_) for message in messages_of(node, mesh))
+    return replace(computed, link=TURNS if node.target is CHAIN_IN_TURNS else RING, axis=axis_of(node), sent=sent)
+
+
+def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
+    operands, flops = operand_nodes(node), record(node).flops
+    moved = sizes[node] + sum([sizes[operand] for operand in operands])
+    if not flops:
+        return Load(moved=moved, results=_results(node, mesh, sizes))
+    parts = math.prod(mesh[axis] for axis in _axes(node))
+    dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
+    return Load(flops / parts, dtype, "attention" in str(node.target), moved, _results(node, mesh, sizes))
+
+
+def _results(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> tuple[float, ...]:
+    if len(record(node).types) == 1:
+        return (sizes[node],)
+    return tuple(type_.bytes_ for type_ in local_types(node, mesh))
 
 
 def _axes(node: fx.Node) -> set[str]:

@@ -52,7 +52,7 @@ def overlap(program: Program, plan: Plan) -> Program:
     Megatron-LM writes by hand for tensor parallel layers (arXiv 2205.05198, section 4.2.2, and its option
     `async_tensor_model_parallel_allreduce`). A collective that nothing could hide stays as it is.
     """
-    return _Overlap(program, plan).run()
+    return _Overlap(program, plan).run() if any(map(_moves, program.nodes)) else program
 
 
 class _Overlap:
@@ -104,7 +104,7 @@ class _Overlap:
         """Choose where collectives start, and what is computed later for their sake."""
         passed = [0, 0]  # where collectives stood
         for node in self.program.calls():
-            if node.target in _MOVES and not is_in_time(str(node.args[1])) and node not in self.sums:
+            if _moves(node) and node not in self.sums:
                 begin, hidden = self._begin(node)
                 weights, more = self._sinkable(node, passed[-WINDOW], begin, self.times[node] - hidden)
                 if hidden + more > self.least:
@@ -164,6 +164,10 @@ class _Overlap:
 
     def _compute(self, node: fx.Node) -> float:
         return 0.0 if is_collective(node.target) else self.times.get(node, 0.0)
+
+
+def _moves(node: fx.Node) -> bool:
+    return node.target in _MOVES and not is_in_time(str(node.args[1]))
 
 
 def _gradients_of_weights(program: Program) -> set[fx.Node]:

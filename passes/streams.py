@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -29,59 +29,88 @@ class Ran:
     calls: int
 
 
-def run(
-    program: Program, machine: Machine, counts: Callable[[fx.Node], bool] = lambda node: True,
-    times: Mapping[fx.Node, float] | None = None,
-) -> Ran:  # fmt: skip
-    """Run the nodes of a LOCAL graph that count. The host launches one call after another, `machine.launch_us` each.
-    The device computes them in that order, and every axis has a stream of its own, in which a collective begins when
-    its operand is there. times: of the nodes, if they are known.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call as streams see it. axis: of a collective, "" of any other call. starts: it is awaited later. awaits: the
+    place of the collective, among the calls of its graph, that this one waits for; -1 if it waits for none."""
+
+    axis: str = ""
+    starts: bool = False
+    awaits: int = -1
+
+
+_CALL = Launch()
+
+
+def run(program: Program, machine: Machine) -> Ran:
+    """Run a LOCAL graph. The host launches one call after another, `machine.launch_us` each. The device computes them
+    in that order, and every axis has a stream of its own, in which a collective begins when its operand is there.
 
     Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
 
     Where cores are the devices (`machine.is_host`) they move data too: nothing hides a collective.
     """
-    streams = _Streams(machine, node_times(program, machine) if times is None else times)
-    for node in program.calls():
-        if (node.target is WAIT or not (is_getitem(node) or is_view(node))) and counts(node):
-            streams.launch(node)
+    return run_launches(launches_of(program), list(node_times(program, machine).values()), machine)
+
+
+def launches_of(program: Program) -> list[Launch | None]:
+    """What each call of a LOCAL graph is for the streams; None of those that launch nothing."""
+    place = {node: i for i, node in enumerate(program.calls())}
+    return [_launch(node, place) for node in place]
+
+
+def run_launches(launches: Iterable[Launch | None], times: Iterable[float], machine: Machine) -> Ran:
+    """As `run`, of calls whose times are known; None in place of those that are left out."""
+    streams = _Streams(machine)
+    for place, (launch, time) in enumerate(zip(launches, times, strict=True)):
+        if launch is not None:
+            streams.launch(place, launch, time)
     return streams.ran()
+
+
+def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> Launch | None:
+    if node.target is WAIT:
+        return Launch(awaits=place[node.all_input_nodes[0]])
+    if is_getitem(node) or is_view(node):
+        return None
+    if not is_collective(node.target):
+        return _CALL
+    axis = str(node.args[1])
+    return None if is_in_time(axis) else Launch(axis, "_start" in str(node.target))
 
 
 @dataclass(slots=True)
 class _Streams:
     machine: Machine
-    times: Mapping[fx.Node, float]
     host: float = 0.0  # when each has done what it was given so far
     device: float = 0.0
     moving: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ends: dict[fx.Node, tuple[float, str]] = field(default_factory=dict)  # of collectives that nobody waited for
+    ends: dict[int, tuple[float, str]] = field(default_factory=dict)  # of collectives that nobody waited for
     computed: float = 0.0
     hosted: float = 0.0
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: int = 0
 
-    def launch(self, node: fx.Node) -> None:
-        if node.target is WAIT:
-            self._await(*self.ends.pop(node.all_input_nodes[0]))
-            return
-        if is_collective(node.target) and is_in_time(str(node.args[1])):
+    def launch(self, place: int, launch: Launch, time: float) -> None:
+        """The call at a place of its graph, which would take `time` us alone."""
+        if launch.awaits >= 0:
+            self._await(*self.ends.pop(launch.awaits))
             return
         self.calls += 1
         self.host += self.machine.launch_us
-        if not is_collective(node.target):
-            self._compute(self.times[node])
+        axis = launch.axis
+        if not axis:
+            self._compute(time)
             return
-        axis, time = str(node.args[1]), self.times[node]
         if self.machine.is_host:
             self.device += time
             self.exposed[axis] += time
-            self.ends[node] = self.device, axis
+            self.ends[place] = self.device, axis
             return
         begin = max(self.moving[axis], self.device, self.host)
         self.moving[axis] = begin + time
-        if "_start" in str(node.target):
-            self.ends[node] = begin + time, axis
+        if launch.starts:
+            self.ends[place] = begin + time, axis
         else:
             self._await(begin + time, axis)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -29,7 +30,7 @@ def local_types(node: fx.Node, mesh: Mesh) -> Iterator[TensorType]:
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     """The bytes of one rank's parts of all tensor results of a node."""
-    return sum(type_.bytes_ for type_ in local_types(node, mesh))
+    return sum([type_.bytes_ for type_ in local_types(node, mesh)])
 
 
 def moved_type(node: fx.Node, mesh: Mesh) -> TensorType:
@@ -60,6 +61,7 @@ def _with_and_without(node: fx.Node, mesh: Mesh) -> list[TensorType]:
     return sorted((local_type(node, mesh), local_type(operand_nodes(node)[0], mesh)), key=lambda type_: -type_.numel)
 
 
+@lru_cache(1 << 14)  # a model repeats its layers, and every pass asks again
 def _part(type_: TensorType, layout: Layout, mesh: Mesh) -> TensorType:
     return TensorType(local_shape(type_.shape, layout, mesh), type_.dtype)
 

@@ -20,7 +20,8 @@ class _Differ(Exception):
 
 def between(low: Program, high: Program, share: Fraction) -> Program | None:
     """The program that lies at a share of the way between two, 0 to 1: every size, FLOP and number in an argument on a
-    straight line. None where they are not node by node the same calls in the same layouts, or a number is no integer.
+    straight line; the first one itself if they are the same. None where they are not node by node the same calls in the
+    same layouts, or a number is no integer.
     """
     try:
         return _Between(low, high, share).run()
@@ -33,6 +34,7 @@ class _Between:
         self.low, self.high, self.share = low, high, share
         self.build = Builder(MADE_BY)
         self.partner: dict[fx.Node, fx.Node] = {}
+        self.is_same = True
 
     def run(self) -> Program:
         if (self.low.inputs, self.low.outputs) != (self.high.inputs, self.high.outputs):
@@ -42,7 +44,7 @@ class _Between:
                 raise _Differ
             self.partner[node] = other
             self._put(node, other)
-        return self.low.with_(graph=self.build.graph)
+        return self.low if self.is_same else self.low.with_(graph=self.build.graph)
 
     def _put(self, node: fx.Node, other: fx.Node) -> None:
         known = self._record(record(node), record(other))
@@ -88,6 +90,7 @@ class _Between:
     def _number(self, low: Any, high: Any) -> Any:
         if low == high:
             return low
+        self.is_same = False
         if isinstance(low, float):  # a mean's 1 / rows: it costs nothing
             return low
         if not isinstance(low, int) or isinstance(low, bool):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-from torch import fx
+from functools import cached_property
 
 from autopar.capture import Captured
 from autopar.compiler.garbage import uncollected
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
-from autopar.passes.node_costs import node_times
-from autopar.passes.streams import run
 from autopar.planning.depth import Rest
 from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micros, Split
+from autopar.planning.sheet import Sheet
 from autopar.planning.stage import Micro
-from autopar.planning.states import Held, held
+from autopar.planning.states import Held, Stored, held
 from autopar.planning.step_time import products
 
 ONCE = "CPE"  # actions that run once a step
@@ -62,15 +60,60 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """A graph, and what its nodes take on a machine."""
+class Sheets:
+    """The programs of a micro-batch as numbers. graphs: as they were cut, by kind. sheets: of each when it is finished,
+    and of what it is without one of the layers. stored: parameters, with that layer and without. message: bytes that
+    one equal layer hands on."""
 
-    program: Program
-    times: Mapping[fx.Node, float]
+    graphs: Mapping[str, Program]
+    sheets: Mapping[str, tuple[Sheet, Sheet]]
+    stored: tuple[Stored, Stored]
+    message: float
 
     @classmethod
-    def of(cls, program: Program, machine: Machine) -> Timed:
-        return cls(program, node_times(program, machine))
+    def of(cls, micro: Micro, rest: Rest, like: Sheets | None = None) -> Sheets:
+        """rest: all but one of the equal layers. like: those of other rows, of which some graphs may be the same."""
+        sheets = {
+            kind: like.sheets[kind] if like and like.graphs.get(kind) is graph else _both(micro, kind, rest)
+            for kind, graph in micro.graphs.items()
+        }
+        stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
+        return cls(micro.graphs, sheets, stored, micro.message)
+
+    def between(self, other: Sheets, share: float) -> Sheets | None:
+        """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
+        if self.sheets.keys() != other.sheets.keys():
+            return None
+        found: dict[str, tuple[Sheet, Sheet]] = {}
+        for kind, low in self.sheets.items():
+            high = other.sheets[kind]
+            whole = low[0].between(high[0], share)
+            is_one = low[0] is low[1] and high[0] is high[1]
+            less = whole if is_one else low[1].between(high[1], share)
+            if whole is None or less is None:
+                return None
+            found[kind] = whole, less
+        message = self.message + (other.message - self.message) * share
+        return Sheets(self.graphs, found, self.stored, message)
+
+    def cost(self, machine: Machine, is_less: bool) -> dict[str, float]:
+        """What the programs cost, by the names of `Cost`. is_less: without one of the layers."""
+        graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
+        spent = {kind: sheet.ran(sheet.times(machine), machine, is_less) for kind, sheet in graphs.items()}
+        once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
+        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
+        backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
+        kept = held(self.stored[is_less], graphs, is_less)
+        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
+        return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}
+
+
+def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
+    """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
+    graph = micro.graphs[kind]
+    whole = Sheet.of(kind, micro.finished(graph), rest)
+    shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
+    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
 
 
 class Layers:
@@ -84,6 +127,7 @@ class Layers:
         self.micros = Micros(capture, options, machine)
         self._least: dict[Split, float] = {}
         self._known: dict[tuple[Split, int, str], Cost] = {}
+        self._sheets: dict[tuple[Split, str], dict[int, Sheets]] = {}  # by rows
 
     @property
     def equal(self) -> int:
@@ -108,47 +152,46 @@ class Layers:
         """Of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `Micros.local`."""
         key = split, rows, recompute
         if key not in self._known:
-            self._known[key] = self._cost(self.micros.micro(*key), self.micros.machine)
+            self._known[key] = self._cost(self.sheets(*key), self.micros.machine)
         return self._known[key]
+
+    @uncollected()
+    def sheets(self, split: Split, rows: int, recompute: str) -> Sheets:
+        """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
+        were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
+        made = self._sheets.setdefault((split, recompute), {})
+        if rows not in made:
+            if LOW < rows < HIGH and self.micros.is_alike(split):
+                for end in (LOW, HIGH):
+                    self.sheets(split, end, recompute)
+                below, above = max(at for at in made if at < rows), min(at for at in made if at > rows)
+                found = made[below].between(made[above], (rows - below) / (above - below))
+                if found is not None:
+                    return found
+            made[rows] = Sheets.of(self.micros.micro(split, rows, recompute), self._rest, made.get(LOW))
+        return made[rows]
 
     def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
         """What a person should know of the program of such a micro-batch."""
-        return self.micros.micro(split, rows, recompute).program.notes
+        is_alike = rows < HIGH and self.micros.is_alike(split)
+        return self.micros.micro(split, LOW if is_alike else rows, recompute).program.notes
 
     def least_us(self, split: Split) -> float:
         """What a row takes at least, of a micro-batch of any size: as one of the most rows takes, on a machine whose
         calls are the faster the larger they are."""
         if split not in self._least:
-            cost = self._cost(self.micros.micro(split, HIGH, "none"), self.micros.machine.rising())
+            cost = self._cost(self.sheets(split, HIGH, "none"), self.micros.machine.rising())
             self._least[split] = (cost.forward(self.equal) + cost.backward(self.equal)) / HIGH
         return self._least[split]
 
-    @property
+    @cached_property
     def _rest(self) -> Rest:
         return Rest.of(self.micros.shallow(LOW))
 
-    @uncollected()
-    def _cost(self, micro: Micro, machine: Machine) -> Cost:
-        graphs = {kind: Timed.of(micro.finished(graph), machine) for kind, graph in micro.graphs.items()}
-        rest = self._rest
-        whole = _row(micro, graphs, replace(rest, path=""), machine)
-        if not self.equal:
-            return Cost(**{name: Linear(value, 0.0) for name, value in whole.items()}, message=micro.message)
-        shorter = {kind: rest.cut_out(graph) for kind, graph in micro.graphs.items() if kind in ONCE}
-        graphs |= {kind: Timed.of(micro.finished(graph), machine) for kind, graph in shorter.items() if graph}
-        less = _row(micro, graphs, rest, machine)
-        return Cost(**{name: self._line(whole[name], less[name]) for name in whole}, message=micro.message)
+    def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
+        whole = sheets.cost(machine, is_less=False)
+        less = sheets.cost(machine, is_less=True) if self.equal else whole
+        return Cost(**{name: self._line(whole[name], less[name]) for name in whole}, message=sheets.message)
 
     def _line(self, whole: float, less: float) -> Linear:
         return Linear.of(KEPT, whole, less) if self.equal else Linear(whole, 0.0)
-
-
-def _row(micro: Micro, graphs: Mapping[str, Timed], rest: Rest, machine: Machine) -> dict[str, float]:
-    """What the programs cost without what is left out, by the names of `Cost`."""
-    spent = {kind: run(graph.program, machine, rest.counts, graph.times) for kind, graph in graphs.items()}
-    once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
-    exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
-    backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
-    kept = held(micro.program, {kind: graph.program for kind, graph in graphs.items()}, rest)
-    bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
-    return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}

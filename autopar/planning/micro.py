@@ -91,18 +91,25 @@ class Micros:
         return self._known[key]
 
     def _between(self, split: Split, rows: int, recomputed: str) -> Micro | None:
-        high, local = self.micro(split, HIGH, recomputed), self._alike(split)
+        local = self._alike(split)
         if local is None:
             return None
         if (split, recomputed) not in self._ends:
             self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(LOW).border)
         low, share = self._ends[split, recomputed], Fraction(rows - LOW, HIGH - LOW)
+        if rows == LOW:
+            return low
+        high = self.micro(split, HIGH, recomputed)
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}
         found = {kind: graph for kind, graph in graphs.items() if graph is not None}
         message = low.message + (high.message - low.message) * float(share)
         return Micro(low.plan, low.program, found, message) if len(found) == len(graphs) else None
+
+    def is_alike(self, split: Split) -> bool:
+        """True if the layouts of HIGH rows are as good for fewer: programs of other rows then lie between two."""
+        return self._alike(split) is not None
 
     def _alike(self, split: Split) -> Lowered | None:
         """The program of LOW rows in the layouts of that of HIGH; None if others are better there.

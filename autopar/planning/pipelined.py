@@ -9,8 +9,9 @@ from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Costs, Flow, Timeline, Work
 from autopar.machines import Machine
-from autopar.passes.schedules.parse import parse_schedule
+from autopar.passes.schedules.parse import Schedule, parse_schedule
 from autopar.passes.schedules.simulate import simulate
+from autopar.passes.schedules.span import span_us
 from autopar.passes.schedules.transfers import with_transfers
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Cost
@@ -52,25 +53,26 @@ def bubble_us(candidate: Candidate, cost: Cost, busy: list[tuple[float, float]],
     more it grows by that rank's time."""
     if candidate.pp == 1:
         return 0.0
-    timeline, count = _simulated(candidate, cost, busy, machine)
-    return timeline.span_us - count * max(f + b for f, b in busy)
+    schedule, flow, costs = _first(candidate, cost, busy, machine)
+    return span_us(schedule.orders, flow, costs) - flow.microbatches * max(f + b for f, b in busy)
 
 
 def pipeline_of(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> tuple[Timeline, int]:
     """When each rank of a candidate's pipeline does what in the first micro-batches, and how many these are."""
-    return _simulated(candidate, cost, busy_us(cost, stages_of(candidate, cost, layers)), machine)
+    schedule, flow, costs = _first(candidate, cost, busy_us(cost, stages_of(candidate, cost, layers)), machine)
+    return simulate(with_transfers(schedule.orders, flow, costs), flow, costs), flow.microbatches
 
 
-def _simulated(
+def _first(
     candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine
-) -> tuple[Timeline, int]:
+) -> tuple[Schedule, Flow, Costs]:
+    """The schedule of the first micro-batches, with what flows between its actions and what they take."""
     ranks, chunks = candidate.pp, candidate.chunks
     count = min(candidate.microbatches, ROUNDS * ranks)
     schedule = parse_schedule(candidate.schedule, ranks, count, ranks * chunks)
     times = {(s, kind): busy[rank][i] / chunks for s, rank in enumerate(schedule.ranks) for i, kind in enumerate("FB")}
     costs = Costs(times, *machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks)))
-    flow = _chain(schedule.ranks, count, int(cost.message))
-    return simulate(with_transfers(schedule.orders, flow, costs), flow, costs), count
+    return schedule, _chain(schedule.ranks, count, int(cost.message)), costs
 
 
 def _chain(ranks: tuple[int, ...], count: int, message: int) -> Flow:

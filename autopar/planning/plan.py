@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.compiler.garbage import uncollected
 from autopar.errors import PlanError, divisors, one_of
 from autopar.ir.measure import human
 from autopar.ir.program import Program, record
@@ -56,6 +57,7 @@ def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: L
     return planned(layers or layers_of(job, asked.machine), asked, tell)
 
 
+@uncollected()
 def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) -> Planned:
     """Search all plans (`planning/search.py`). tell: of progress, (done, all).
 

@@ -11,7 +11,7 @@ from autopar.ir.measure import local_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import OF_GRAPHS, PASSES
-from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.pipeline.stages import Places, graphs_of_stages
 from autopar.passes.recompute import recompute
 from autopar.planning.depth import crossing
 
@@ -42,6 +42,6 @@ def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
     """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
     program = recompute(local.program, plan)
-    graphs = {kind: graph for (_, kind), graph in split_into_stages(program, plan, ONE_STAGE).graphs.items()}
+    graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, ONE_STAGE).items()}
     sent = crossing(program, border) if border[0] else ()
     return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))

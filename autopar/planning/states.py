@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import fx
-
 from autopar.ir.measure import local_bytes
-from autopar.ir.program import CAST, Program, is_getitem, is_view, record, root_of
+from autopar.ir.program import CAST, Program, record
 from autopar.planning.depth import Rest
+from autopar.planning.sheet import Sheet
 
 MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
@@ -30,23 +29,40 @@ class Held:
     others: float
 
 
-def held(program: Program, graphs: Mapping[str, Program], rest: Rest) -> Held:
-    """With one micro-batch under way. program: LOCAL. graphs: of a rank's actions, by kind. rest: what counts."""
-    mesh = program.mesh
-    stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
-    gradients = sum(
-        local_bytes(node, mesh)
-        for node, out in program.leaving
-        if out.kind == "gradient" and node is not None and rest.has(out.name)
-    )
-    copies = _bytes(graphs["P"], filter(rest.counts, _leaving(graphs["P"], "step"))) if "P" in graphs else 0
-    saved = _bytes(graphs["F"], filter(rest.counts, _leaving(graphs["F"], "saved")))
-    read = {entry.name for kind in graphs if kind in "FBIW" for _, entry in graphs[kind].parameters()}
-    others = max(_peak(graph, rest) for kind, graph in graphs.items() if kind in "FBIW")
-    parameters = sum(stored.values())
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes of a program's parameters, by name, and of their gradients. entry: the names of those that the forward pass
+    reads before the equal layers alone."""
+
+    parameters: Mapping[str, int]
+    gradients: int
+    entry: frozenset[str]
+
+    @classmethod
+    def of(cls, program: Program, rest: Rest) -> Stored:
+        """Of what counts in a LOCAL program."""
+        mesh = program.mesh
+        stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
+        gradients = sum(
+            local_bytes(node, mesh)
+            for node, out in program.leaving
+            if out.kind == "gradient" and node is not None and rest.has(out.name)
+        )
+        return cls(stored, gradients, frozenset(_entry(program, rest)))
+
+
+def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
+    """With one micro-batch under way. sheets: of a rank's actions, by kind. is_less: without the layer that may be left
+    out, as `stored` is then too."""
+    own = stored.parameters
+    copies = sheets["P"].left[is_less] if "P" in sheets else 0.0
+    bodies = [sheet for kind, sheet in sheets.items() if kind in "FBIW"]
+    read = frozenset[str]().union(*(sheet.reads for sheet in bodies))
+    parameters = sum(own.values())
     return Held(
-        parameters, sum(stored[name] for name in _entry(program, rest) if name in stored), gradients,
-        MOMENTS * parameters, copies, sum(stored[name] for name in read if name in stored), saved, others,
+        parameters, sum(own[name] for name in stored.entry if name in own), stored.gradients, MOMENTS * parameters,
+        copies, sum(own[name] for name in read if name in own), sheets["F"].left[is_less],
+        max(sheet.peak(is_less) for sheet in bodies),
     )  # fmt: skip
 
 
@@ -59,35 +75,3 @@ def _entry(program: Program, rest: Rest) -> Iterator[str]:
         places = [place[reader] for reader in readers if reader in place and not record(reader).is_backward]
         if places and max(places) < first:
             yield entry.name
-
-
-def _leaving(program: Program, kind: str) -> list[fx.Node]:
-    return [node for node, out in program.leaving if out.kind == kind and node is not None]
-
-
-def _bytes(program: Program, nodes: Iterable[fx.Node]) -> int:
-    """Of what some values lie in, but for what was there before."""
-    roots = {root_of(node) for node in nodes}
-    return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
-
-
-def _peak(program: Program, rest: Rest) -> int:
-    """The most bytes of a graph's own values that are alive at once, beside those that it leaves."""
-    leaving = {root_of(node) for node in program.results if node is not None}
-    own = {
-        node: local_bytes(node, program.mesh)
-        for node in program.calls()
-        if not is_getitem(node) and not is_view(node) and node not in leaving and rest.counts(node)
-    }
-    last: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        last.update(dict.fromkeys(map(root_of, node.all_input_nodes), node))
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for node, user in last.items():
-        dying.setdefault(user, []).append(node)
-    alive = most = 0
-    for node in program.calls():
-        alive += own.get(node, 0)
-        most = max(most, alive)
-        alive -= sum(own.get(gone, 0) for gone in dying.get(node, ()))
-    return most

@@ -14,11 +14,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.pipeline.costs import costs_of
-from autopar.passes.pipeline.cut import Limits, Stages, cut
+from autopar.passes.pipeline.cut import Limits, Stages, cut, forward_nodes
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
-from autopar.passes.pipeline.place import place_backward, weight_nodes, with_attention
+from autopar.passes.pipeline.place import backward_nodes, place_backward, weight_nodes, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
 from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_reductions
 from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
@@ -87,6 +87,11 @@ def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
     return _Partition(program, plan, places).run()
 
 
+def graphs_of_stages(program: Program, plan: Plan, places: Places) -> dict[Key, Program]:
+    """As `split_into_stages`, the graphs alone."""
+    return _Partition(program, plan, places).graphs()
+
+
 @dataclass(frozen=True, slots=True)
 class _Staged:
     """A program with the stages of its forward and backward calls."""
@@ -113,6 +118,9 @@ def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
         times = times_of(program, plan.parts, plan.zero_axes, both=True, sized=bool(plan.slice_lengths))
         program = gathered_late(program, times)
     times = _times(program, plan)
+    if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
+        every = forward_nodes(program, times), backward_nodes(program, times)
+        return _Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
     forward = with_attention(_cut(program, times, plan, places))
     return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
 
@@ -147,13 +155,18 @@ class _Partition:
         self.ranks, self.count = places.ranks, len(places.ranks)
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        staged = _accumulate_per_stage(_keep_across(_assign(program, plan, places)), plan)
+        staged = _assign(program, plan, places)
+        if self.count > 1:
+            staged = _accumulate_per_stage(_keep_across(staged), plan)
         self.program, self.forward = staged.program, staged.forward
         self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
         self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
 
     def run(self) -> Pipeline:
+        return self._pipeline(self.graphs())
+
+    def graphs(self) -> dict[Key, Program]:
         self.owners = self._owners()
         trains = any(out.kind == "gradient" for out in self.program.outputs)
         for stage in range(self.count):
@@ -171,7 +184,7 @@ class _Partition:
             self._epilogue(rank)
         for rank in range(max(self.ranks) + 1):
             self._prologue(rank)
-        return self._pipeline()
+        return {key: build(self.program, piece, self.outside[key]) for key, piece in sorted(self.pieces.items())}
 
     def _piece(self, key: Key) -> Piece:
         self.outside.setdefault(key, {})
@@ -303,8 +316,7 @@ class _Partition:
 
     # -- putting it together ------------------------------------------------------------------------------------
 
-    def _pipeline(self) -> Pipeline:
-        graphs = {key: build(self.program, piece, self.outside[key]) for key, piece in sorted(self.pieces.items())}
+    def _pipeline(self, graphs: Mapping[Key, Program]) -> Pipeline:
         works: dict[Key, Work] = {}
         types: dict[str, TensorType] = {}
         owners: dict[str, tuple[int, ...]] = {}

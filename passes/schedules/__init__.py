@@ -8,6 +8,7 @@ from autopar.passes.schedules.check import check_schedule
 from autopar.passes.schedules.orders import SCHEDULES, Entry, forward_only
 from autopar.passes.schedules.parse import Schedule, check_schedule_name, parse_schedule
 from autopar.passes.schedules.simulate import in_flight, simulate
+from autopar.passes.schedules.span import span_us
 from autopar.passes.schedules.transfers import with_transfers
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "in_flight",
     "parse_schedule",
     "simulate",
+    "span_us",
     "with_transfers",
 ]

@@ -18,7 +18,7 @@ from autopar.ir.program import Program, record
 from autopar.machines import named
 from autopar.planning.between import between
 from autopar.planning.depth import Rest, Shallow, shallow
-from autopar.planning.layers import Layers, Timed, _row
+from autopar.planning.layers import Layers, Sheets
 from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split
 from autopar.planning.stage import cut_at
 
@@ -83,7 +83,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
 def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
     found = layers("llama")
     micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border)
-    made, own = found.cost(split, ROWS, "none"), found._cost(micro, MACHINE)
+    made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest), MACHINE)
     for name in ("forward", "backward", "saved"):
         assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name
 
@@ -92,13 +92,28 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 @pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
-    graphs = {kind: Timed.of(less.finished(graph), MACHINE) for kind, graph in less.graphs.items()}
-    row = _row(less, graphs, Rest.of(shallower(name).shallow(LOW)), MACHINE)
+    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW))).cost(MACHINE, is_less=False)
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number
         error = 1e-9 if what in ("parameters", "gradients", "states") else 0.01
         assert getattr(cost, what)(KEPT - 1) == pytest.approx(value, rel=error, abs=few_calls), what
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_numbers_of_other_rows(split: Split, recompute: str) -> None:
+    """They lie on a line between those of the nearest rows, where the passes after the cut did the same."""
+    found = Layers(capture("llama"), OPTIONS, MACHINE)
+    found.micros = layers("llama").micros
+    for rows in (16, 8):
+        made = found.sheets(split, rows, recompute)
+        own = Sheets.of(found.micros.micro(split, rows, recompute), found._rest)
+        for is_less in (False, True):
+            assert made.cost(MACHINE, is_less) == pytest.approx(own.cost(MACHINE, is_less), rel=1e-9)
+        assert made.message == own.message
+    if split == Split():  # beside collectives products are cut into more chunks, the more rows there are
+        assert found._sheets[split, recompute].keys() == {LOW, HIGH}, "they were read off programs"
 
 
 def test_programs_that_are_not_alike_have_none_between() -> None:

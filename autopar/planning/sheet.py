@@ -1,0 +1,123 @@
+"""A graph as numbers: what each call asks of a machine, what is alive when. Those of other rows lie between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.measure import local_bytes
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, is_getitem, is_view, root_of
+from autopar.machines import Machine
+from autopar.passes.node_costs import Load, load_us, loads_of
+from autopar.passes.streams import Launch, Ran, launches_of, run_launches
+from autopar.planning.depth import Rest
+
+LEFT = {"F": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a graph. stays: True if it is none of the layer that is left out. own: bytes of what it makes and the
+    graph does not leave. dying: the places of calls whose values nothing reads after this one."""
+
+    load: Load | None
+    launch: Launch | None
+    stays: bool
+    own: float
+    dying: tuple[int, ...]
+
+    def between(self, other: Call, share: float) -> Call | None:
+        """As of a `Sheet`."""
+        if self == other:
+            return self
+        if (self.launch, self.stays, self.dying) != (other.launch, other.stays, other.dying):
+            return None
+        if self.load is None or other.load is None:
+            load = None
+            is_alike = self.load is other.load
+        else:
+            load = self.load.between(other.load, share)
+            is_alike = load is not None
+        own = self.own + (other.own - self.own) * share
+        return Call(load, self.launch, self.stays, own, self.dying) if is_alike else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of all layers, and without the
+    one that is left out. reads: the parameters that it reads."""
+
+    mesh: Mesh
+    calls: tuple[Call, ...]
+    left: tuple[float, float]
+    reads: frozenset[str]
+
+    @classmethod
+    def of(cls, kind: str, program: Program, rest: Rest) -> Sheet:
+        """kind: of the action that runs the graph. rest: all but the layer that may be left out."""
+        leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
+        left = _bytes(program, leaving), _bytes(program, list(filter(rest.counts, leaving)))
+        return cls(program.mesh, tuple(_calls(program, rest)), left, frozenset(e.name for _, e in program.parameters()))
+
+    def between(self, other: Sheet, share: float) -> Sheet | None:
+        """The sheet at a share of the way to another one, 0 to 1: every number on a straight line. None where they are
+        not call by call alike."""
+        if self is other:
+            return self
+        if (self.mesh, self.reads, len(self.calls)) != (other.mesh, other.reads, len(other.calls)):
+            return None
+        calls: list[Call] = []
+        for low, high in zip(self.calls, other.calls, strict=True):
+            call = low.between(high, share)
+            if call is None:
+                return None
+            calls.append(call)
+        whole, less = (low + (high - low) * share for low, high in zip(self.left, other.left, strict=True))
+        return Sheet(self.mesh, tuple(calls), (whole, less), self.reads)
+
+    def times(self, machine: Machine) -> list[float]:
+        """us of each call."""
+        return [load_us(call.load, self.mesh, machine) for call in self.calls]
+
+    def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
+        """The graph on a machine. is_less: without the calls of the layer that is left out."""
+        launches = (None if is_less and not call.stays else call.launch for call in self.calls)
+        return run_launches(launches, times, machine)
+
+    def peak(self, is_less: bool) -> float:
+        """The most bytes of a graph's own values that are alive at once, beside those that it leaves."""
+        calls = self.calls
+        own = [0.0 if is_less and not call.stays else call.own for call in calls]
+        alive = most = 0.0
+        for made, call in zip(own, calls, strict=True):
+            alive += made
+            most = max(most, alive)
+            for place in call.dying:
+                alive -= own[place]
+        return most
+
+
+def _bytes(program: Program, nodes: list[fx.Node]) -> int:
+    """Of what some values lie in, but for what was there before."""
+    roots = {root_of(node) for node in nodes}
+    return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
+
+
+def _calls(program: Program, rest: Rest) -> Iterator[Call]:
+    loads, launches = loads_of(program), launches_of(program)
+    place = {node: i for i, node in enumerate(loads)}
+    leaving = {root_of(node) for node in program.results if node is not None}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        last.update(dict.fromkeys(map(root_of, node.all_input_nodes), node))
+    dying: dict[fx.Node, list[int]] = {}
+    for node, user in last.items():
+        if node in place:
+            dying.setdefault(user, []).append(place[node])
+    for (node, load), launch in zip(loads.items(), launches, strict=True):
+        is_own = not is_getitem(node) and not is_view(node) and node not in leaving
+        own = local_bytes(node, program.mesh) if is_own else 0
+        yield Call(load, launch, rest.counts(node), own, tuple(dying.get(node, ())))
