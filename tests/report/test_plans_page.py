@@ -6,15 +6,17 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_html import PAGE
+from test_html import PAGE, browser  # noqa: F401  one is a fixture
 from test_others import ASKED, layers
 
 import autopar
 from autopar.planning.others import frontier, reasons
 from autopar.planning.plan import Planned, planned
 from autopar.planning.predict import Prediction
+from autopar.report.page.pareto import Scale
 from autopar.report.page.plans import plans_page
 from autopar.report.timeline.planned import planned_picture
 
@@ -31,19 +33,31 @@ def page(found: Planned) -> str:
     return plans_page(found, NASTY, list(reasons(found)))
 
 
-def test_a_dot_a_plan(page: str, found: Planned) -> None:
-    shown = {*found.found.tried, *found.found.best, *frontier(found)}
+@pytest.fixture(scope="module")
+def line(found: Planned) -> list[Prediction]:
+    return frontier(found)
+
+
+@pytest.fixture(scope="module")
+def tight(found: Planned) -> str:
+    """A page where the plans that are faster do not fit."""
+    less = planned(layers(), replace(ASKED, memory=0.9 * found.found.best[0].memory, top=3))
+    return plans_page(less, NASTY, list(reasons(less)))
+
+
+def test_a_dot_a_plan(page: str, found: Planned, line: list[Prediction]) -> None:
+    shown = {*found.found.tried, *found.found.best, *line}
     titles = re.findall(r"<circle[^>]*><title>(.*?)\n", page)
     assert sorted(titles) == sorted(str(each.candidate) for each in shown) and len(titles) > 3
     points = re.findall(r'<polyline class="edge" points="(.*?)"', page)[0].split()
-    assert len(points) == len(frontier(found))
+    assert len(points) == len(line)
     xs, ys = zip(*(map(float, point.split(",")) for point in points), strict=True)
     assert list(xs) == sorted(xs, reverse=True) and list(ys) == sorted(ys, reverse=True), "less memory, more time"
 
 
-def test_every_link_has_its_timeline(page: str, found: Planned) -> None:
+def test_every_link_has_its_timeline(page: str, found: Planned, line: list[Prediction]) -> None:
     links, places = set(re.findall(r'href="#(.*?)"', page)), re.findall(r'<section id="(.*?)"', page)
-    assert links == set(places) and len(places) == len({*found.found.best, *frontier(found)})
+    assert links == set(places) and len(places) == len({*found.found.best, *line})
     assert page.count('class="timeline"') == len(places)
 
 
@@ -74,3 +88,45 @@ def test_the_timeline_is_as_long_as_the_step(fixed: dict[str, object], found: Pl
 
 def best_with_few(fixed: dict[str, object]) -> Prediction:
     return planned(layers(), replace(ASKED, fixed={**ASKED.fixed, **fixed, "microbatches": 4})).found.best[0]
+
+
+def test_a_narrow_scale_has_ticks_too() -> None:
+    """Of times that differ little hardly any is 1, 2 or 5 times a power of ten."""
+    for low, high in ((2.1e6, 2.9e6), (9.8e5, 1.3e6), (3.0, 3.1), (1.0, 8.0), (1.0, 1e6), (7.0, 7.0)):
+        scale = Scale.of([low, high], 0, 100)
+        ticks = scale.ticks()
+        assert 2 < len(ticks) < 20 and all(scale.low <= tick <= scale.high for tick in ticks), (low, high, ticks)
+
+
+# ---- in a browser
+
+OVERLAPS = """() => {
+  const box = (one) => one.getBoundingClientRect();
+  const boxes = (kind) => [...document.querySelectorAll(kind)].map((one) => [one.textContent, box(one)]);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const texts = boxes('.pareto text'), dots = boxes('.pareto circle'), plot = box(document.querySelector('.pareto'));
+  const later = (i, box) => texts.slice(i + 1).filter(([, other]) => meet(box, other));
+  return [
+    ...texts.flatMap(([a, box], i) => later(i, box).map(([b]) => a + ' | ' + b)),
+    ...texts.filter(([, box]) => dots.some(([, dot]) => meet(box, dot))).map(([a]) => a + ' on a dot'),
+    ...texts.filter(([, box]) => box.left < plot.left || box.right > plot.right).map(([a]) => a + ' is cut'),
+  ];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_in_a_browser(width: int, browser: Any, tight: str, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "page.html"
+    file.write_text(tight, encoding="utf-8")
+    page, faults, requests = browser.new_page(viewport={"width": width, "height": 800}), [], []
+    page.on("console", lambda message: faults.append(message.text))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(file.as_uri())
+    assert page.inner_text("h1") == f"Plans of {NASTY}" and page.locator(".pareto .limit").count() == 1
+    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width, "what is wide scrolls by itself"
+    assert page.locator("tr").count() == 1 + page.locator("section").count()
+    page.locator("td a").last.click()
+    assert page.locator("section:target").is_visible() and page.locator("section:target .timeline").count() == 1
+    assert not faults and [url[:7] for url in requests] == ["file://"]

@@ -11,8 +11,10 @@ from autopar.ir.measure import human
 from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 420, 80, 24, 16, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 440, 80, 24, 36, 44
 MARGIN = 1.15  # of the values, at both ends of a scale
+NARROW = 5.0  # scales of which the ends are closer than by this factor have ticks at equal distances
+LABEL = 90  # pixels of the longest one beside the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,17 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """1, 2 and 5 times a power of ten."""
+        """1, 2 and 5 times a power of ten; on a narrow scale, which has hardly any of them, 4 to 10 equal steps."""
+        if self.high / self.low < NARROW:
+            return self._equal()
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         return [n * 10.0**power for power in powers for n in (1, 2, 5) if self.low <= n * 10.0**power <= self.high]
+
+    def _equal(self) -> list[float]:
+        least = (self.high - self.low) / 10
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(n * power for n in (1, 2, 5, 10) if n * power >= least)
+        return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 def pareto_svg(
@@ -47,7 +57,7 @@ def pareto_svg(
     edge = " ".join(f"{across(made.memory)},{up(made.total)}" for made in line)
     dots = [_dot(made, made in line, made.memory <= limit, across, up, places.get(made)) for made in plans]
     parts = [*_grid(across, up), *_limit(across, limit), f'<polyline class="edge" points="{edge}"/>', *dots]
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     inner = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="pareto" {size} role="img">\n{inner}\n</svg>'
 
@@ -63,14 +73,15 @@ def _grid(across: Scale, up: Scale) -> Iterator[str]:
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{time_text(value)}</text>'
     yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">memory of a device</text>'
-    yield f'<text x="8" y="{TOP}">a step</text>'
+    yield f'<text x="8" y="{TOP - 20}">time of a step</text>'
 
 
 def _limit(across: Scale, limit: float) -> Iterator[str]:
     if across.low < limit < across.high:
         x = across(limit)
         yield f'<line class="limit" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        yield f'<text x="{x + 4}" y="{TOP + 10}">{human(limit)} fit</text>'
+        side = "end" if x > WIDTH - RIGHT - LABEL else "start"
+        yield f'<text x="{x}" y="{TOP - 6}" text-anchor="{side}">{human(limit)} fit</text>'
 
 
 def _dot(made: Prediction, is_edge: bool, fits: bool, across: Scale, up: Scale, place: str | None) -> str:

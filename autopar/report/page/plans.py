@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 
-from autopar.ir.measure import human
-from autopar.planning.others import frontier
+from autopar.planning.others import MOST, frontier
 from autopar.planning.plan import Planned
 from autopar.planning.predict import Prediction
-from autopar.planning.report import time_text
 from autopar.report.page.pareto import pareto_svg
 from autopar.report.plans import HEADS, head_line, row_of
 from autopar.report.timeline.planned import planned_picture
@@ -24,9 +23,10 @@ def plans_page(found: Planned, title: str, reasons: Sequence[str]) -> str:
     shown = list(dict.fromkeys([*best, *line]))
     places = {made: f"plan-{i}" for i, made in enumerate(shown)}
     parts = {
-        "TITLE": escape(f"plans of {title}"),
-        "HEAD": escape(f"{title}: {head_line(found)}"),
+        "TITLE": escape(f"Plans of {title}"),
+        "HEAD": escape(head_line(found)),
         "CERTIFICATE": escape(found.found.certificate),
+        "MOST": str(MOST),
         "PARETO": pareto_svg(list(dict.fromkeys([*found.found.tried, *shown])), line, found.asked.limit, places),
         "TABLE": "\n".join(_table(found, shown, places)),
         "REASONS": "\n".join(f"<li>{escape(reason)}</li>" for reason in reasons),
@@ -46,5 +46,8 @@ def _table(found: Planned, shown: Sequence[Prediction], places: dict[Prediction,
 
 
 def _timeline(found: Planned, made: Prediction, place: str) -> str:
-    title = escape(f"{made.candidate}: {time_text(made.total)}, {human(made.memory)}")
-    return f'<section id="{place}" title="{title}">{timeline_svg(planned_picture(found, made))}</section>'
+    picture = planned_picture(found, made)
+    name, *captions = picture.captions  # outside of the picture, where they break into lines
+    heading = f"<h3>{escape(name)}</h3>{''.join(f'<p>{escape(caption)}</p>' for caption in captions)}"
+    lanes = timeline_svg(replace(picture, captions=()))
+    return f'<section id="{place}">{heading}<div class="scroll">{lanes}</div></section>'
