@@ -58,19 +58,22 @@ def token_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    """A block of Llama. keys: heads of keys and values, each for as many heads of queries (arXiv 2305.13245)."""
+
+    def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.size, self.is_grouped = width // heads, keys < heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, keys * self.size, bias=False) for _ in range(2))
         self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm_1(x)
-        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         h = self.norm_2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -83,12 +86,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Llama with as many heads of keys as of queries."""
+    """Llama. keys: heads of keys and values, of `heads` of queries."""
 
-    def __init__(self, layers: int, width: int, heads: int, hidden: int, words: int, length: int, tied: bool) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, keys: int, hidden: int, words: int, length: int, tied: bool
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, keys, hidden) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.tokens.weight

@@ -1,0 +1,105 @@
+"""Rows of H100: FSDP of MPT and Llama, and Llama in 3D parallelism, all with a fused attention and bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from autopar.machines import Machine, named
+from benchmarks.published.case import MEMORY, STEP, Case, Row, mesh, numbers, pipelined
+from benchmarks.published.models import GPT, Llama
+
+MPT_WORDS, NANOTRON_WORDS = 50368, 131072
+MPT = {"1b": (24, 2048, 16), "7b": (32, 4096, 32)}  # layers, width, heads
+NANOTRON = {  # layers, width, heads, hidden, tied
+    "1.34": (16, 2048, 32, 8192, True), "3.57": (28, 3072, 32, 8192, True), "8.86": (32, 4096, 32, 14336, False),
+}  # fmt: skip
+LLAMA = {  # layers, width, heads, heads of keys, hidden, words
+    "llama2-7b": (32, 4096, 32, 32, 11008, 32000), "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+}  # fmt: skip
+# torchtitan's selective recomputation keeps attention and every second product of a block, from the first one on.
+EVERY_SECOND = {
+    "blocks.*.k": "full", "blocks.*.o": "full", "blocks.*.up": "full", "*": "selective",
+}  # fmt: skip
+RECOMPUTE: dict[str, Any] = {"none": "none", "full": "full", "per op": EVERY_SECOND}
+
+
+def mpt(row: Row) -> Case:
+    """llm-foundry: FlashAttention, FSDP; FS is ZeRO-3, SGO ZeRO-2, AC full recomputation."""
+    length, gpus, ga, gbs = numbers(row, "seq", "gpus", "ga", "gbs")
+    layers, width, heads = MPT[row["model"]]
+    options: dict[str, Any] = {"zero": 3 if row["sharding"] == "FS" else 2, "precision": "bf16"}
+    options |= {"recompute": "full"} if row["ac"] == "AC" else {}
+    options |= {"microbatches": ga} if ga > 1 else {}
+    tokens = float(row["tok_s_gpu"]) * gpus
+    return Case(
+        f"{row['model']} seq={length} gpus={gpus} {row['sharding']} {row['ac']}", f"{row['model']} {length} {gpus} {gbs}",
+        partial(GPT, layers, width, heads, MPT_WORDS, length, is_fused=True), mesh(dp=gpus), gbs, length,
+        named("h100-80g"), {STEP: gbs * length / tokens}, options,
+    )  # fmt: skip
+
+
+def nanotron(row: Row) -> Case:
+    """The best found of all that fit: fp32 accumulation, no recomputation, tp with sequence parallelism."""
+    dp, tp, pp, microbatches, mbs = numbers(row, "dp", "tp", "pp", "grad_acc", "mbs")
+    layers, width, heads, hidden, tied = NANOTRON[row["params_B"]]
+    options: dict[str, Any] = {"precision": "bf16", **pipelined(pp, microbatches)}
+    options |= {"zero": int(row["zero"][1:])} if dp > 1 else {}
+    options |= {"sequence_parallel": True} if tp > 1 else {}
+    gbs = dp * microbatches * mbs
+    return Case(
+        f"{row['params_B']}B pp={pp} dp={dp} tp={tp} m={microbatches} {row['zero']}",
+        f"{row['params_B']}B {row['gpus']} {gbs}",
+        partial(Llama, layers, width, heads, heads, hidden, NANOTRON_WORDS, 4096, tied), mesh(pp=pp, dp=dp, tp=tp),
+        gbs, 4096, named("h100-80g"), {STEP: float(row["step_ms"]) / 1e3}, options,
+    )  # fmt: skip
+
+
+def _grand_teton() -> Machine:
+    """H100 with HBM2e of 2.4 TB/s (torchtitan's docs); they ran at 500 W, of which the model knows nothing."""
+    found = named("h100-80g")
+    return replace(found, device=replace(found.device, bandwidth=2.4e12))
+
+
+def _llama(name: str, length: int) -> partial[Llama]:
+    layers, width, heads, keys, hidden, words = LLAMA[name]
+    return partial(Llama, layers, width, heads, keys, hidden, words, length, tied=False)
+
+
+def _fsdp(row: Row, measured: dict[str, float]) -> Case:
+    length, gpus, local = numbers(row, "seq", "gpus", "local_batch")
+    is_compiled = row["compiled"] == "1"
+    options = {"zero": 3, "precision": "bf16", "recompute": RECOMPUTE[row["recompute"]]}
+    options |= {"compile": "triton"} if is_compiled else {}
+    return Case(
+        f"{row['model']} dp={gpus} recompute={row['recompute']}{' compiled' if is_compiled else ''}",
+        f"{row['model']} {gpus} {row['compiled']}",
+        _llama(row["model"], length), mesh(dp=gpus), local * gpus, length, _grand_teton(), measured, options,
+    )  # fmt: skip
+
+
+def torchtitan(row: Row) -> Case:
+    """FSDP2 with recomputation of every second product."""
+    return _fsdp(row, {STEP: float(row["step_s"])})
+
+
+def fsdp2(row: Row) -> Case:
+    """Memory of FSDP2 at its peak."""
+    return _fsdp(row, {MEMORY: float(row["memory_gib"]) * 2**30})
+
+
+def nemo(row: Row) -> Case:
+    """Megatron-Core: interleaved 1F1B, sequence and context parallelism, ZeRO-1; the middle of all versions."""
+    length, gpus, tp, pp, cp, chunks, mbs, microbatches = numbers(
+        row, "seq", "gpus", "tp", "pp", "cp", "chunks", "mbs", "microbatches"
+    )
+    dp = gpus // (tp * pp * cp)
+    options: dict[str, Any] = {"precision": "bf16", "zero": 1, "compile": "triton", **pipelined(pp, microbatches, chunks)}
+    options |= {"sequence_parallel": True} if tp > 1 else {}
+    return Case(
+        f"{row['model']} pp={pp} dp={dp} cp={cp} tp={tp} m={microbatches}", row["model"], _llama(row["model"], length),
+        mesh(pp=pp, dp=dp, cp=cp, tp=tp), dp * microbatches * mbs, length, named("h100-80g"),
+        {STEP: (float(row["least_s"]) + float(row["most_s"])) / 2}, options,
+    )  # fmt: skip
