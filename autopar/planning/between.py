@@ -47,11 +47,15 @@ class _Between:
         return self.low if self.is_same else self.low.with_(graph=self.build.graph)
 
     def _put(self, node: fx.Node, other: fx.Node) -> None:
-        known = self._record(record(node), record(other))
+        known, is_same, self.is_same = self._record(record(node), record(other)), self.is_same, True
         args, kwargs = self._arg(node.args, other.args), self._arg(dict(node.kwargs), dict(other.kwargs))
-        made = self.build.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        set_record(made, known)
-        self.build.value[node] = made
+        if self.is_same:
+            self.build.copy(node, like=known)
+        else:
+            made = self.build.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            set_record(made, known)
+            self.build.value[node] = made
+        self.is_same &= is_same
 
     def _record(self, low: Record, high: Record) -> Record:
         if (low.layouts, low.operands, low.phase) != (high.layouts, high.operands, high.phase):

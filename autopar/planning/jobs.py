@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,10 @@ from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.decisions import PLANNED
+from autopar.planning.depth import Shallow
+from autopar.planning.fewer import with_fewer
 from autopar.planning.layers import Layers
+from autopar.planning.micro import Capture
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:
@@ -35,10 +39,14 @@ def layers_of_call(
     rows_of(args, kwargs)
     free = _open(options)
 
-    def capture(count: int) -> Captured:
-        return capture_step(model, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
+    def capture(count: int, of: nn.Module = model) -> Captured:
+        return capture_step(of, loss_fn, *resized_call(args, kwargs, {"b": count}), free)
 
-    return Layers(capture, free, machine)
+    def fewer(found: Shallow) -> Capture | None:
+        small = with_fewer(model, found)
+        return None if small is None else partial(capture, of=small)
+
+    return Layers(capture, free, machine, fewer)
 
 
 def _open(options: StepOptions) -> StepOptions:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.capture import Captured
 from autopar.compiler.garbage import uncollected
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
-from autopar.planning.depth import Rest
-from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micros, Split
-from autopar.planning.sheet import Sheet
+from autopar.planning.depth import Rest, Shallow
+from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Capture, Micros, Split
+from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held
 from autopar.planning.step_time import products
 
 ONCE = "CPE"  # actions that run once a step
+Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,26 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Sheets:
-    """The programs of a micro-batch as numbers. graphs: as they were cut, by kind. sheets: of each when it is finished,
-    and of what it is without one of the layers. stored: parameters, with that layer and without. message: bytes that
-    one equal layer hands on."""
+    """The programs of a micro-batch as numbers. sheets: by kind of each graph when it is finished, and of what it is
+    without one of the layers. stored: parameters, with that layer and without. message: bytes that one equal layer
+    hands on."""
 
-    graphs: Mapping[str, Program]
     sheets: Mapping[str, tuple[Sheet, Sheet]]
     stored: tuple[Stored, Stored]
     message: float
 
     @classmethod
-    def of(cls, micro: Micro, rest: Rest, like: Sheets | None = None) -> Sheets:
-        """rest: all but one of the equal layers. like: those of other rows, of which some graphs may be the same."""
-        sheets = {
-            kind: like.sheets[kind] if like and like.graphs.get(kind) is graph else _both(micro, kind, rest)
-            for kind, graph in micro.graphs.items()
-        }
+    def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
+        """rest: all but one of the equal layers. known: the sheets of graphs that run once a step, which are mostly the
+        same for all rows and however much is computed again."""
+        sheets: dict[str, tuple[Sheet, Sheet]] = {}
+        for kind, graph in micro.graphs.items():
+            key = (kind, *described(graph)) if kind in ONCE else None
+            sheets[kind] = known.get(key) or _both(micro, kind, rest)
+            if key is not None:
+                known[key] = sheets[kind]
         stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
-        return cls(micro.graphs, sheets, stored, micro.message)
+        return cls(sheets, stored, micro.message)
 
     def between(self, other: Sheets, share: float) -> Sheets | None:
         """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
@@ -94,7 +96,7 @@ class Sheets:
                 return None
             found[kind] = whole, less
         message = self.message + (other.message - self.message) * share
-        return Sheets(self.graphs, found, self.stored, message)
+        return Sheets(found, self.stored, message)
 
     def cost(self, machine: Machine, is_less: bool) -> dict[str, float]:
         """What the programs cost, by the names of `Cost`. is_less: without one of the layers."""
@@ -120,14 +122,18 @@ class Layers:
     """The costs of micro-batches, read off programs of few layers: what a layer costs is what they cost less without
     it.
 
-    capture: the step of a batch of so many rows.
+    capture, fewer: as of `Micros`.
     """
 
-    def __init__(self, capture: Callable[[int], Captured], options: StepOptions, machine: Machine) -> None:
-        self.micros = Micros(capture, options, machine)
+    def __init__(
+        self, capture: Capture, options: StepOptions, machine: Machine,
+        fewer: Callable[[Shallow], Capture | None] = lambda found: None,
+    ) -> None:  # fmt: skip
+        self.micros = Micros(capture, options, machine, fewer)
         self._least: dict[Split, float] = {}
         self._known: dict[tuple[Split, int, str], Cost] = {}
         self._sheets: dict[tuple[Split, str], dict[int, Sheets]] = {}  # by rows
+        self._once: Known = {}
 
     @property
     def equal(self) -> int:
@@ -137,7 +143,7 @@ class Layers:
     @property
     def whole(self) -> Program:
         """The captured step of PARTS rows."""
-        return self.micros.captured(LOW).program
+        return self.micros.whole.program
 
     def products(self) -> tuple[float, str]:
         """The FLOPs of the products of one row, known once there are layouts, and the dtype of most of them."""
@@ -168,7 +174,7 @@ class Layers:
                 found = made[below].between(made[above], (rows - below) / (above - below))
                 if found is not None:
                     return found
-            made[rows] = Sheets.of(self.micros.micro(split, rows, recompute), self._rest, made.get(LOW))
+            made[rows] = Sheets.of(self.micros.micro(split, rows, recompute), self._rest, self._once)
         return made[rows]
 
     def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:

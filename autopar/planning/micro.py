@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 from autopar.capture import Captured
 from autopar.compiler.garbage import uncollected
@@ -13,6 +14,7 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
+from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
@@ -20,12 +22,15 @@ from autopar.machines import Machine
 from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
 from autopar.planning.depth import Shallow, shallow
+from autopar.planning.fewer import is_same
 from autopar.planning.stage import Micro, cut_at
 
 KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
 PARTS = 2  # micro-batches of such a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
+
+Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,15 @@ class Split:
 class Micros:
     """Makes programs of micro-batches, and keeps what several of them have in common.
 
-    capture: the step of a batch of so many rows.
+    capture: the step of a batch of so many rows. fewer: the same of the model with fewer of its equal layers, None if
+    there is no such model.
     """
 
-    def __init__(self, capture: Callable[[int], Captured], options: StepOptions, machine: Machine) -> None:
-        self.capture, self.options, self.machine = capture, options, machine
+    def __init__(
+        self, capture: Capture, options: StepOptions, machine: Machine,
+        fewer: Callable[[Shallow], Capture | None] = lambda found: None,
+    ) -> None:  # fmt: skip
+        self.capture, self.options, self.machine, self.fewer = capture, options, machine, fewer
         self._captured: dict[int, Captured] = {}
         self._shallow: dict[int, Shallow] = {}
         self._local: dict[tuple[Split, int], Lowered] = {}
@@ -55,17 +64,43 @@ class Micros:
         self._ends: dict[tuple[Split, str], Micro] = {}
         self._known: dict[tuple[Split, int, str], Micro] = {}
 
+    @cached_property
+    def whole(self) -> Captured:
+        """The step of micro-batches of LOW rows, with all layers."""
+        return self.capture(PARTS * LOW)
+
+    @cached_property
+    def _source(self) -> Capture:
+        """What programs are made of: the model with fewer layers where, at LOW rows, that is the same step. It is then
+        the same at others: of layers that are equal none knows how many there are."""
+        found = shallow(self.whole.program, KEPT)
+        capture = None if found is None else self.fewer(found)
+        if capture is None or found is None:
+            return self.capture
+        try:
+            captured = capture(PARTS * LOW)
+        except AutoparError:  # it counts its layers
+            return self.capture
+        again = shallow(captured.program, KEPT)
+        if again is None or not is_same(again.program, found.program):
+            return self.capture
+        self._captured[LOW], self._shallow[LOW] = captured, replace(again, layers=found.layers)
+        return capture
+
     def captured(self, rows: int) -> Captured:
-        """The step of micro-batches of so many rows, whole."""
+        """The step of micro-batches of so many rows, with all layers or with fewer."""
+        source = self._source
         if rows not in self._captured:
-            self._captured[rows] = self.capture(PARTS * rows)
+            self._captured[rows] = self.whole if source is self.capture and rows == LOW else source(PARTS * rows)
         return self._captured[rows]
 
     def shallow(self, rows: int) -> Shallow:
         """The same with few of its equal layers; whole if it has none."""
+        captured = self.captured(rows).program
         if rows not in self._shallow:
-            whole = self.captured(rows).program
-            self._shallow[rows] = shallow(whole, KEPT) or Shallow(whole, 0, 0)
+            found = shallow(captured, KEPT) or Shallow(captured, 0, 0)
+            layers = found.layers if self._source is self.capture else self._shallow[LOW].layers
+            self._shallow[rows] = replace(found, layers=layers)
         return self._shallow[rows]
 
     def local(self, split: Split, rows: int) -> Lowered:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, is_getitem, is_view, root_of
+from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.machines import Machine
 from autopar.passes.node_costs import Load, load_us, loads_of
 from autopar.passes.streams import Launch, Ran, launches_of, run_launches
@@ -98,6 +98,14 @@ class Sheet:
             for place in call.dying:
                 alive -= own[place]
         return most
+
+
+def described(program: Program) -> Iterator[Hashable]:
+    """All that a sheet of a graph follows from; of equal graphs the same."""
+    yield program.mesh, program.inputs, program.outputs
+    for node in program.graph.nodes:
+        known = record(node)
+        yield node.name, node.target, str(node.args), str(node.kwargs), known, known.flops
 
 
 def _bytes(program: Program, nodes: list[fx.Node]) -> int:

@@ -83,7 +83,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
 def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
     found = layers("llama")
     micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border)
-    made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest), MACHINE)
+    made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest, {}), MACHINE)
     for name in ("forward", "backward", "saved"):
         assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name
 
@@ -92,7 +92,7 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 @pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
-    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW))).cost(MACHINE, is_less=False)
+    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW)), {}).cost(MACHINE, is_less=False)
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number
@@ -108,7 +108,7 @@ def test_numbers_of_other_rows(split: Split, recompute: str) -> None:
     found.micros = layers("llama").micros
     for rows in (16, 8):
         made = found.sheets(split, rows, recompute)
-        own = Sheets.of(found.micros.micro(split, rows, recompute), found._rest)
+        own = Sheets.of(found.micros.micro(split, rows, recompute), found._rest, {})
         for is_less in (False, True):
             assert made.cost(MACHINE, is_less) == pytest.approx(own.cost(MACHINE, is_less), rel=1e-9)
         assert made.message == own.message

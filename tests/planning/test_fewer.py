@@ -1,0 +1,71 @@
+"""Further sizes are captured of a model with fewer layers, where that is the same step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Llama, token_loss
+from torch import Tensor, nn
+
+from autopar.ir.options import StepOptions
+from autopar.machines import named
+from autopar.planning.depth import shallow
+from autopar.planning.fewer import is_same, with_fewer
+from autopar.planning.jobs import layers_of_call
+from autopar.planning.micro import KEPT, LOW, PARTS, Micros
+
+LAYERS = 12
+
+
+def micros(model: nn.Module, loss_fn: object, *batch: Tensor) -> Micros:
+    return layers_of_call(model, loss_fn, batch, {}, StepOptions(), named("h100-80g")).micros  # type: ignore[arg-type]
+
+
+def llama() -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return Llama(LAYERS, 64, 8, 4, 48, 96, 16), torch.empty(2, 16, dtype=torch.int64)
+
+
+def test_it_is_the_step_of_the_whole_model() -> None:
+    model, ids = llama()
+    found, before = micros(model, token_loss, ids, ids), [name for name, _ in model.named_parameters()]
+    whole = shallow(found.capture(PARTS * 8).program, KEPT)
+    assert whole is not None and is_same(found.shallow(8).program, whole.program)
+    assert found._source is not found.capture, "it was captured of the whole model"
+    assert len(found.captured(8).program.inputs) < len(found.whole.program.inputs)
+    assert found.shallow(LOW).layers == found.shallow(8).layers == whole.layers == LAYERS - 2
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "counts":
+            for i in range(LAYERS):
+                x = self.layers[i](x)
+            return x
+        for layer in self.layers:
+            x = layer(x)
+        return x / len(self.layers) if self.kind == "divides" else x
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "is_smaller"), [("plain", True), ("counts", False), ("divides", False)])
+def test_a_model_that_knows_its_depth_is_captured_whole(kind: str, is_smaller: bool) -> None:
+    found = micros(Stack(kind), square, torch.empty(4, 8, device="meta"))
+    assert (found._source is not found.capture) == is_smaller
+    assert found.shallow(LOW).layers == found.shallow(4).layers == LAYERS - 2
+    assert is_same(found.shallow(LOW).program, shallow(found.whole.program, KEPT).program)  # type: ignore[union-attr]
+
+
+def test_no_model_where_it_would_not_pay() -> None:
+    model, ids = llama()
+    whole = shallow(micros(model, token_loss, ids, ids).whole.program, 8)
+    assert whole is not None and with_fewer(model, whole) is None
