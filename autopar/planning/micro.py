@@ -59,7 +59,7 @@ class Micros:
         self.capture, self.options, self.machine, self.fewer = capture, options, machine, fewer
         self._captured: dict[int, Captured] = {}
         self._shallow: dict[int, Shallow] = {}
-        self._local: dict[tuple[Split, int], Lowered] = {}
+        self._local: dict[tuple[Split, int], Lowered | AutoparError] = {}
         self._low: dict[Split, Lowered | None] = {}
         self._ends: dict[tuple[Split, str], Micro] = {}
         self._known: dict[tuple[Split, int, str], Micro] = {}
@@ -106,8 +106,14 @@ class Micros:
     def local(self, split: Split, rows: int) -> Lowered:
         """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
         if (split, rows) not in self._local:
-            self._local[split, rows] = self.lowered(split, rows)
-        return self._local[split, rows]
+            try:
+                self._local[split, rows] = self.lowered(split, rows)
+            except AutoparError as error:  # a candidate of many asks for such a split
+                self._local[split, rows] = error
+        found = self._local[split, rows]
+        if isinstance(found, AutoparError):
+            raise found.with_traceback(None)
+        return found
 
     @uncollected()
     def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:

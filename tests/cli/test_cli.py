@@ -182,6 +182,7 @@ def test_a_rank_that_raises_is_named(jobs: Path, on_ranks: OnRanks):
     assert "autopar: rank 1 (tp=1) failed: ValueError: no data left" in done.stderr, done.stderr
 
 
+@pytest.mark.slow  # tests/cli/test_launch.py has what is shown of several failures
 @pytest.mark.gloo
 def test_an_error_of_all_ranks_is_shown_once(jobs: Path, on_ranks: OnRanks):
     done = on_ranks("run", f"{jobs}:branches", "--mesh", "dp=2")

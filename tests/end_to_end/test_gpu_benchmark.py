@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,10 +13,11 @@ from benchmarks.gpu.__main__ import page, run, title
 from benchmarks.gpu.sections import SECTIONS, Section
 
 # that make process groups or processes of their own, or say something in the environment
-IN_PROCESSES = ("nccl", "peers", "tests", "demo", "kernels")
+IN_PROCESSES = ("nccl", "peers", "kernels")
+COMMANDS = {"tests": ("-m", "pytest"), "demo": ("-m", "autopar", "run"), "dropout": ("-m", "benchmarks.dropout")}
 
 
-@pytest.mark.parametrize("name", sorted(set(SECTIONS) - set(IN_PROCESSES)))
+@pytest.mark.parametrize("name", sorted(set(SECTIONS) - {*IN_PROCESSES, *COMMANDS}))
 def test_a_section_runs_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     SECTIONS[name].run("cpu")
@@ -20,10 +25,31 @@ def test_a_section_runs_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) 
     assert len(capsys.readouterr().out.split()) > 5, "a section says what it found"
 
 
-@pytest.mark.parametrize("name", IN_PROCESSES)
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["nccl", *map(slow, (*IN_PROCESSES[1:], *COMMANDS))])
 def test_a_section_runs_in_a_process(name: str) -> None:
     is_good, text = run(SECTIONS[name], "cpu", 600)
     assert is_good and len(text.split()) > 3, text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_section_is_a_command(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command says is shown, and its failure ends the section."""
+    asked = []
+
+    def called(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, len(asked) - 1, "42 tokens")
+
+    monkeypatch.setattr(subprocess, "run", called)
+    SECTIONS[name].run("cpu")
+    assert asked[0][0] == sys.executable and tuple(asked[0][1:])[: len(COMMANDS[name])] == COMMANDS[name]
+    assert "42 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        SECTIONS[name].run("cpu")
 
 
 def test_what_fails_is_reported_and_the_others_go_on() -> None:

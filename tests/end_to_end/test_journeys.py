@@ -23,7 +23,7 @@ from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.side import Side
 
 pytestmark = pytest.mark.gloo
-ROWS = 25
+ROWS = 15
 MESHES = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2")  # the others are in `python -m benchmarks.journeys`
 SETUP: dict[str, Any] = {
     "mesh": "dp=1", "options": {}, "head": "regress", "width": 6, "blocks": ["mlp", "average"], "optimizer": "Adam",

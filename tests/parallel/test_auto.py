@@ -99,6 +99,14 @@ def test_training_equals_the_plain_loop(two: Ranks, rows: int, has_state: bool) 
     assert f"for 2 ranks of cpu and {rows} rows" in said[0] and "candidates: " in said[0] and not silent
 
 
+@pytest.mark.gloo
+def test_four_ranks(four: Ranks) -> None:
+    """Both ways to divide the work at once: the module moves from four ranks of dp to dp and tp."""
+    (mesh, said), *others = four.run(_train, 128, True)
+    assert mesh == "dp=2,tp=2" and len(said) == 1 and "for 4 ranks of cpu and 128 rows" in said[0], said
+    assert others == 3 * [(mesh, [])]
+
+
 def _different_rows(rank: int) -> None:
     autopar.parallelize(made(), "auto", loss_fn=loss_fn).forward_backward(*batch(2 + 2 * rank))
 

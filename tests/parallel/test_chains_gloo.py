@@ -28,7 +28,7 @@ def _verify(rank: int, compile: str | None) -> str:
     return "" if report is None else f"{report.ok and report.max_error < 1e-10}\n{report}"
 
 
-@pytest.mark.parametrize("compiler", (None, "inductor"))
+@pytest.mark.parametrize("compiler", (None, pytest.param("inductor", marks=pytest.mark.slow)))
 def test_steps_are_those_of_the_plain_module(compiler: str | None) -> None:
     with ranks_of(2) as ranks:
         found, _ = ranks.run(_verify, compiler, timeout=300)

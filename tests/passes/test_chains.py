@@ -223,7 +223,7 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
 def test_mirrored_pieces_are_there_and_back() -> None:
     """Attention balances its work with two runs a rank: the last rank computes both of its runs in a row."""
     torch.manual_seed(0)
-    tokens = torch.randint(0, 20, (2, 256)), torch.randint(0, 20, (2, 256))
+    tokens = torch.randint(0, 20, (2, 128)), torch.randint(0, 20, (2, 128))
     ((_, found),) = verified(Mixing(1, 8), ["cp=2"], tokens_loss, tokens, steps=1, attention="gather")
     assert [node.args[-1] for node in chains(found)] == [-2, -2], found.notes
 

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.compiler.lowered import Lowered
 from autopar.errors import LayoutError, PlanError
 from autopar.machines import Machine
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
+from autopar.planning.micro import Micros, Split
 from autopar.planning.others import LESS, best_with, frontier, reasons, scales
 from autopar.planning.plan import Asked, Planned, candidates_of, planned
 from autopar.planning.predict import Prediction, predict
@@ -122,3 +124,19 @@ def test_more_devices_than_the_model_can_use() -> None:
     assert "at most a rank for each of the 4 equal layers" in text and text.endswith(
         "Of 4 devices each could take 2 of the rows."
     )
+
+
+def test_what_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red before: 120 of the 125 compilations of these plans ended with the same two refusals."""
+    asked, lowered = [], Micros.lowered
+
+    def counted(self: Micros, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
+        asked.append((split, rows, like is None))
+        return lowered(self, split, rows, like)
+
+    monkeypatch.setattr(Micros, "lowered", counted)
+    made = layers_of(job(), MACHINE)
+    found = planned(made, ASKED)
+    assert any("sequence_parallel=True: no activation" in reason for reason in found.found.counts), found.found.counts
+    best_with(found, {"pp": 2})
+    assert len(asked) == len(set(asked))

@@ -99,7 +99,7 @@ def slow(*values: Any) -> Any:
     ("name", "mesh", "options"),
     [
         ("beside", "pp=2", {}),  # Inductor's C++ takes the time: a GPT has many more kernels
-        ("causal", "pp=2", UNEQUAL),
+        slow("causal", "pp=2", UNEQUAL),
         slow("mlp", "dp=2", {"zero": 2}),
         slow("gpt", "pp=2", {}),
         slow("llama", "pp=2", {"schedule": "zb-h1"}),

@@ -11,33 +11,38 @@ import pytest
 from conftest import ROOT
 
 SUPPORT = ROOT / "tests" / "support"
+Ways = tuple[str, ...]
 
 
-def _run(what: str, **environment: str) -> str:
+def _run(*what: str, **environment: str) -> str:
     """The interpreter is chosen when Triton is imported, so each way needs a process."""
     pytest.importorskip("triton", reason="Triton has no package for this machine")
     paths = os.pathsep.join((str(SUPPORT), str(ROOT / "examples")))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "triton_fused_case.py"), what],
+        [sys.executable, "-W", "ignore", str(SUPPORT / "triton_fused_case.py"), *what],
         env=os.environ | {"PYTHONPATH": paths} | environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
 
-def test_kernels_are_right_in_the_interpreter_at_odd_shapes_strided_in_place_and_in_any_order() -> None:
-    assert _run("interpret", TRITON_INTERPRET="1").endswith("kernels right\n")
+EVERY = pytest.mark.parametrize("every", [(), pytest.param(("every",), marks=pytest.mark.slow)], ids=str)
 
 
-def test_kernels_of_real_programs_are_right_in_the_interpreter() -> None:
-    assert _run("programs", TRITON_INTERPRET="1").endswith("kernels right\n")
+@EVERY
+def test_kernels_are_right_in_the_interpreter_at_odd_shapes_strided_in_place_and_in_any_order(every: Ways) -> None:
+    assert _run("interpret", *every, TRITON_INTERPRET="1").endswith("kernels right\n")
+
+
+@EVERY
+def test_kernels_of_real_programs_are_right_in_the_interpreter(every: Ways) -> None:
+    assert _run("programs", *every, TRITON_INTERPRET="1").endswith("kernels right\n")
 
 
 def test_exact_kernels_have_the_bits_of_eager(tmp_path: Path) -> None:
     """AUTOPAR_EXACT_KERNELS reaches the kernels of a module; without it a chain rounds once, and has other bits."""
-    kernels = {"TRITON_INTERPRET": "1", "AUTOPAR_KERNELS": str(tmp_path)}
-    assert _run("exact", **kernels, AUTOPAR_EXACT_KERNELS="1") == "output True gradient True\n"
-    assert _run("exact", **kernels, AUTOPAR_EXACT_KERNELS="0") == "output False gradient False\n"
+    said = _run("exact", TRITON_INTERPRET="1", AUTOPAR_KERNELS=str(tmp_path))
+    assert said == "output True gradient True\noutput False gradient False\n"
 
 
 def test_a_training_step_runs_its_groups_as_kernels(tmp_path: Path) -> None:
@@ -50,5 +55,6 @@ def test_faults_in_kernels_are_seen() -> None:
     assert _run("faults", TRITON_INTERPRET="1").endswith("faults seen\n")
 
 
-def test_kernels_compile_without_spills_and_with_128_bit_accesses(tmp_path: Path) -> None:
-    assert _run("compile", TRITON_CACHE_DIR=str(tmp_path)).endswith("compiled\n")
+@EVERY
+def test_kernels_compile_without_spills_and_with_128_bit_accesses(tmp_path: Path, every: Ways) -> None:
+    assert _run("compile", *every, TRITON_CACHE_DIR=str(tmp_path)).endswith("compiled\n")

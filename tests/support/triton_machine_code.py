@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,19 +93,25 @@ def _functions(kernels: Sequence[Kernel], folder: Path) -> list[Any]:
     return [getattr(load([kernel], folder), name_of(kernel)) for kernel in kernels]
 
 
-def compile_() -> None:
+def compile_(every: bool) -> None:
+    """Each case for one GPU, and one of long rows and of far places of each kind of loop; or every combination."""
     count = 0
     with tempfile.TemporaryDirectory() as folder:
         for i, case in enumerate(CASES):
-            for j, capability in enumerate((80, 90)):
-                check(case, 4096, (torch.bfloat16, torch.float32, torch.float16)[(i + j) % 3], capability, Path(folder))
-                count += 1
-            if case.name in WIDE:
-                for width in WIDTHS:
-                    if width <= 16_384 or case.kind != "columns":
-                        check(case, width, torch.bfloat16, 90, Path(folder))
-                        count += 1
-            if case.name in FAR:
-                check(case, 4096, torch.bfloat16, 90, Path(folder), far=True)
+            for width, dtype, capability, far in list(_ways(i, case))[:: 1 if every else 2]:
+                check(case, width, dtype, capability, Path(folder), far)
                 count += 1
     print(count, "compiled")
+
+
+def _ways(i: int, case: Case) -> Iterator[tuple[int, torch.dtype, int, bool]]:
+    """Of a case: width, dtype, GPU, and whether places have 64 bits."""
+    capabilities = (80, 90) if i % 2 else (90, 80)
+    for j, capability in enumerate(capabilities):
+        yield 4096, (torch.bfloat16, torch.float32, torch.float16)[(i + j) % 3], capability, False
+    if case.name in WIDE:
+        for width in WIDTHS:
+            if width <= 16_384 or case.kind != "columns":
+                yield width, torch.bfloat16, 90, False
+    if case.name in FAR:
+        yield 4096, torch.bfloat16, 90, True

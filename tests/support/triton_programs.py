@@ -61,12 +61,12 @@ PROGRAMS: dict[str, Callable[[], models.Case]] = {
 }
 
 
-def groups() -> Iterator[tuple[str, Fused]]:
-    """Each group of the programs that is not like one before."""
+def groups(every: bool) -> Iterator[tuple[str, Fused]]:
+    """Each group of the programs that is not like one before: on every mesh, or each program on one, in turns."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     seen: set[str] = set()
-    for name, make in PROGRAMS.items():
-        for mesh, options in MESHES:
+    for i, (name, make) in enumerate(PROGRAMS.items()):
+        for mesh, options in MESHES if every else (MESHES[i % 2],):
             model, loss_fn, batch = make()
             program = autopar.compile(model, mesh, loss_fn=loss_fn, batch=batch, **options).program
             for node in fused(program).calls():
