@@ -10,7 +10,7 @@ from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Cost
 
 
-def data_us(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> float:
+def data_us(candidate: Candidate, cost: Cost, layers: float, machine: Machine) -> float:
     """What a rank waits for the data axis: sums of gradients once a step, parameters of ZeRO-3 where no product hides
     them."""
     if candidate.dp == 1:
@@ -38,11 +38,11 @@ def _longer(moved: float, hidden: float, machine: Machine) -> float:
     return max(machine.device.communicating * moved, moved - hidden)
 
 
-def _all(candidate: Candidate, cost: Cost, layers: int, scattered: float, machine: Machine) -> float:
+def _all(candidate: Candidate, cost: Cost, layers: float, scattered: float, machine: Machine) -> float:
     """Gradients that each micro-batch scatters, under its backward pass; the last bucket has nothing over it."""
     longer = _longer(scattered, cost.backward(layers), machine)
     return candidate.microbatches * longer + scattered / max(layers, 1)
 
 
-def _per_layer(kind: str, bytes_: float, layers: int, group: Group, machine: Machine) -> float:
+def _per_layer(kind: str, bytes_: float, layers: float, group: Group, machine: Machine) -> float:
     return max(layers, 1) * machine.collective_us(kind, bytes_, group)

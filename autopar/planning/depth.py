@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
@@ -57,16 +58,24 @@ def shallow(program: Program, kept: int) -> Shallow | None:
 class Rest:
     """What a program has beside one layer, in whatever it was made into. path: of that layer; "" leaves nothing out.
     owners: the layers of captured calls, by the names that `Record.origin` keeps. first: the first of the equal layers.
+    equal: those of them that the program has. entry: the (module, source line) of the forward calls before the first.
     """
 
     path: str
     owners: Mapping[str, str]
     first: str = ""
+    equal: frozenset[str] = frozenset()
+    entry: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def of(cls, found: Shallow) -> Rest:
         """Beside the layer that has one of its like on both sides."""
-        return cls(found.middle, {node.name: path for node, path in _paths(found.program).items()}, found.border[0])
+        paths, first = _paths(found.program), found.border[0]
+        before = takewhile(lambda node: not first or paths.get(node) != first, found.program.calls())
+        entry = frozenset((record(node).module, record(node).source) for node in before if first)
+        stack, _, number = found.middle.rpartition(".")
+        equal = frozenset((first, found.middle, f"{stack}.{int(number) + 1}")) if number else frozenset[str]()
+        return cls(found.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
 
     def has(self, name: str) -> bool:
         """Of a parameter or a buffer."""
@@ -77,6 +86,15 @@ class Rest:
         if not self.path:
             return True
         return self.layer(node) != self.path
+
+    def is_entry(self, node: fx.Node) -> bool:
+        """Of a node: True if it belongs to what comes before the equal layers, in the forward or the backward pass."""
+        known = record(node.all_input_nodes[0] if node.target is WAIT else node)
+        return (known.module, known.source) in self.entry
+
+    def is_equal(self, node: fx.Node) -> bool:
+        """Of a node: True if it lies in one of the equal layers."""
+        return self.layer(node) in self.equal
 
     def layer(self, node: fx.Node) -> str:
         """The layer of a node; "" if it lies in none."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from autopar.compiler.garbage import uncollected
+from autopar.ir.measure import group_of
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
+from autopar.planning.deal import Part, Sections, Share
 from autopar.planning.depth import Rest, Shallow
 from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Capture, Micros, Split
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
-from autopar.planning.states import Held, Stored, held
+from autopar.planning.states import Held, Stored, held, held_of_entry
 from autopar.planning.step_time import products
 
 ONCE = "CPE"  # actions that run once a step
@@ -23,19 +26,25 @@ Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """outside + layers * each."""
+    """outside + layers * each. entry: the part of what is outside that comes before the layers."""
 
     outside: float
     each: float
+    entry: float = 0.0
 
     def __call__(self, layers: float) -> float:
         return self.outside + layers * self.each
 
+    def on(self, part: Part) -> Linear:
+        """Of what has only a part of what is outside."""
+        entry = part.entry * self.entry
+        return Linear(entry + part.behind * (self.outside - self.entry), self.each, entry)
+
     @classmethod
-    def of(cls, kept: int, whole: float, without_one: float) -> Linear:
+    def of(cls, kept: int, whole: float, without_one: float, entry: float = 0.0) -> Linear:
         """Through what so many layers cost, and one less."""
         each = whole - without_one
-        return cls(whole - kept * each, each)
+        return cls(whole - kept * each, each, entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +58,22 @@ class Cost:
     exposed: Linear
     once: Linear
     parameters: Linear
-    entry: Linear
     gradients: Linear
     states: Linear
     copies: Linear
     plain: Linear
     saved: Linear
     others: Linear
+    inner: Linear
+    first: Linear
     message: float = 0.0
+
+    def on(self, share: Share) -> Cost:
+        """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
+        parts = dict.fromkeys(("forward", "backward", "exposed", "once"), share.time) | {"saved": share.saved}
+        peaks = ("others", "inner", "first")
+        lines = (each.name for each in fields(self) if each.name not in (*peaks, "message"))
+        return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in lines})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,13 @@ class Sheets:
         bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
         return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}
 
+    def entry(self, machine: Machine) -> dict[str, float]:
+        """The part of some of these that belongs to what comes before the equal layers."""
+        whole = {kind: pair[False] for kind, pair in self.sheets.items()}
+        spent = {kind: sheet.entry_us(sheet.times(machine)) for kind, sheet in whole.items()}
+        backward = sum(us for kind, us in spent.items() if kind in "BIW")
+        return {"forward": spent["F"], "backward": backward, **held_of_entry(self.stored[False], whole)}
+
 
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
@@ -132,6 +156,8 @@ class Layers:
         self.micros = Micros(capture, options, machine, fewer)
         self._least: dict[Split, float] = {}
         self._known: dict[tuple[Split, int, str], Cost] = {}
+        self._sections: dict[tuple[Split, str, bool], Sections] = {}
+        self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Split, str], dict[int, Sheets]] = {}  # by rows
         self._once: Known = {}
 
@@ -197,7 +223,21 @@ class Layers:
     def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
         whole = sheets.cost(machine, is_less=False)
         less = sheets.cost(machine, is_less=True) if self.equal else whole
-        return Cost(**{name: self._line(whole[name], less[name]) for name in whole}, message=sheets.message)
+        entry = sheets.entry(machine) if self.equal else {}
+        lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
+        return Cost(**lines, message=sheets.message)
 
-    def _line(self, whole: float, less: float) -> Linear:
-        return Linear.of(KEPT, whole, less) if self.equal else Linear(whole, 0.0)
+    def _line(self, whole: float, less: float, entry: float = 0.0) -> Linear:
+        return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
+
+    def stages(self, split: Split, recompute: str, mesh: Mesh, count: int) -> tuple[Share, ...]:
+        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of micro-batches of LOW rows.
+        mesh: that says over which links stages send."""
+        near = group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
+        key = split, recompute, near
+        if key not in self._sections:
+            micro = self.micros.micro(split, LOW, recompute)
+            self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
+        if (*key, count) not in self._stages:
+            self._stages[*key, count] = tuple(self._sections[key].stages(self.equal, count))
+        return self._stages[*key, count]

@@ -1,87 +1,122 @@
-"""The pipeline of a candidate: layers of each rank, its schedule simulated, what it holds at once."""
+"""The pipeline of a candidate: what each stage has of the model, in which order it runs, and how long that takes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE, parse_mesh
 from autopar.ir.program import TensorType
-from autopar.ir.schedule import Costs, Flow, Timeline, Work
+from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
-from autopar.passes.schedules.parse import Schedule, parse_schedule
-from autopar.passes.schedules.simulate import simulate
-from autopar.passes.schedules.span import span_us
-from autopar.passes.schedules.transfers import with_transfers
+from autopar.passes.schedules import Schedule, parse_schedule, simulate, span_us, with_transfers
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Cost
+from autopar.planning.deal import Share, whole
+from autopar.planning.layers import Cost, Layers
 
-ROUNDS = 4  # micro-batches a stage that are simulated: each one more takes as long as the one before
-
-
-def held_at_once(candidate: Candidate) -> list[int]:
-    """The micro-batches of a chunk whose activations each rank of the pipeline holds (arXiv 2104.04473)."""
-    p, v, m = candidate.pp, candidate.chunks, candidate.microbatches
-    if v == 1:
-        return [min(p - i, m) for i in range(p)]
-    return [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]
+ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
-def stages_of(candidate: Candidate, cost: Cost, layers: int) -> list[int]:
-    """Layers of each rank, such that the slowest is as fast as can be; what is outside of them is on the last one."""
-    count = candidate.pp
-    if count == 1:
-        return [layers]
-    each, outside = cost.forward.each + cost.backward.each, cost.forward.outside + cost.backward.outside
-    best = min(
-        range(layers // count + 1),
-        key=lambda last: max(-(-(layers - last) // (count - 1)) * each, last * each + outside),
-    )
-    inner, more = divmod(layers - best, count - 1)
-    return [inner + (i < more) for i in range(count - 1)] + [best]
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What of the model a stage has, or a rank, and what that costs."""
+
+    share: Share
+    cost: Cost
+
+    @classmethod
+    def of(cls, share: Share, cost: Cost) -> Stage:
+        """cost: of the whole model."""
+        return cls(share, cost.on(share))
+
+    def us(self, kind: str) -> float:
+        """Of an action on one micro-batch: F or B."""
+        return (self.cost.forward if kind == "F" else self.cost.backward)(self.share.time.layers)
+
+    @property
+    def micro_us(self) -> float:
+        """Of one micro-batch."""
+        return self.us("F") + self.us("B")
 
 
-def busy_us(cost: Cost, stages: list[int]) -> list[tuple[float, float]]:
-    """us of the forward and the backward pass of a micro-batch, by rank."""
-    found = [(cost.forward.each * n, cost.backward.each * n) for n in stages]
-    forward, backward = found[-1]
-    return [*found[:-1], (forward + cost.forward.outside, backward + cost.backward.outside)]
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
+    together. schedule: of the first micro-batches, `count` of them."""
+
+    stages: Sequence[Stage]
+    ranks: Sequence[Stage]
+    schedule: Schedule
+    count: int
+
+    def times(self) -> Mapping[tuple[int, str], float]:
+        """us of each action on one micro-batch, by stage and kind."""
+        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in "FB"}
 
 
-def bubble_us(candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine) -> float:
-    """us that a step takes longer than the work of its slowest rank. Some micro-batches are simulated: with each one
-    more it grows by that rank's time."""
-    if candidate.pp == 1:
-        return 0.0
-    schedule, flow, costs = _first(candidate, cost, busy, machine)
-    return span_us(schedule.orders, flow, costs) - flow.microbatches * max(f + b for f, b in busy)
+def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
+    """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
+    p, count = candidate.pp, candidate.pp * candidate.chunks
+    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
+    shares: Sequence[Share] = (whole(layers.equal),)
+    if p > 1:
+        shares = layers.stages(candidate.split, candidate.recompute, parse_mesh(candidate.mesh), count)
+    first = min(candidate.microbatches, ROUNDS * p)
+    schedule = _schedule(candidate.schedule, p, first, count)
+    own: list[Share | None] = [None] * p
+    for share, rank in zip(shares, schedule.ranks, strict=True):
+        before = own[rank]
+        own[rank] = share if before is None else before + share
+    ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
+    return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, first)
 
 
-def pipeline_of(candidate: Candidate, cost: Cost, layers: int, machine: Machine) -> tuple[Timeline, int]:
+@cache
+def _schedule(name: str, ranks: int, count: int, stages: int) -> Schedule:
+    return parse_schedule(name, ranks, count, stages)
+
+
+def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
+    """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
+    micro-batches are looked at: with each one more a step grows by the time of the slowest rank."""
+    flow, costs = _flow(candidate, made, machine)
+    actions = [(Action(rank, "P", 0), Action(rank, "E", 0)) for rank in range(candidate.pp)]
+    orders = tuple((p, *order, e) for (p, e), order in zip(actions, made.schedule.orders, strict=True))
+    ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
+    works = {**flow.works, **dict.fromkeys(ends, Work())}
+    times = {**costs.times_us, **ends}
+    span = span_us(orders, replace(flow, works=works), replace(costs, times_us=times))
+    return span + (candidate.microbatches - made.count) * max(rank.micro_us for rank in made.ranks)
+
+
+def pipeline_of(candidate: Candidate, layers: Layers, machine: Machine) -> tuple[Timeline, int]:
     """When each rank of a candidate's pipeline does what in the first micro-batches, and how many these are."""
-    schedule, flow, costs = _first(candidate, cost, busy_us(cost, stages_of(candidate, cost, layers)), machine)
-    return simulate(with_transfers(schedule.orders, flow, costs), flow, costs), flow.microbatches
+    made = pipelined(candidate, layers)
+    flow, costs = _flow(candidate, made, machine)
+    return simulate(with_transfers(made.schedule.orders, flow, costs), flow, costs), made.count
 
 
-def _first(
-    candidate: Candidate, cost: Cost, busy: list[tuple[float, float]], machine: Machine
-) -> tuple[Schedule, Flow, Costs]:
-    """The schedule of the first micro-batches, with what flows between its actions and what they take."""
-    ranks, chunks = candidate.pp, candidate.chunks
-    count = min(candidate.microbatches, ROUNDS * ranks)
-    schedule = parse_schedule(candidate.schedule, ranks, count, ranks * chunks)
-    times = {(s, kind): busy[rank][i] / chunks for s, rank in enumerate(schedule.ranks) for i, kind in enumerate("FB")}
-    costs = Costs(times, *machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks)))
-    return schedule, _chain(schedule.ranks, count, int(cost.message)), costs
+def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow, Costs]:
+    """What flows between the actions of the first micro-batches, and what they take."""
+    message = int(made.stages[0].cost.message)
+    works: dict[tuple[int, str], Work] = {}
+    types: dict[str, TensorType] = {}
+    for s, kind, work in _chain(len(made.stages)):
+        works[s, kind] = work
+        types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
+    line = machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks))
+    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
 
 
-def _chain(ranks: tuple[int, ...], count: int, message: int) -> Flow:
+def _chain(count: int) -> Iterator[tuple[int, str, Work]]:
     """Stages one behind the other, with one value between two of them on the way there and back."""
-    last, works, types = len(ranks) - 1, dict[tuple[int, str], Work](), dict[str, TensorType]()
-    for s in range(last + 1):
+    last = count - 1
+    for s in range(count):
         there = ((f"x{s}",) if s else ()), ((f"x{s + 1}",) if s < last else ())
         back = ((f"g{s + 1}",) if s < last else ()), ((f"g{s}",) if s else ())
-        works[s, "F"] = Work(there[0], (*there[1], f"saved{s}"))
-        works[s, "B"] = Work((*back[0], f"saved{s}"), back[1])
-        types |= dict.fromkeys((f"x{s}", f"g{s}", f"saved{s}"), TensorType((message,), torch.uint8))
-    return Flow(ranks, count, works, types)
+        yield s, "F", Work(there[0], (*there[1], f"saved{s}"))
+        yield s, "B", Work((*back[0], f"saved{s}"), back[1])

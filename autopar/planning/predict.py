@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
 from autopar.planning.data_time import data_us
-from autopar.planning.layers import Cost
-from autopar.planning.pipelined import bubble_us, busy_us, held_at_once, stages_of
+from autopar.planning.layers import Layers
+from autopar.planning.pipelined import Stage, pipelined, step_us
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.step_time import ADAMW
 
@@ -28,19 +28,27 @@ class Prediction:
     optimizer: float
 
 
-def predict(candidate: Candidate, cost: Cost, layers: int, machine: Machine, slowest: float = math.inf) -> Prediction:
-    """The time and the memory of a step. layers: equal ones of the model. slowest: us from which on nobody asks how
-    much slower it is; then no schedule is simulated, and the time is that without a bubble."""
-    stages = stages_of(candidate, cost, layers)
-    data = max(data_us(candidate, cost, share, machine) for share in stages)
-    own = max(cost.parameters(n) if i == len(stages) - 1 else n * cost.parameters.each for i, n in enumerate(stages))
-    optimizer = machine.memory_us(max(1.0, ADAMW * own / (candidate.dp if candidate.zero else 1)))
-    once = cost.once.outside + max(stages) * cost.once.each
-    exposed = cost.exposed(sum(stages)) / len(stages) * candidate.microbatches
-    flight = held_at_once(candidate)
-    memory = max(rank_bytes(candidate, cost, n, i, len(stages), flight) for i, n in enumerate(stages))
-    busy = busy_us(cost, stages)
-    most = candidate.microbatches * max(f + b for f, b in busy)
-    beside = once + data + optimizer
-    bubble = bubble_us(candidate, cost, busy, machine) if most + beside < slowest else 0.0
-    return Prediction(candidate, most + bubble + beside, memory, bubble, exposed, data, optimizer)
+def predict(candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf) -> Prediction:
+    """The time and the memory of a step. slowest: us from which on nobody asks how much slower it is; then no schedule
+    is simulated, and the time is that without a bubble. Raises AutoparError as `Micros.local`."""
+    made = pipelined(candidate, layers)
+    ranks = [_beside(candidate, rank, machine) for rank in made.ranks]
+    m = candidate.microbatches
+    floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
+    most = max(floors)
+    last = floors.index(most)
+    _, data, optimizer = ranks[last]
+    exposed = m * made.ranks[last].cost.exposed(made.ranks[last].share.time.layers)
+    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+    total = most
+    if candidate.pp > 1 and most < slowest:
+        total = step_us(candidate, made, [(once, data + optimizer) for once, data, optimizer in ranks], machine)
+    return Prediction(candidate, total, memory, total - most, exposed, data, optimizer)
+
+
+def _beside(candidate: Candidate, rank: Stage, machine: Machine) -> tuple[float, float, float]:
+    """us of what a rank computes once a step, of what it waits for the data axes, and of the optimizer."""
+    layers, cost = rank.share.stored.layers, rank.cost
+    own = ADAMW * cost.parameters(layers) / (candidate.dp if candidate.zero else 1)
+    data = data_us(candidate, cost, layers, machine)
+    return cost.once(rank.share.time.layers), data, machine.memory_us(max(1.0, own))

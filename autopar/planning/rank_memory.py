@@ -1,42 +1,59 @@
-"""The bytes that a rank of a candidate holds at its peak, from what a micro-batch holds on a stage."""
+"""The bytes that a rank of a candidate holds at its peak, from what its stages hold and the order in which they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 
+from autopar.ir.schedule import Action
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Cost, Linear
-from autopar.planning.states import MOMENTS
+from autopar.planning.pipelined import Pipelined, Stage
 
 
-def rank_bytes(candidate: Candidate, cost: Cost, layers: int, place: int, stages: int, flight: list[int]) -> float:
-    """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one more value of each parameter.
-
-    What is outside of the equal layers is on the last stage, but for the parameters that are read before them.
-    """
-    is_last, is_first = place == stages - 1, place == 0
-    dp, zero = candidate.dp, candidate.zero
-    moved = cost.entry.outside * (is_first - is_last)
-
-    def of(line: Linear) -> float:
-        return line(layers) if is_last else layers * line.each
-
-    parameters, gradients = of(cost.parameters) + moved, of(cost.gradients) + moved
-    part = (parameters + of(cost.states) + moved * MOMENTS) / (dp if zero else 1)
-    optimizer = part + gradients / (dp if zero else 1) + parameters / (dp if zero else 1)
-    gradients /= dp if zero >= 2 else 1
-    saved = flight[place] * of(cost.saved) / candidate.chunks + max(0.0, cost.others(layers))
-    is_one = candidate.microbatches == 1  # then gradients take the place of activations
-    step = part + _copies(candidate, cost, of) + (max(saved, gradients) if is_one else saved + gradients)
-    return max(step, optimizer)
+def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
+    """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one value more of a parameter."""
+    own, dp, zero = made.ranks[rank], candidate.dp, candidate.zero
+    layers, cost = own.share.stored.layers, own.cost
+    parameters = cost.parameters(layers)
+    part = (parameters + cost.states(layers)) / (dp if zero else 1)
+    optimizer = part + (cost.gradients(layers) + parameters) / (dp if zero else 1)
+    peak = _peak(made.schedule.orders[rank], made.stages, dp if zero >= 2 else 1)
+    return max(part + _copies(candidate, own) + peak, optimizer)
 
 
-def _copies(candidate: Candidate, cost: Cost, of: Callable[[Linear], float]) -> float:
+def _peak(order: Iterable[Action], stages: Sequence[Stage], parts: int) -> float:
+    """The most bytes of activations and gradients at once. parts: of which a rank keeps one of each gradient, that is
+    there from the first backward pass of its stage on."""
+    most = held = 0.0
+    done: set[int] = set()
+    for action in order:
+        stage = stages[action.stage]
+        saved = stage.cost.saved(stage.share.saved.layers)
+        if action.kind == "F":
+            held += saved
+            continue
+        most = max(most, held + _others(stage))
+        if action.stage not in done:
+            done.add(action.stage)
+            held += stage.cost.gradients(stage.share.stored.layers) / parts
+        held -= saved
+        most = max(most, held)
+    return most
+
+
+def _others(stage: Stage) -> float:
+    """Bytes that are alive beside what is kept, at the worst moment of a stage."""
+    share, cost = stage.share.time, stage.cost
+    line = cost.others if share.behind else cost.first if share.entry else cost.inner
+    return max(0.0, line(share.layers))
+
+
+def _copies(candidate: Candidate, rank: Stage) -> float:
     """Bytes of the parameters as a step reads them: in another dtype, and gathered."""
+    cost, layers = rank.cost, rank.share.stored.layers
     if candidate.zero == 3:  # of the layer at work and of the next one, and what is largest of gradients on their way
-        on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.entry.outside)
+        on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.gradients.entry)
         return 2 * (cost.copies.each + cost.plain.each) + on_way
     gathered = 0.0
     if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
-        gathered = of(cost.plain) - (cost.entry.outside if candidate.microbatches <= 2 else 0.0)
-    return of(cost.copies) + max(0.0, gathered)
+        gathered = cost.plain(layers) - (cost.parameters.entry if candidate.microbatches <= 2 else 0.0)
+    return cost.copies(layers) + max(0.0, gathered)

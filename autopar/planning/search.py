@@ -80,7 +80,7 @@ def search(
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
         with suppress(AutoparError):  # it is counted already
-            found.least = predict(small, layers.cost(small.split, small.rows, small.recompute), equal, machine)
+            found.least = predict(small, layers, machine)
     return found
 
 
@@ -88,8 +88,7 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
-    made = predict(candidate, cost, equal, machine, slowest)
+    made = predict(candidate, layers, machine, slowest)
     if made.total < slowest or candidate.pp == 1:  # of others no pipeline was simulated
         found.tried.append(made)
     if found.least is None or made.memory < found.least.memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,12 +20,14 @@ LEFT = {"F": "saved", "P": "step"}  # of a graph's outputs, what later actions h
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a graph. stays: True if it is none of the layer that is left out. own: bytes of what it makes and the
-    graph does not leave. dying: the places of calls whose values nothing reads after this one."""
+    """A call of a graph. stays: True if it is none of the layer that is left out. side: -1 before the equal layers, 0
+    in one, 1 behind them. own: bytes of what it makes and the graph does not leave. dying: the places of calls whose
+    values nothing reads after this one."""
 
     load: Load | None
     launch: Launch | None
     stays: bool
+    side: int
     own: float
     dying: tuple[int, ...]
 
@@ -33,7 +35,7 @@ class Call:
         """As of a `Sheet`."""
         if self == other:
             return self
-        if (self.launch, self.stays, self.dying) != (other.launch, other.stays, other.dying):
+        if (self.launch, self.stays, self.side, self.dying) != (other.launch, other.stays, other.side, other.dying):
             return None
         if self.load is None or other.load is None:
             load = None
@@ -42,25 +44,27 @@ class Call:
             load = self.load.between(other.load, share)
             is_alike = load is not None
         own = self.own + (other.own - self.own) * share
-        return Call(load, self.launch, self.stays, own, self.dying) if is_alike else None
+        return Call(load, self.launch, self.stays, self.side, own, self.dying) if is_alike else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of all layers, and without the
-    one that is left out. reads: the parameters that it reads."""
+    """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of all layers, without the one
+    that is left out, and of what comes before the layers. reads: the parameters that it reads."""
 
     mesh: Mesh
     calls: tuple[Call, ...]
-    left: tuple[float, float]
+    left: tuple[float, float, float]
     reads: frozenset[str]
 
     @classmethod
     def of(cls, kind: str, program: Program, rest: Rest) -> Sheet:
         """kind: of the action that runs the graph. rest: all but the layer that may be left out."""
         leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
-        left = _bytes(program, leaving), _bytes(program, list(filter(rest.counts, leaving)))
-        return cls(program.mesh, tuple(_calls(program, rest)), left, frozenset(e.name for _, e in program.parameters()))
+        kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
+        whole, less, entry = (_bytes(program, nodes) for nodes in kinds)
+        reads = frozenset(entry.name for _, entry in program.parameters())
+        return cls(program.mesh, tuple(_calls(program, rest)), (whole, less, entry), reads)
 
     def between(self, other: Sheet, share: float) -> Sheet | None:
         """The sheet at a share of the way to another one, 0 to 1: every number on a straight line. None where they are
@@ -75,8 +79,8 @@ class Sheet:
             if call is None:
                 return None
             calls.append(call)
-        whole, less = (low + (high - low) * share for low, high in zip(self.left, other.left, strict=True))
-        return Sheet(self.mesh, tuple(calls), (whole, less), self.reads)
+        whole, less, entry = (low + (high - low) * share for low, high in zip(self.left, other.left, strict=True))
+        return Sheet(self.mesh, tuple(calls), (whole, less, entry), self.reads)
 
     def times(self, machine: Machine) -> list[float]:
         """us of each call."""
@@ -87,14 +91,22 @@ class Sheet:
         launches = (None if is_less and not call.stays else call.launch for call in self.calls)
         return run_launches(launches, times, machine)
 
-    def peak(self, is_less: bool) -> float:
-        """The most bytes of a graph's own values that are alive at once, beside those that it leaves."""
+    def entry_us(self, times: list[float]) -> float:
+        """us of the calls that come before the layers."""
+        return sum(
+            time for time, call in zip(times, self.calls, strict=True) if call.side < 0 and call.launch is not None
+        )
+
+    def peak(self, is_less: bool, sides: Collection[int] = (-1, 0, 1)) -> float:
+        """The most bytes of a graph's own values that are alive at once, beside those that it leaves. sides: of the
+        calls at which they are counted."""
         calls = self.calls
         own = [0.0 if is_less and not call.stays else call.own for call in calls]
         alive = most = 0.0
         for made, call in zip(own, calls, strict=True):
             alive += made
-            most = max(most, alive)
+            if alive > most and call.side in sides:
+                most = alive
             for place in call.dying:
                 alive -= own[place]
         return most
@@ -128,4 +140,5 @@ def _calls(program: Program, rest: Rest) -> Iterator[Call]:
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
-        yield Call(load, launch, rest.counts(node), own, tuple(dying.get(node, ())))
+        side = -1 if rest.is_entry(node) else int(not rest.is_equal(node))
+        yield Call(load, launch, rest.counts(node), side, own, tuple(dying.get(node, ())))

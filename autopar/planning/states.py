@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.measure import local_bytes
@@ -15,27 +15,28 @@ MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes. entry: the part of the parameters that the forward pass reads before the equal layers. copies: of what is
-    made of parameters once a step (casts). plain: of parameters that are read as they are. saved: of one micro-batch,
-    from its forward to its backward pass. others: what is alive beside all of that at the worst moment."""
+    """Bytes. copies: of what is made of parameters once a step (casts). plain: of parameters that are read as they are.
+    saved: of one micro-batch, from its forward to its backward pass. others: what is alive beside all of that at the
+    worst moment; inner: the same in the equal layers, first: in these and before them."""
 
     parameters: float
-    entry: float
     gradients: float
     states: float
     copies: float
     plain: float
     saved: float
     others: float
+    inner: float
+    first: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Bytes of a program's parameters, by name, and of their gradients. entry: the names of those that the forward pass
+    """Bytes of a program's parameters and of their gradients, by name. entry: the names of those that the forward pass
     reads before the equal layers alone."""
 
     parameters: Mapping[str, int]
-    gradients: int
+    gradients: Mapping[str, int]
     entry: frozenset[str]
 
     @classmethod
@@ -43,27 +44,43 @@ class Stored:
         """Of what counts in a LOCAL program."""
         mesh = program.mesh
         stored = {entry.name: local_bytes(node, mesh) for node, entry in program.parameters() if rest.has(entry.name)}
-        gradients = sum(
-            local_bytes(node, mesh)
+        gradients = {
+            out.name: local_bytes(node, mesh)
             for node, out in program.leaving
             if out.kind == "gradient" and node is not None and rest.has(out.name)
-        )
+        }
         return cls(stored, gradients, frozenset(_entry(program, rest)))
 
 
 def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
     """With one micro-batch under way. sheets: of a rank's actions, by kind. is_less: without the layer that may be left
     out, as `stored` is then too."""
-    own = stored.parameters
-    copies = sheets["P"].left[is_less] if "P" in sheets else 0.0
     bodies = [sheet for kind, sheet in sheets.items() if kind in "FBIW"]
-    read = frozenset[str]().union(*(sheet.reads for sheet in bodies))
-    parameters = sum(own.values())
+    parameters = sum(stored.parameters.values())
+    peaks = (max(sheet.peak(is_less, sides) for sheet in bodies) for sides in ((-1, 0, 1), (0,), (-1, 0)))
     return Held(
-        parameters, sum(own[name] for name in stored.entry if name in own), stored.gradients, MOMENTS * parameters,
-        copies, sum(own[name] for name in read if name in own), sheets["F"].left[is_less],
-        max(sheet.peak(is_less) for sheet in bodies),
+        parameters, sum(stored.gradients.values()), MOMENTS * parameters,
+        sheets["P"].left[is_less] if "P" in sheets else 0.0, _read(stored, bodies, stored.parameters),
+        sheets["F"].left[is_less], *peaks,
     )  # fmt: skip
+
+
+def held_of_entry(stored: Stored, sheets: Mapping[str, Sheet]) -> dict[str, float]:
+    """The part of some fields of `Held` that belongs to what comes before the equal layers."""
+    own = sum(size for name, size in stored.parameters.items() if name in stored.entry)
+    gradients = sum(size for name, size in stored.gradients.items() if name in stored.entry)
+    plain = _read(stored, [sheet for kind, sheet in sheets.items() if kind in "FBIW"], stored.entry)
+    copies = sheets["P"].left[2] if "P" in sheets else 0.0
+    return {
+        "parameters": own, "gradients": gradients, "states": MOMENTS * own, "copies": copies, "plain": plain,
+        "saved": sheets["F"].left[2],
+    }  # fmt: skip
+
+
+def _read(stored: Stored, sheets: Iterable[Sheet], names: Collection[str]) -> float:
+    """Bytes of those of some parameters that graphs read."""
+    read = frozenset[str]().union(*(sheet.reads for sheet in sheets))
+    return sum(size for name, size in stored.parameters.items() if name in read and name in names)
 
 
 def _entry(program: Program, rest: Rest) -> Iterator[str]:

@@ -96,7 +96,12 @@ def nemo(row: Row) -> Case:
         row, "seq", "gpus", "tp", "pp", "cp", "chunks", "mbs", "microbatches"
     )
     dp = gpus // (tp * pp * cp)
-    options: dict[str, Any] = {"precision": "bf16", "zero": 1, "compile": "triton", **pipelined(pp, microbatches, chunks)}
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "zero": 1,
+        "compile": "triton",
+        **pipelined(pp, microbatches, chunks),
+    }
     options |= {"sequence_parallel": True} if tp > 1 else {}
     return Case(
         f"{row['model']} pp={pp} dp={dp} cp={cp} tp={tp} m={microbatches}", row["model"], _llama(row["model"], length),

@@ -48,7 +48,7 @@ def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
     A stage costs its forward calls, the backward calls of the same source lines, and what crosses its borders both
     ways. Raises LayoutError if there are more stages than places to cut, or if no cut keeps to the memory.
     """
-    line = _Line(program, times, limits)
+    line = Line(program, times, limits)
     if len(line.places) - 1 < stages:
         raise LayoutError(
             f"{stages} stages need {stages - 1} cuts, but the forward pass has only {len(line.places) - 2} places to "
@@ -65,7 +65,7 @@ def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
     return line.stages(borders)
 
 
-class _Line:
+class Line:
     """The forward pass as a line, with prefix sums at each place where it may be cut."""
 
     def __init__(self, program: Program, times: Times, limits: Limits) -> None:

@@ -15,7 +15,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.passes import run_passes
-from autopar.passes.pipeline.cut import Limits, _Line, forward_nodes
+from autopar.passes.pipeline.cut import Limits, Line, forward_nodes
 from autopar.passes.pipeline.when import When, times_of
 
 
@@ -40,14 +40,14 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def line_of(limits: Limits, microbatches: int = 2) -> _Line:
+def line_of(limits: Limits, microbatches: int = 2) -> Line:
     torch.manual_seed(0)
     captured = capture(Uneven(), square, (torch.randn(512, 8),), {})
     program = run_passes(captured.program, Plan(mesh_of("pp=2"), options=StepOptions(microbatches=microbatches)))[-1][1]
-    return _Line(program, times_of(program, microbatches), limits)
+    return Line(program, times_of(program, microbatches), limits)
 
 
-def all_cuts(line: _Line, stages: int) -> list[tuple[float, float, list[int]]]:
+def all_cuts(line: Line, stages: int) -> list[tuple[float, float, list[int]]]:
     """(time of the slowest stage, sum of squared times, borders) of every cut."""
     end = len(line.places) - 1
     found = []

@@ -54,7 +54,7 @@ def all_of(found: Planned) -> list[Prediction]:
     made = []
     for each in candidates_of(found.asked, found.layers):
         with suppress(LayoutError):
-            made.append(predict(each, layers().cost(each.split, each.rows, each.recompute), found.layers, MACHINE))
+            made.append(predict(each, layers(), MACHINE))
     return made
 
 

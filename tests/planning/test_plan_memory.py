@@ -17,6 +17,7 @@ from autopar.planning.predict import predict
 
 MACHINE = named("h100-80g")
 EXACT, NEAR = 1e-3, 0.04  # ZeRO-3 and gradients that leave as parts of larger values are not said to the byte
+CUT = 0.03  # stages are cut inside layers
 
 
 def job(rows: int) -> autopar.Job:
@@ -38,7 +39,8 @@ def layers() -> Layers:
         (Candidate(2, 1, 1, 1, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), EXACT),
         (Candidate(2, 1, 1, 3, "none", 2, 2), NEAR), (Candidate(2, 1, 1, 3, "none", 2, 1), NEAR),
         (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
-        (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), 0.12),
+        (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
+        (Candidate(1, 1, 4, 0, "none", 1, 8), CUT),
     ],
     ids=str,
 )  # fmt: skip
@@ -48,5 +50,4 @@ def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: flo
         given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
     )
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
-    cost = layers().cost(candidate.split, candidate.rows, candidate.recompute)
-    assert predict(candidate, cost, layers().equal, MACHINE).memory == pytest.approx(emitted, rel=error)
+    assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)

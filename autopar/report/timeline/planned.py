@@ -25,7 +25,7 @@ def planned_picture(found: Planned, made: Prediction) -> Picture:
         count = min(plan.microbatches, FIRST)
         lanes = [Lane(0, tuple(_one_by_one(cost, found.layers, count)), (), 0.0)]
     else:
-        timeline, count = pipeline_of(plan, cost, found.layers, found.asked.machine)
+        timeline, count = pipeline_of(plan, found.programs, found.asked.machine)
         lanes = [Lane(rank, _blocks(timeline, rank, plan), (), timeline.bubble(rank)) for rank in range(plan.pp)]
     end = max(block.end_us for lane in lanes for block in lane.blocks)
     once = f"sums and gathers over the data axes {time_text(made.data)}, AdamW {time_text(made.optimizer)}"

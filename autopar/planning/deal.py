@@ -1,0 +1,190 @@
+"""The stages of a pipeline over a model of equal layers, cut as the compiler cuts: by time, inside layers too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.ir.mesh import Mesh
+from autopar.machines import Machine
+from autopar.passes.pipeline.cut import Limits, Line
+from autopar.passes.pipeline.when import times_of
+from autopar.planning.depth import Rest
+from autopar.planning.stage import Micro
+
+KINDS = ("time", "stored", "saved")
+CLOSE = 1e-3  # of the slowest stage: how near the search for it comes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a model something has. entry, behind: the share of what comes before the equal layers, and behind them.
+    layers: how many of these."""
+
+    entry: float
+    layers: float
+    behind: float
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.entry + other.entry, self.layers + other.layers, self.behind + other.behind)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a model a stage has, or a rank: of its time, of its parameters, of what it keeps for the backward pass.
+    A layer that is cut through has most of its parameters in one half and most of its time, maybe, in the other."""
+
+    time: Part
+    stored: Part
+    saved: Part
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.time + other.time, self.stored + other.stored, self.saved + other.saved)
+
+
+def whole(layers: int) -> Share:
+    """All of a model."""
+    all_ = Part(1.0, layers, 1.0)
+    return Share(all_, all_, all_)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A piece of the forward pass with the places where it may be cut. time, stored, saved: us and bytes of what comes
+    before each, from 0 at its beginning on. crossing: us to send what is needed on both sides."""
+
+    time: np.ndarray
+    stored: np.ndarray
+    saved: np.ndarray
+    crossing: np.ndarray
+
+    @classmethod
+    def of(cls, line: Line, first: int, last: int) -> Section:
+        """Between two places of a line."""
+        part = slice(first, last + 1)
+        time, stored, saved = (values[part] - values[first] for values in (line.times, line.held, line.saved))
+        return cls(time, stored, saved, line.transfer[part])
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The forward pass of a model: what comes before its equal layers, one of these, what comes behind them."""
+
+    entry: Section
+    layer: Section
+    behind: Section
+
+    @classmethod
+    def of(cls, micro: Micro, rest: Rest, machine: Machine, mesh: Mesh) -> Sections:
+        """mesh: that says over which links stages send."""
+        program = micro.program
+        line = Line(program, times_of(program, micro.plan.parts), Limits((1,), machine=machine, mesh=mesh))
+        layers = [rest.layer(node) for node in line.nodes]
+        own = [i for i, path in enumerate(layers) if path == rest.path]
+        all_ = [i for i, path in enumerate(layers) if path in rest.equal]
+        begin, start, end, behind = (_place(line, at) for at in (all_[0], own[0], own[-1] + 1, all_[-1] + 1))
+        last = len(line.places) - 1
+        return cls(Section.of(line, 0, begin), Section.of(line, start, end), Section.of(line, behind, last))
+
+    def stages(self, layers: int, count: int) -> list[Share]:
+        """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be."""
+        road = _Road.of([self.entry, *[self.layer] * layers, self.behind])
+        borders = road.even(count)
+        last = layers + 1
+        inner = [tuple(_before(road, at, name, last) for name in KINDS) for at in borders[:-1]]
+        marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0),) * len(KINDS)]
+        return [Share(*map(_minus, high, low)) for low, high in pairwise(marks)]
+
+
+def _place(line: Line, node: int) -> int:
+    """The first place that has so many nodes before it."""
+    return next(i for i, place in enumerate(line.places) if place >= node)
+
+
+def _minus(more: Part, less: Part) -> Part:
+    return Part(more.entry - less.entry, more.layers - less.layers, more.behind - less.behind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Road:
+    """Sections one behind the other. section, inner: of each place its section, and where it lies there."""
+
+    sections: Sequence[Section]
+    time: np.ndarray
+    crossing: np.ndarray
+    section: np.ndarray
+    inner: np.ndarray
+
+    @classmethod
+    def of(cls, sections: Sequence[Section]) -> _Road:
+        sizes = [len(each.time) - 1 for each in sections]  # the last place of one is the first of the next
+        starts = np.concatenate([[0.0], np.cumsum([each.time[-1] for each in sections])])
+        time = np.concatenate([each.time[:-1] + at for each, at in zip(sections, starts, strict=False)])
+        crossing = np.concatenate([each.crossing[:-1] for each in sections])
+        section = np.repeat(np.arange(len(sections)), sizes)
+        inner = np.concatenate([np.arange(size) for size in sizes])
+        return cls(
+            sections, np.append(time, starts[-1]), np.append(crossing, 0.0), np.append(section, len(sections) - 1),
+            np.append(inner, sizes[-1]),
+        )  # fmt: skip
+
+    def even(self, count: int) -> list[int]:
+        """The places where stages end."""
+        low, high = float(self.time[-1]) / count, float(self.time[-1] + 2 * self.crossing.max())
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._ends(count, middle) is not None else (middle, high)
+        latest, backwards = self._ends(count, high), self._reversed()._ends(count, high)
+        assert latest is not None, "the limit that is tried first lets one stage have everything"
+        final = len(self.time) - 1
+        earliest = [final - at for at in reversed(backwards[:-1])] if backwards is not None else latest[:-1]
+        windows = [np.arange(min(pair), max(pair) + 1) for pair in zip(earliest, latest, strict=False)]
+        return self._squares([*windows, np.array([final])], high)
+
+    def _squares(self, windows: Sequence[np.ndarray], limit: float) -> list[int]:
+        """The ends of stages, each from its window, with the least sum of squares of times within a limit."""
+        starts, before, choices = np.array([0]), np.zeros(1), list[np.ndarray]()
+        for ends in windows:
+            ahead = self.time[ends] + self.crossing[ends]
+            took = ahead[None, :] - (self.time[starts] - self.crossing[starts])[:, None]
+            allowed = (took <= limit * (1 + 1e-9)) & (starts[:, None] < ends[None, :])
+            value = np.where(allowed, before[:, None] + took**2, np.inf)
+            choices.append(value.argmin(axis=0))
+            starts, before = ends, value.min(axis=0)
+        found, at = list[int](), 0
+        for ends, choice in zip(reversed(windows), reversed(choices), strict=True):
+            found.append(int(ends[at]))
+            at = int(choice[at])
+        return found[::-1]
+
+    def _ends(self, count: int, limit: float) -> list[int] | None:
+        """Stages that are as long as a limit lets them be; None if more than `count` are needed."""
+        found, at, final = list[int](), 0, len(self.time) - 1
+        for stage in range(count):
+            at = min(self._farthest(at, limit), final - (count - 1 - stage))  # each has something
+            if found and at <= found[-1]:
+                return None
+            found.append(at)
+        return found if at == final else None
+
+    def _farthest(self, start: int, limit: float) -> int:
+        """The last place where a stage that begins at one may end; the beginning itself if there is none."""
+        took = self.time[start + 1 :] - self.time[start] + self.crossing[start] + self.crossing[start + 1 :]
+        within = np.nonzero(took <= limit * (1 + 1e-9))[0]
+        return start + 1 + int(within[-1]) if len(within) else start
+
+    def _reversed(self) -> _Road:
+        return replace(self, time=(self.time[-1] - self.time)[::-1], crossing=self.crossing[::-1])
+
+
+def _before(road: _Road, at: int, name: str, last: int) -> Part:
+    """What comes before a place. name: of what is counted. last: the section behind the layers."""
+    number, inner = int(road.section[at]), int(road.inner[at])
+    values = getattr(road.sections[number], name)
+    share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
+    if number == 0:
+        return Part(share, 0.0, 0.0)
+    return Part(1.0, number - 1 + share, 0.0) if number < last else Part(1.0, last - 1, share)

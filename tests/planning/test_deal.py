@@ -1,0 +1,55 @@
+"""Stages that are dealt out: the slowest is as fast as in any cut, and together they are the model."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from autopar.planning.deal import Section, Sections, whole
+
+ENTRY, LAYER, BEHIND = [1.0, 0.5], [2.0, 5.0, 1.0, 3.0], [0.5, 8.0, 2.0]
+
+
+def section(times: list[float], crossing: list[float]) -> Section:
+    time = np.concatenate([[0.0], np.cumsum(times)])
+    return Section(time, time**2, 1.0 - np.exp(-time), np.array([*crossing, 0.0]))
+
+
+def sections(crossing: float) -> Sections:
+    """Sending costs `crossing` between layers, and twice as much inside of them."""
+    inside = [crossing, *[2 * crossing] * 3]
+    return Sections(section(ENTRY, [0.0, crossing]), section(LAYER, inside), section(BEHIND, [crossing] * 3))
+
+
+@pytest.mark.parametrize("crossing", [0.0, 0.4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_slowest_stage_is_as_fast_as_in_any_cut(count: int, crossing: float) -> None:
+    layers, model = 3, sections(crossing)
+    shares = model.stages(layers, count)
+    calls = [*ENTRY, *LAYER * layers, *BEHIND]
+    sent = [0.0, crossing, *[crossing, *[2 * crossing] * 3] * layers, *[crossing] * 3, 0.0]
+
+    def slowest(inner: tuple[int, ...]) -> float:
+        ends = (0, *inner, len(calls))
+        return max(sum(calls[a:b]) + sent[a] + sent[b] for a, b in pairwise(ends))
+
+    best = min(slowest(inner) for inner in combinations(range(1, len(calls)), count - 1))
+    took = [
+        part.entry * sum(ENTRY) + part.layers * sum(LAYER) + part.behind * sum(BEHIND)
+        for part in (share.time for share in shares)
+    ]
+    assert max(took) <= best * 1.01
+    assert sum(took) == pytest.approx(sum(calls))
+
+
+def test_all_stages_together_are_the_model() -> None:
+    shares = sections(0.1).stages(4, 3)
+    total, model = reduce(lambda a, b: a + b, shares), whole(4)
+    for kind in ("time", "stored", "saved"):
+        found, wanted = getattr(total, kind), getattr(model, kind)
+        assert (found.entry, found.layers, found.behind) == pytest.approx((wanted.entry, wanted.layers, wanted.behind))
+    assert shares[0].time.entry == shares[-1].time.behind == 1.0
+    assert shares[0].stored != shares[0].time, "a layer that is cut has other parts of its parameters than of its time"
