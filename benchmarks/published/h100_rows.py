@@ -35,7 +35,8 @@ def mpt(row: Row) -> Case:
     options |= {"microbatches": ga} if ga > 1 else {}
     tokens = float(row["tok_s_gpu"]) * gpus
     return Case(
-        f"{row['model']} seq={length} gpus={gpus} {row['sharding']} {row['ac']}", f"{row['model']} {length} {gpus} {gbs}",
+        f"{row['model']} seq={length} gpus={gpus} {row['sharding']} {row['ac']}",
+        f"{row['model']} {length} {gpus} {gbs}",
         partial(GPT, layers, width, heads, MPT_WORDS, length, is_fused=True), mesh(dp=gpus), gbs, length,
         named("h100-80g"), {STEP: gbs * length / tokens}, options,
     )  # fmt: skip
@@ -96,7 +97,12 @@ def nemo(row: Row) -> Case:
         row, "seq", "gpus", "tp", "pp", "cp", "chunks", "mbs", "microbatches"
     )
     dp = gpus // (tp * pp * cp)
-    options: dict[str, Any] = {"precision": "bf16", "zero": 1, "compile": "triton", **pipelined(pp, microbatches, chunks)}
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "zero": 1,
+        "compile": "triton",
+        **pipelined(pp, microbatches, chunks),
+    }
     options |= {"sequence_parallel": True} if tp > 1 else {}
     return Case(
         f"{row['model']} pp={pp} dp={dp} cp={cp} tp={tp} m={microbatches}", row["model"], _llama(row["model"], length),
