@@ -10,7 +10,7 @@ from typing import Any
 
 import benchmarks.published
 from autopar.errors import AutoparError
-from benchmarks.published.case import UNITS, Case
+from benchmarks.published.case import UNITS
 from benchmarks.published.kernels import register
 from benchmarks.published.own import Own, Planner
 from benchmarks.published.predict import Predicted, predict

@@ -20,9 +20,9 @@ UNITS = {STEP: (1.0, "s"), MEMORY: (2.0**30, "GiB"), FORWARD: (1e-3, "ms"), BACK
 class Case:
     """name: of the model and its plan. group: of the cases that train the same model on as many devices with the same
     batch. model: made on no device. rows, length: of the global batch. measured: by what it is: seconds of a step, of a
-    layer's forward or backward pass, or bytes of a rank at its peak. is_outlier: by
-    ../shared/MACHINES.md. shorter: the model with a layer less, where a layer was measured. made_for: what the programs are
-    made for, if that is not `machine`, which they are simulated on."""
+    layer's forward or backward pass, or bytes of a rank at its peak. is_outlier: by ../shared/MACHINES.md. shorter: the
+    model with a layer less, where a layer was measured. made_for: what the programs are made for, if that is not
+    `machine`, which they are simulated on."""
 
     name: str
     group: str

@@ -35,7 +35,8 @@ def mpt(row: Row) -> Case:
     options |= {"microbatches": ga} if ga > 1 else {}
     tokens = float(row["tok_s_gpu"]) * gpus
     return Case(
-        f"{row['model']} seq={length} gpus={gpus} {row['sharding']} {row['ac']}", f"{row['model']} {length} {gpus} {gbs}",
+        f"{row['model']} seq={length} gpus={gpus} {row['sharding']} {row['ac']}",
+        f"{row['model']} {length} {gpus} {gbs}",
         partial(GPT, layers, width, heads, MPT_WORDS, length, is_fused=True), mesh(dp=gpus), gbs, length,
         named("h100-80g"), {STEP: gbs * length / tokens}, options,
     )  # fmt: skip
