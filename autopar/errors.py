@@ -24,6 +24,10 @@ class LayoutError(AutoparError):
     """A layout that does not parse, does not fit its tensor, or conflicts with another one."""
 
 
+class CoupledError(LayoutError):
+    """Rows of a batch, or positions, that a model takes together, where some are to be computed before the others."""
+
+
 class CaptureError(AutoparError):
     """A model or loss that cannot be turned into one graph."""
 

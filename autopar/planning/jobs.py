@@ -18,11 +18,11 @@ from autopar.ir.options import StepOptions
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
+from autopar.planning.captures import Capture, Captures
 from autopar.planning.decisions import PLANNED
 from autopar.planning.depth import Shallow
 from autopar.planning.fewer import with_fewer
 from autopar.planning.layers import Layers
-from autopar.planning.micro import Capture
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:
@@ -46,7 +46,7 @@ def layers_of_call(
         small = with_fewer(model, found)
         return None if small is None else partial(capture, of=small)
 
-    return Layers(capture, free, machine, fewer)
+    return Layers(Captures(capture, fewer), free, machine)
 
 
 def _open(options: StepOptions) -> StepOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -12,9 +12,10 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
+from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.deal import Part, Sections, Share
-from autopar.planning.depth import Rest, Shallow
-from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Capture, Micros, Split
+from autopar.planning.depth import Rest
+from autopar.planning.micro import HIGH, Micros, Split
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
@@ -144,16 +145,10 @@ def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
 
 class Layers:
     """The costs of micro-batches, read off programs of few layers: what a layer costs is what they cost less without
-    it.
+    it."""
 
-    capture, fewer: as of `Micros`.
-    """
-
-    def __init__(
-        self, capture: Capture, options: StepOptions, machine: Machine,
-        fewer: Callable[[Shallow], Capture | None] = lambda found: None,
-    ) -> None:  # fmt: skip
-        self.micros = Micros(capture, options, machine, fewer)
+    def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
+        self.micros = Micros(captures, options, machine)
         self._least: dict[Split, float] = {}
         self._known: dict[tuple[Split, int, str], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
@@ -164,20 +159,20 @@ class Layers:
     @property
     def equal(self) -> int:
         """The equal layers of the model; 0 if it has none."""
-        return self.micros.shallow(LOW).layers
+        return self.micros.captures.shallow().layers
 
     @property
     def whole(self) -> Program:
-        """The captured step of PARTS rows."""
-        return self.micros.whole.program
+        """The captured step of LEAST_ROWS rows."""
+        return self.micros.captures.whole.program
 
     def products(self) -> tuple[float, str]:
         """The FLOPs of the products of one row, known once there are layouts, and the dtype of most of them."""
-        program = dict(self.micros.local(Split(), LOW).history)["propagate"]
+        program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
         counts, rest = products(program), self._rest
         whole = float(sum(counts.values()))
         less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
-        flops = self._line(whole, less)(self.equal) / PARTS
+        flops = self._line(whole, less)(self.equal) / LEAST_ROWS
         return flops, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str) -> Cost:
@@ -193,8 +188,8 @@ class Layers:
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
         made = self._sheets.setdefault((split, recompute), {})
         if rows not in made:
-            if LOW < rows < HIGH and self.micros.is_alike(split):
-                for end in (LOW, HIGH):
+            if self.micros.low < rows < HIGH and self.micros.is_alike(split):
+                for end in (self.micros.low, HIGH):
                     self.sheets(split, end, recompute)
                 below, above = max(at for at in made if at < rows), min(at for at in made if at > rows)
                 found = made[below].between(made[above], (rows - below) / (above - below))
@@ -206,7 +201,7 @@ class Layers:
     def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
         """What a person should know of the program of such a micro-batch."""
         is_alike = rows < HIGH and self.micros.is_alike(split)
-        return self.micros.micro(split, LOW if is_alike else rows, recompute).program.notes
+        return self.micros.micro(split, self.micros.low if is_alike else rows, recompute).program.notes
 
     def least_us(self, split: Split) -> float:
         """What a row takes at least, of a micro-batch of any size: as one of the most rows takes, on a machine whose
@@ -218,7 +213,7 @@ class Layers:
 
     @cached_property
     def _rest(self) -> Rest:
-        return Rest.of(self.micros.shallow(LOW))
+        return Rest.of(self.micros.captures.shallow())
 
     def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
         whole = sheets.cost(machine, is_less=False)
@@ -236,7 +231,7 @@ class Layers:
         near = group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
         key = split, recompute, near
         if key not in self._sections:
-            micro = self.micros.micro(split, LOW, recompute)
+            micro = self.micros.micro(split, self.micros.low, recompute)
             self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
         if (*key, count) not in self._stages:
             self._stages[*key, count] = tuple(self._sections[key].stages(self.equal, count))

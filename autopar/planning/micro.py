@@ -3,34 +3,29 @@ recomputation are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from autopar.capture import Captured
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CoupledError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
 from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
-from autopar.planning.depth import Shallow, shallow
-from autopar.planning.fewer import is_same
+from autopar.planning.captures import LEAST_ROWS, Captures
+from autopar.planning.depth import Shallow
 from autopar.planning.stage import Micro, cut_at
 
-KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
-PARTS = 2  # micro-batches of such a program: all of them are alike
+PARTS = 2  # micro-batches of a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
-
-Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,62 +41,37 @@ class Split:
 
 
 class Micros:
-    """Makes programs of micro-batches, and keeps what several of them have in common.
+    """Makes programs of micro-batches, and keeps what several of them have in common."""
 
-    capture: the step of a batch of so many rows. fewer: the same of the model with fewer of its equal layers, None if
-    there is no such model.
-    """
-
-    def __init__(
-        self, capture: Capture, options: StepOptions, machine: Machine,
-        fewer: Callable[[Shallow], Capture | None] = lambda found: None,
-    ) -> None:  # fmt: skip
-        self.capture, self.options, self.machine, self.fewer = capture, options, machine, fewer
-        self._captured: dict[int, Captured] = {}
-        self._shallow: dict[int, Shallow] = {}
+    def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
+        self.captures, self.options, self.machine = captures, options, machine
         self._local: dict[tuple[Split, int], Lowered | AutoparError] = {}
         self._low: dict[Split, Lowered | None] = {}
         self._ends: dict[tuple[Split, str], Micro] = {}
         self._known: dict[tuple[Split, int, str], Micro] = {}
 
     @cached_property
-    def whole(self) -> Captured:
-        """The step of micro-batches of LOW rows, with all layers."""
-        return self.capture(PARTS * LOW)
-
-    @cached_property
-    def _source(self) -> Capture:
-        """What programs are made of: the model with fewer layers where, at LOW rows, that is the same step. It is then
-        the same at others: of layers that are equal none knows how many there are."""
-        found = shallow(self.whole.program, KEPT)
-        capture = None if found is None else self.fewer(found)
-        if capture is None or found is None:
-            return self.capture
+    def coupled(self) -> str:
+        """Why the rows of a batch cannot be computed some at a time; empty if they can."""
         try:
-            captured = capture(PARTS * LOW)
-        except AutoparError:  # it counts its layers
-            return self.capture
-        again = shallow(captured.program, KEPT)
-        if again is None or not is_same(again.program, found.program):
-            return self.capture
-        self._captured[LOW], self._shallow[LOW] = captured, replace(again, layers=found.layers)
-        return capture
+            cut_at(self._lowered(Split(), LOW, PARTS), "none", self.captures.shallow(PARTS * LOW).border)
+        except CoupledError as error:
+            return str(error)
+        return ""
 
-    def captured(self, rows: int) -> Captured:
-        """The step of micro-batches of so many rows, with all layers or with fewer."""
-        source = self._source
-        if rows not in self._captured:
-            self._captured[rows] = self.whole if source is self.capture and rows == LOW else source(PARTS * rows)
-        return self._captured[rows]
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a program."""
+        return 1 if self.coupled else PARTS
+
+    @property
+    def low(self) -> int:
+        """The fewest rows of a micro-batch for which programs are made."""
+        return LEAST_ROWS // self.parts
 
     def shallow(self, rows: int) -> Shallow:
-        """The same with few of its equal layers; whole if it has none."""
-        captured = self.captured(rows).program
-        if rows not in self._shallow:
-            found = shallow(captured, KEPT) or Shallow(captured, 0, 0)
-            layers = found.layers if self._source is self.capture else self._shallow[LOW].layers
-            self._shallow[rows] = replace(found, layers=layers)
-        return self._shallow[rows]
+        """The captured step of micro-batches of so many rows, with few equal layers."""
+        return self.captures.shallow(self.parts * rows)
 
     def local(self, split: Split, rows: int) -> Lowered:
         """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
@@ -115,11 +85,15 @@ class Micros:
             raise found.with_traceback(None)
         return found
 
-    @uncollected()
     def lowered(self, split: Split, rows: int, like: Lowered | None = None) -> Lowered:
         """like: a program whose layouts it takes over."""
-        options = replace(self.options, microbatches=PARTS, sequence_parallel=split.sequence)
-        captured = replace(self.captured(rows), program=self.shallow(rows).program)
+        return self._lowered(split, rows, self.parts, like)
+
+    @uncollected()
+    def _lowered(self, split: Split, rows: int, parts: int, like: Lowered | None = None) -> Lowered:
+        options = replace(self.options, microbatches=parts, sequence_parallel=split.sequence)
+        batch = parts * rows
+        captured = replace(self.captures.captured(batch), program=self.captures.shallow(batch).program)
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
@@ -127,7 +101,7 @@ class Micros:
         """The programs of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `local`."""
         key = split, rows, recomputed
         if key not in self._known:
-            found = self._between(split, rows, recomputed) if LOW <= rows < HIGH else None
+            found = self._between(split, rows, recomputed) if self.low <= rows < HIGH else None
             self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
         return self._known[key]
 
@@ -136,9 +110,9 @@ class Micros:
         if local is None:
             return None
         if (split, recomputed) not in self._ends:
-            self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(LOW).border)
-        low, share = self._ends[split, recomputed], Fraction(rows - LOW, HIGH - LOW)
-        if rows == LOW:
+            self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(self.low).border)
+        low, share = self._ends[split, recomputed], Fraction(rows - self.low, HIGH - self.low)
+        if rows == self.low:
             return low
         high = self.micro(split, HIGH, recomputed)
         if low.graphs.keys() != high.graphs.keys():
@@ -153,13 +127,13 @@ class Micros:
         return self._alike(split) is not None
 
     def _alike(self, split: Split) -> Lowered | None:
-        """The program of LOW rows in the layouts of that of HIGH; None if others are better there.
+        """The program of self.low rows in the layouts of that of HIGH; None if others are better there.
 
         What is good at both ends is good in between: the costs of layouts are linear in the rows, so the least of all
         of them lies above the chord of its ends, and these layouts lie on a chord that is hardly above that one.
         """
         if split not in self._low:
-            found, best = self.lowered(split, LOW, like=self.local(split, HIGH)), self.local(split, LOW)
+            found, best = self.lowered(split, self.low, like=self.local(split, HIGH)), self.local(split, self.low)
             is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
             self._low[split] = found if is_good else None
         return self._low[split]

@@ -13,9 +13,9 @@ from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate, Space
+from autopar.planning.captures import LEAST_ROWS
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
-from autopar.planning.micro import PARTS
 from autopar.planning.search import FITS, Found, Work, search
 from autopar.planning.step_time import tokens_of
 
@@ -72,7 +72,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, equal, tell)
     if not found.best:
         raise _none_fits(asked, found, equal)
-    return Planned(asked, found, tokens_of(whole) // PARTS * asked.batch, work, equal, layers)
+    return Planned(asked, found, tokens_of(whole) // LEAST_ROWS * asked.batch, work, equal, layers)
 
 
 def candidates_of(asked: Asked, equal: int) -> list[Candidate]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.errors import LayoutError
+from autopar.errors import CoupledError
 from autopar.ir.mesh import SLICE, TIME_AXES, axes_of_group, is_in_time
 from autopar.ir.ops import is_collective, is_mesh_op, op
 from autopar.ir.program import Program, is_given, record
@@ -55,7 +55,7 @@ def times_of(
     what is made of such parameters alone may be read by micro-batches and when they are done, as it cannot be in the
     end (see `late.py`). sized: slices differ in length, and so does what they cut.
 
-    Raises LayoutError where a micro-batch needs a value of the others that stages compute (statistics of the whole
+    Raises CoupledError where a micro-batch needs a value of the others that stages compute (statistics of the whole
     batch, as of BatchNorm): then no micro-batch can go on before all have come so far.
     """
     of: dict[fx.Node, When] = {}
@@ -89,7 +89,7 @@ def times_of(
             continue
         if not partway.isdisjoint(operands):
             joins = [operand for operand in operands if operand in partway]
-            raise LayoutError(coupled(node, joins, partway, program.notes))
+            raise CoupledError(coupled(node, joins, partway, program.notes))
         gathers = _gathers(node, regathered) and is_given(operands[0])
         after = [operand for operand in operands if of[operand] is When.AFTER]
         is_cut = _is_cut(node) or (sized and not after and _is_sliced(node))
@@ -105,9 +105,9 @@ def times_of(
                 of.update(dict.fromkeys(behind, When.AFTER))  # gathered once, after the micro-batches
                 differs = any(of[operand] in (When.INPUT, When.BODY) for operand in operands)
         if differs and after:
-            raise LayoutError(coupled(node, after, reductions, program.notes))
+            raise CoupledError(coupled(node, after, reductions, program.notes))
         if differs and is_collective(node.target) and is_in_time(_axis(node)) and node.target not in CARRIES:
-            raise LayoutError(coupled(node, [node], {node}, program.notes))
+            raise CoupledError(coupled(node, [node], {node}, program.notes))
         if after:
             of[node] = When.AFTER
         elif not differs:

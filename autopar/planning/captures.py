@@ -1,0 +1,66 @@
+"""The captured step at several sizes of the batch, whole and with few of the model's equal layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.capture import Captured
+from autopar.errors import AutoparError
+from autopar.planning.depth import Shallow, shallow
+from autopar.planning.fewer import is_same
+
+KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
+LEAST_ROWS = 2  # of a batch that is captured: of one row alone some models refuse to take a mean
+
+Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
+
+
+class Captures:
+    """capture: the step. fewer: the same of the model with fewer of its equal layers; None if there is no such one."""
+
+    def __init__(self, capture: Capture, fewer: Callable[[Shallow], Capture | None] = lambda found: None) -> None:
+        self.capture, self.fewer = capture, fewer
+        self._captured: dict[int, Captured] = {}
+        self._shallow: dict[int, Shallow] = {}
+
+    @cached_property
+    def whole(self) -> Captured:
+        """The step of LEAST_ROWS rows, with all layers."""
+        return self.capture(LEAST_ROWS)
+
+    @cached_property
+    def _source(self) -> Capture:
+        """What programs are made of: the model with fewer layers where, at the fewest rows, that is the same step. It
+        is then the same at others: of layers that are equal none knows how many there are."""
+        found = shallow(self.whole.program, KEPT)
+        capture = None if found is None else self.fewer(found)
+        if capture is None or found is None:
+            return self.capture
+        try:
+            captured = capture(LEAST_ROWS)
+        except AutoparError:  # it counts its layers
+            return self.capture
+        again = shallow(captured.program, KEPT)
+        if again is None or not is_same(again.program, found.program):
+            return self.capture
+        self._captured[LEAST_ROWS], self._shallow[LEAST_ROWS] = captured, replace(again, layers=found.layers)
+        return capture
+
+    def captured(self, rows: int) -> Captured:
+        """The step of a batch of so many rows, with all layers or with fewer."""
+        source = self._source
+        if rows not in self._captured:
+            is_whole = source is self.capture and rows == LEAST_ROWS
+            self._captured[rows] = self.whole if is_whole else source(rows)
+        return self._captured[rows]
+
+    def shallow(self, rows: int = LEAST_ROWS) -> Shallow:
+        """The same with few of its equal layers; whole if it has none."""
+        captured = self.captured(rows).program
+        if rows not in self._shallow:
+            found = shallow(captured, KEPT) or Shallow(captured, 0, 0)
+            layers = found.layers if self._source is self.capture else self._shallow[LEAST_ROWS].layers
+            self._shallow[rows] = replace(found, layers=layers)
+        return self._shallow[rows]
