@@ -20,9 +20,8 @@ from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
 from autopar.planning.decisions import PLANNED
 from autopar.planning.depth import Shallow
-from autopar.planning.fewer import with_fewer
+from autopar.planning.fewer import Capture, with_fewer
 from autopar.planning.layers import Layers
-from autopar.planning.micro import Capture
 
 
 def layers_of(job: Job, machine: Machine) -> Layers:

@@ -11,7 +11,8 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
 from autopar.planning.depth import Rest, Shallow
-from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Capture, Micros, Split
+from autopar.planning.fewer import Capture
+from autopar.planning.micro import HIGH, KEPT, LOW, PARTS, Micros, Split
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held

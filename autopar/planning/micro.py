@@ -14,7 +14,6 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
@@ -22,15 +21,13 @@ from autopar.machines import Machine
 from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
 from autopar.planning.depth import Shallow, shallow
-from autopar.planning.fewer import is_same
+from autopar.planning.fewer import Capture, same_step
 from autopar.planning.stage import Micro, cut_at
 
 KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
 PARTS = 2  # micro-batches of such a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
-
-Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +72,10 @@ class Micros:
         the same at others: of layers that are equal none knows how many there are."""
         found = shallow(self.whole.program, KEPT)
         capture = None if found is None else self.fewer(found)
-        if capture is None or found is None:
+        made = None if capture is None or found is None else same_step(capture, PARTS * LOW, found)
+        if capture is None or made is None:
             return self.capture
-        try:
-            captured = capture(PARTS * LOW)
-        except AutoparError:  # it counts its layers
-            return self.capture
-        again = shallow(captured.program, KEPT)
-        if again is None or not is_same(again.program, found.program):
-            return self.capture
-        self._captured[LOW], self._shallow[LOW] = captured, replace(again, layers=found.layers)
+        self._captured[LOW], self._shallow[LOW] = made
         return capture
 
     def captured(self, rows: int) -> Captured:
