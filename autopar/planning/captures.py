@@ -7,14 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.capture import Captured
-from autopar.errors import AutoparError
 from autopar.planning.depth import Shallow, shallow
-from autopar.planning.fewer import is_same
+from autopar.planning.fewer import Capture, same_step
 
 KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
 LEAST_ROWS = 2  # of a batch that is captured: of one row alone some models refuse to take a mean
-
-Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
 class Captures:
@@ -36,16 +33,10 @@ class Captures:
         is then the same at others: of layers that are equal none knows how many there are."""
         found = shallow(self.whole.program, KEPT)
         capture = None if found is None else self.fewer(found)
-        if capture is None or found is None:
+        made = None if capture is None or found is None else same_step(capture, LEAST_ROWS, found)
+        if capture is None or made is None:
             return self.capture
-        try:
-            captured = capture(LEAST_ROWS)
-        except AutoparError:  # it counts its layers
-            return self.capture
-        again = shallow(captured.program, KEPT)
-        if again is None or not is_same(again.program, found.program):
-            return self.capture
-        self._captured[LEAST_ROWS], self._shallow[LEAST_ROWS] = captured, replace(again, layers=found.layers)
+        self._captured[LEAST_ROWS], self._shallow[LEAST_ROWS] = made
         return capture
 
     def captured(self, rows: int) -> Captured:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 from torch import fx, nn
 
+from autopar.capture import Captured
+from autopar.errors import AutoparError
 from autopar.ir.program import Program, record
-from autopar.planning.depth import Shallow
+from autopar.planning.depth import Shallow, shallow
+
+Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
 
 def with_fewer(model: nn.Module, found: Shallow) -> nn.Module | None:
@@ -38,6 +44,19 @@ def _without(module: nn.Module, path: list[str], gone: range) -> nn.Module | Non
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module), _modules=inner)
     return copy
+
+
+def same_step(capture: Capture, rows: int, found: Shallow) -> tuple[Captured, Shallow] | None:
+    """What `capture` gives of a model with fewer layers for a batch of so many rows, as it is and shallow; None unless
+    that is the step that was found of the whole model."""
+    try:
+        captured = capture(rows)
+    except AutoparError:  # it counts its layers
+        return None
+    again = shallow(captured.program, found.kept)
+    if again is None or not is_same(again.program, found.program):
+        return None
+    return captured, replace(again, layers=found.layers)
 
 
 def is_same(one: Program, other: Program) -> bool:

@@ -18,10 +18,10 @@ from autopar.ir.options import StepOptions
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.batches import resized_call, rows_of
-from autopar.planning.captures import Capture, Captures
+from autopar.planning.captures import Captures
 from autopar.planning.decisions import PLANNED
 from autopar.planning.depth import Shallow
-from autopar.planning.fewer import with_fewer
+from autopar.planning.fewer import Capture, with_fewer
 from autopar.planning.layers import Layers
 
 

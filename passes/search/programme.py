@@ -28,8 +28,6 @@ OPTIMAL, INFEASIBLE = 0, 2  # what scipy says
 WHOLE = 1 - 1e-5  # a share above this is 1, within the solver's tolerance
 LARGEST = 1e6  # the largest cost, as HiGHS sees it
 
-Terms = list[tuple[int, float]]  # variables with their coefficients
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -150,7 +148,7 @@ class _Rows:
         self.high: list[float] = []
         self.chosen = [[self._variable(i, cost) for cost in costs] for i, costs in enumerate(problem.costs)]
         for variables in self.chosen:
-            self._row([(v, 1.0) for v in variables], 1.0, 1.0)
+            self._row(variables, [1.0] * len(variables), 1.0, 1.0)
         values: dict[Hashable, list[Edge]] = {}
         for edge in problem.edges:
             values.setdefault(edge.value, []).append(edge)
@@ -162,16 +160,15 @@ class _Rows:
         self.owner.append(owner)
         return len(self.costs) - 1
 
-    def _row(self, terms: Terms, low: float, high: float) -> None:
-        for variable, coefficient in terms:
-            self.rows.append(len(self.low))
-            self.columns.append(variable)
-            self.values.append(coefficient)
+    def _row(self, variables: list[int], coefficients: list[float], low: float, high: float) -> None:
+        self.rows += [len(self.low)] * len(variables)
+        self.columns += variables
+        self.values += coefficients
         self.low.append(low)
         self.high.append(high)
 
     def _at_most(self, less: list[int], more: list[int]) -> None:
-        self._row([(v, 1.0) for v in less] + [(v, -1.0) for v in more], -np.inf, 0.0)
+        self._row([*less, *more], [1.0] * len(less) + [-1.0] * len(more), -np.inf, 0.0)
 
     def _shares(self, item: int, states: tuple[Hashable, ...]) -> dict[Hashable, list[int]]:
         """By state, the strategies that have it."""

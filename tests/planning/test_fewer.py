@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from autopar.ir.options import StepOptions
 from autopar.machines import named
+from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.depth import shallow
 from autopar.planning.fewer import is_same, with_fewer
 from autopar.planning.jobs import layers_of_call
-from autopar.planning.micro import KEPT, LOW, PARTS, Micros
 
 LAYERS = 12
 
 
-def micros(model: nn.Module, loss_fn: object, *batch: Tensor) -> Micros:
-    return layers_of_call(model, loss_fn, batch, {}, StepOptions(), named("h100-80g")).micros  # type: ignore[arg-type]
+def captures(model: nn.Module, loss_fn: object, *batch: Tensor) -> Captures:
+    made = layers_of_call(model, loss_fn, batch, {}, StepOptions(), named("h100-80g"))  # type: ignore[arg-type]
+    return made.micros.captures
 
 
 def llama() -> tuple[nn.Module, Tensor]:
@@ -28,12 +29,12 @@ def llama() -> tuple[nn.Module, Tensor]:
 
 def test_it_is_the_step_of_the_whole_model() -> None:
     model, ids = llama()
-    found, before = micros(model, token_loss, ids, ids), [name for name, _ in model.named_parameters()]
-    whole = shallow(found.capture(PARTS * 8).program, KEPT)
-    assert whole is not None and is_same(found.shallow(8).program, whole.program)
+    found, before = captures(model, token_loss, ids, ids), [name for name, _ in model.named_parameters()]
+    whole = shallow(found.capture(16).program, KEPT)
+    assert whole is not None and is_same(found.shallow(16).program, whole.program)
     assert found._source is not found.capture, "it was captured of the whole model"
-    assert len(found.captured(8).program.inputs) < len(found.whole.program.inputs)
-    assert found.shallow(LOW).layers == found.shallow(8).layers == whole.layers == LAYERS
+    assert len(found.captured(16).program.inputs) < len(found.whole.program.inputs)
+    assert found.shallow(LEAST_ROWS).layers == found.shallow(16).layers == whole.layers == LAYERS
     assert [name for name, _ in model.named_parameters()] == before
 
 
@@ -59,15 +60,15 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "is_smaller"), [("plain", True), ("counts", False), ("divides", False)])
 def test_a_model_that_knows_its_depth_is_captured_whole(kind: str, is_smaller: bool) -> None:
-    found = micros(Stack(kind), square, torch.empty(4, 8, device="meta"))
+    found = captures(Stack(kind), square, torch.empty(4, 8, device="meta"))
     assert (found._source is not found.capture) == is_smaller
-    assert found.shallow(LOW).layers == found.shallow(4).layers == LAYERS - 1, (
+    assert found.shallow(LEAST_ROWS).layers == found.shallow(8).layers == LAYERS - 1, (
         "the first one has no gradient of its input"
     )
-    assert is_same(found.shallow(LOW).program, shallow(found.whole.program, KEPT).program)  # type: ignore[union-attr]
+    assert is_same(found.shallow(LEAST_ROWS).program, shallow(found.whole.program, KEPT).program)  # type: ignore[union-attr]
 
 
 def test_no_model_where_it_would_not_pay() -> None:
     model, ids = llama()
-    whole = shallow(micros(model, token_loss, ids, ids).whole.program, 8)
+    whole = shallow(captures(model, token_loss, ids, ids).whole.program, 8)
     assert whole is not None and with_fewer(model, whole) is None

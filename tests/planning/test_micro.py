@@ -17,9 +17,10 @@ from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import named
 from autopar.planning.between import between
+from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.depth import Rest, Shallow, shallow
 from autopar.planning.layers import Layers, Sheets
-from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split
+from autopar.planning.micro import HIGH, LOW, Micros, Split
 from autopar.planning.stage import cut_at
 
 MACHINE = named("h100-80g")
@@ -39,10 +40,10 @@ def capture(name: str) -> Callable[[int], Captured]:
     return of
 
 
-class Shallower(Micros):
+class Shallower(Captures):
     """Keeps one equal layer less."""
 
-    def shallow(self, rows: int) -> Shallow:
+    def shallow(self, rows: int = LEAST_ROWS) -> Shallow:
         found = shallow(self.captured(rows).program, KEPT - 1)
         assert found is not None
         return found
@@ -50,12 +51,12 @@ class Shallower(Micros):
 
 @cache
 def layers(name: str) -> Layers:
-    return Layers(capture(name), OPTIONS, MACHINE)
+    return Layers(Captures(capture(name)), OPTIONS, MACHINE)
 
 
 @cache
-def shallower(name: str) -> Shallower:
-    return Shallower(capture(name), OPTIONS, MACHINE)
+def shallower(name: str) -> Micros:
+    return Micros(Shallower(capture(name)), OPTIONS, MACHINE)
 
 
 def lines(program: Program) -> Iterator[tuple[object, ...]]:
