@@ -93,7 +93,7 @@ class Sheets:
         same for all rows and however much is computed again."""
         sheets: dict[str, tuple[Sheet, Sheet]] = {}
         for kind, graph in micro.graphs.items():
-            key = (kind, *described(graph)) if kind in ONCE else None
+            key = (kind, micro.plan.mesh, *described(graph)) if kind in ONCE else None
             sheets[kind] = known.get(key) or _both(micro, kind, rest)
             if key is not None:
                 known[key] = sheets[kind]
