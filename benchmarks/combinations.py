@@ -2,10 +2,10 @@
 
     timeout 1300 .venv/bin/python -m benchmarks.combinations --seconds 1200 --seed 0
 
-Draws a model of the coverage table, a mesh, and options that go together on paper: ZeRO, recomputation, micro-batches,
-stages, schedules, slices, sequence parallelism, buckets. Prints the largest relative error of loss, every gradient,
-every updated weight and buffer over two steps, or the refusal in full: an error of ours that says what to do.
-Replay one with `--only N`, the number of its row.
+Draws a model of the coverage table or a recurrence, a mesh, and options that go together on paper: ZeRO,
+recomputation, micro-batches, stages, schedules, slices, sequence parallelism, buckets. Prints the largest relative
+error of loss, every gradient, every updated weight and buffer over two steps, or the refusal in full: an error of ours
+that says what to do. Replay one with `--only N`, the number of its row; `--recurrent`: every model is a recurrence.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from autopar.errors import AutoparError
 from autopar.torch_compat import tree_map
 from autopar.verification.verify import verify
+from benchmarks import recurrences
 from benchmarks.coverage import architectures, plain
 from benchmarks.coverage.measure import model_of
 
@@ -44,8 +45,8 @@ class TooSlow(Exception):
     """A case took longer than LIMIT_S."""
 
 
-def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
-    """The model, the mesh and the options of a row."""
+def draw(seed: int, number: int, recurrent: bool = False) -> tuple[str, str, dict[str, Any]]:
+    """The model, the mesh and the options of a row. recurrent: the model is a recurrence; else one in eight is."""
     dice = random.Random(f"{seed} {number}")
     name = dice.choice([*architectures.names(), *plain.MODELS])
     options: dict[str, Any] = {}
@@ -78,12 +79,16 @@ def draw(seed: int, number: int) -> tuple[str, str, dict[str, Any]]:
             options["slices"] = dice.choice(LENGTHS[options["slices"]])
     if dice.random() < 0.3:
         options["compile"] = "triton"  # groups, which a CPU runs call by call
+    if dice.random() < 1 / 8 or recurrent:
+        name = dice.choice([*recurrences.MODELS, "lstm", "gru"])
+        options.pop("specialize", None)
     return name, mesh, options
 
 
 def run(name: str, mesh: str, options: Mapping[str, Any], rows: int) -> float:
     """The largest error. `rows` is the size of the batch, repeated as often as it takes."""
-    model, loss_fn, batch = model_of(name)
+    torch.manual_seed(0)
+    model, loss_fn, batch = recurrences.MODELS[name]() if name in recurrences.MODELS else model_of(name)
     if isinstance(slices := options.get("slices"), tuple):
         options = {**options, "slices": _lengths(batch, slices)}
     report = verify(model, mesh, loss_fn=loss_fn, batch=_grown(batch, rows), **options)
@@ -124,9 +129,9 @@ def _alarm(*_: object) -> None:
     raise TooSlow(f"more than {LIMIT_S} s")
 
 
-def case(seed: int, number: int, rows: int) -> tuple[str, str]:
+def case(seed: int, number: int, rows: int, recurrent: bool) -> tuple[str, str]:
     """The verdict on a row (ok, refused, slow, WRONG, BROKEN), and its line."""
-    name, mesh, options = draw(seed, number)
+    name, mesh, options = draw(seed, number, recurrent)
     text = " ".join(f"{key}={value}" for key, value in options.items())
     start, error = time.process_time(), ""
     signal.signal(signal.SIGALRM, _alarm)
@@ -157,15 +162,18 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first row")
     parser.add_argument("--only", type=int, action="append", help="the number of a row")
     parser.add_argument("--rows", type=int, default=12, help="rows of a batch: what 2, 3, 4 and 6 parts divide")
+    parser.add_argument("--recurrent", action="store_true", help="every model is a recurrence")
+    parser.add_argument("--count", type=int, help="the number of rows to draw")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
     end = time.monotonic() + options.seconds
-    numbers = itertools.count(options.first) if options.only is None else options.only
+    drawn = itertools.islice(itertools.count(options.first), options.count)
+    numbers = drawn if options.only is None else options.only
     for number in numbers:
-        verdict, line = case(options.seed, number, options.rows)
+        verdict, line = case(options.seed, number, options.rows, options.recurrent)
         found[verdict] += 1
         print(line, flush=True)
         if time.monotonic() > end:

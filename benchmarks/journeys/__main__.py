@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, action="append", help="the number of a row")
     parser.add_argument("--shrink", type=float, default=20, help="seconds for making a failing journey shorter")
     parser.add_argument("--without", action="append", default=[], help="an action that is not drawn")
+    parser.add_argument("--mesh", action="append", default=[], help="one to draw of: dp=2, auto=4, ...")
     parser.add_argument("--sabotage", choices=SABOTAGES, help="a fix that is taken out; ends at the first failure")
     parser.add_argument("--replay", type=Path, help="a file with a printed journey")
     options = parser.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
         end = time.monotonic() + options.seconds
         for number in range(options.rows) if options.only is None else options.only:
             start = time.monotonic()
-            row = run_row(pools, options.seed, number, options.shrink, options.without)
+            row = run_row(pools, options.seed, number, options.shrink, options.without, options.mesh)
             verdict, text = line(number, row, time.monotonic() - start)
             found[verdict] += 1
             refused.update(map(_shape, row.refusals.elements()))

@@ -10,7 +10,9 @@ MESHES = (
     "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "dp=2,tp=2", "dp=2,fsdp=2", "fsdp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2",
     "dp=4", "tp=4", "cp=2", "dp=2,cp=2", "cp=2,tp=2",
 )  # fmt: skip
+PLANNED = ("auto=2", "auto=4")  # mesh="auto" on so many ranks
 RARE = ("dp=2,tp=3", "dp=3,tp=2", "fsdp=3,tp=2")
+NOT_PLANNED = ("precision", "chunked_loss", "compile")  # options that may stand beside mesh="auto"
 WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches cannot have
 
 
@@ -30,13 +32,15 @@ def meshes_for(setup: Mapping[str, Any]) -> list[str]:
     whole = setup.get("batch") == "local"
     return [
         mesh
-        for mesh in (*MESHES, *RARE)
+        for mesh in (*MESHES, *PLANNED, *RARE)
         if world(mesh) == world(setup["mesh"]) and (staged or "pp" not in mesh) and (not whole or "dp" in mesh)
     ]
 
 
 def options_on(mesh: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options without those that a mesh has no axis for, and with those that it needs."""
+    if mesh in PLANNED:
+        return {name: value for name, value in options.items() if name in NOT_PLANNED}
     kept = dict(options)
     if not {"dp", "fsdp", "cp"} & axes_of(mesh) or mesh == "dp=1":
         kept.pop("zero", None)

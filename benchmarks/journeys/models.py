@@ -73,6 +73,17 @@ class Recurrence(nn.Module):
         return x_BTD + torch.stack(found, 1)
 
 
+class Core(nn.Module):
+    """A recurrence of torch."""
+
+    def __init__(self, width: int, kind: type[nn.RNNBase], is_mirrored: bool = False) -> None:
+        super().__init__()
+        self.core = kind(width, width // (1 + is_mirrored), batch_first=True, bidirectional=is_mirrored)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.core(x_BTD)[0]
+
+
 class BatchNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -148,6 +159,9 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "attention": Attention,
     "mixer": Mixer,
     "recurrence": Recurrence,
+    "lstm": lambda width: Core(width, nn.LSTM),
+    "gru both ways": lambda width: Core(width, nn.GRU, True),
+    "rnn": lambda width: Core(width, nn.RNN),
     "batchnorm": BatchNorm,
     "dropout": lambda width: nn.Dropout(0.25),
     "frozen": Frozen,

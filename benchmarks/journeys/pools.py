@@ -45,11 +45,14 @@ class Pools:
 
 
 def _joined(reports: list[Report]) -> Report:
-    """The worst of them; ranks of which some refuse and some do not are broken."""
+    """The worst of them; ranks of which some refuse and some do not are broken. What one rank decides for all, as a
+    plan, is refused there with its reason, and elsewhere by a RankError that repeats it."""
     for verdict in ("BROKEN", "WRONG"):
         for rank, report in enumerate(reports):
             if report.verdict == verdict:
                 return Report(verdict, f"rank {rank}: {report.text}")
-    if len({(report.verdict, report.text.partition(":")[0]) for report in reports}) > 1:
+    first = reports[0]
+    own = [each for each in reports if not (each.text.startswith("RankError") and first.text in each.text)]
+    if len({(report.verdict, report.text.partition(":")[0]) for report in own}) > 1:
         return Report("BROKEN", "ranks differ: " + " | ".join(f"{r.verdict} {r.text[:100]}" for r in reports))
     return reports[0]

@@ -100,15 +100,16 @@ class Pair:
         modules, store = list(side.model.modules()), parallel(self.ours)._store
         ranks = dist.is_initialized() and dist.get_world_size() > 1
         held = side.optimizer.state if side.optimizer is not None else {}
+        axes = store.distributor.mesh.names  # of a mesh that is planned, those of the plan
         known = {
             "ready": True,
             "exact": not setup["options"].get("precision"),
-            "foreign": "pp" in side.setup["mesh"] and _has_foreign_states(self.ours),
+            "foreign": "pp" in axes and _has_foreign_states(self.ours),
             "fp16": setup["options"].get("precision") == "fp16",
             "ranks": ranks,
             "replicated": ranks
             and any(store.layouts[n].is_replicated and store.owners[n] is None for n in store.layouts),
-            "pp": "pp" in side.setup["mesh"],
+            "pp": "pp" in axes,
             "local": setup.get("batch") == "local",
             "stepped": side.steps > 0,
             "gradients": any(True for _ in side.trained()),

@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.journeys.meshes import MESHES, RARE, WHOLE_BATCH, axes_of, options_on
+from benchmarks.journeys.meshes import MESHES, PLANNED, RARE, WHOLE_BATCH, axes_of, options_on
 from benchmarks.journeys.models import BLOCKS, TIME
 from benchmarks.journeys.side import OPTIMIZERS
 
-COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2")
+COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2", PLANNED[0])
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
@@ -23,7 +23,7 @@ SEQUENCES = ("gpt", "llama")  # heads with causal attention
 def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     """A literal that `Side` reads. meshes: of which to draw."""
     kind = draw(st.integers(0, 19))
-    mesh = draw(st.sampled_from(meshes or (COMMON if kind < 13 else MESHES if kind < 19 else RARE)))
+    mesh = draw(st.sampled_from(meshes or (COMMON if kind < 13 else (*MESHES, PLANNED[1]) if kind < 19 else RARE)))
     head = draw(st.sampled_from([*["regress"] * 6, *["tokens"] * 4, *["gpt"] * 4, "llama"]))
     options: dict[str, Any] = {}
     if {"dp", "fsdp", "cp"} & axes_of(mesh) and mesh != "dp=1":

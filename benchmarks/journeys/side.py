@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture.raising import Raise
+from autopar.compiler.meshes import AUTO
 from autopar.parallel.module import ParallelModule
-from benchmarks.journeys.meshes import meshes_for, options_on
+from benchmarks.journeys.meshes import PLANNED, meshes_for, options_on
 from benchmarks.journeys.models import Built, batch_of, build
 
 # eps: a gradient that is zero on paper, as of a bias before BatchNorm, is rounding, of which 1e-8 makes steps of 1e-9.
@@ -86,9 +87,8 @@ class Side:
         """The model of this side."""
         if not self.is_parallel:
             return model
-        made = autopar.parallelize(
-            model, setup["mesh"], loss_fn=loss_fn, batch=setup.get("batch", "global"), **setup["options"]
-        )
+        mesh = AUTO if setup["mesh"] in PLANNED else setup["mesh"]
+        made = autopar.parallelize(model, mesh, loss_fn=loss_fn, batch=setup.get("batch", "global"), **setup["options"])
         if made.loss_scale is not None:
             made.loss_scale.scale = SCALE
         return made
