@@ -42,7 +42,7 @@ def _time(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, i
 def _computed(node: fx.Node, mesh: Mesh, machine: Machine, sizes: Mapping[fx.Node, int]) -> float:
     moved = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
     flops = record(node).flops
-    parts = math.prod(mesh[axis] for axis in _axes(node)) if flops else 1
+    parts = ranks_of(node, mesh) if flops else 1
     dtype = str(record(operand_nodes(node)[0]).type.dtype).removeprefix("torch.") if flops else ""
     took = machine.call_us(flops / parts, dtype, moved, attention=flops > 0 and "attention" in str(node.target))
     if sizes[node] < FRESH:
@@ -62,10 +62,11 @@ def _moved(node: fx.Node, mesh: Mesh, machine: Machine) -> float:
     return machine.collective_us(known.name, whole, group)
 
 
-def _axes(node: fx.Node) -> set[str]:
+def ranks_of(node: fx.Node, mesh: Mesh) -> int:
+    """The ranks among which a product is divided."""
     found = record(node)
     layouts = [layout for layout in (*found.layouts, *found.operands) if layout is not None]
-    return {axis for layout in layouts for axis in layout.axes}
+    return math.prod(mesh[axis] for axis in {axis for layout in layouts for axis in layout.axes})
 
 
 def by_origin(program: Program, times: Mapping[fx.Node, float]) -> dict[tuple[str, str], float]:

@@ -4,7 +4,7 @@ recomputation are made of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar.capture import Captured
@@ -13,31 +13,20 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.ir.mesh import Mesh
+from autopar.errors import AutoparError
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
 from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
 from autopar.planning.depth import Shallow, shallow
+from autopar.planning.split import Split
 from autopar.planning.stage import Micro, cut_at
 
 KEPT = 3  # equal layers that programs are made of: one of them has one of its like on both sides
 PARTS = 2  # micro-batches of such a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a micro-batch is divided. sequence: activations lie split over tp where no weight needs them whole."""
-
-    tp: int = 1
-    sequence: bool = False
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh((("tp", self.tp),) if self.tp > 1 else (("dp", 1),))
 
 
 class Micros:
@@ -51,6 +40,7 @@ class Micros:
         self._captured: dict[int, Captured] = {}
         self._shallow: dict[int, Shallow] = {}
         self._local: dict[tuple[Split, int], Lowered] = {}
+        self._refused: dict[tuple[Split, int], AutoparError] = {}
         self._low: dict[Split, Lowered | None] = {}
         self._ends: dict[tuple[Split, str], Micro] = {}
         self._known: dict[tuple[Split, int, str], Micro] = {}
@@ -70,8 +60,14 @@ class Micros:
 
     def local(self, split: Split, rows: int) -> Lowered:
         """The LOCAL program that recomputes nothing. Raises AutoparError for a mesh that the model cannot take."""
+        if (split, rows) in self._refused:
+            raise self._refused[split, rows]
         if (split, rows) not in self._local:
-            self._local[split, rows] = self.lowered(split, rows)
+            try:
+                self._local[split, rows] = self.lowered(split, rows)
+            except AutoparError as error:
+                self._refused[split, rows] = error
+                raise
         return self._local[split, rows]
 
     @uncollected()
@@ -83,10 +79,11 @@ class Micros:
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
     def micro(self, split: Split, rows: int, recomputed: str) -> Micro:
-        """The programs of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `local`."""
+        """The programs of a micro-batch of `rows` on the ranks of tp and cp. Raises AutoparError as `local`."""
         key = split, rows, recomputed
         if key not in self._known:
-            found = self._between(split, rows, recomputed) if LOW <= rows < HIGH else None
+            is_between = LOW <= rows < HIGH and (split.cp == 1 or rows > LOW)  # of cp few take more than one row
+            found = self._between(split, rows, recomputed) if is_between else None
             self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
         return self._known[key]
 

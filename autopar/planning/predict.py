@@ -17,7 +17,7 @@ from autopar.planning.step_time import ADAMW
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
-    tp, and for the data axes."""
+    tp and cp, and for the data axes."""
 
     candidate: Candidate
     total: float
@@ -32,9 +32,9 @@ def predict(candidate: Candidate, cost: Cost, layers: int, machine: Machine, slo
     """The time and the memory of a step. layers: equal ones of the model. slowest: us from which on nobody asks how
     much slower it is; then no schedule is simulated, and the time is that without a bubble."""
     stages = stages_of(candidate, cost, layers)
-    data = max(data_us(candidate, cost, share, machine) for share in stages)
+    data = data_us(candidate, cost, stages, machine)
     own = max(cost.parameters(n) if i == len(stages) - 1 else n * cost.parameters.each for i, n in enumerate(stages))
-    optimizer = machine.memory_us(max(1.0, ADAMW * own / (candidate.dp if candidate.zero else 1)))
+    optimizer = machine.memory_us(max(1.0, ADAMW * own / candidate.shards))
     once = cost.once.outside + max(stages) * cost.once.each
     exposed = cost.exposed(sum(stages)) / len(stages) * candidate.microbatches
     flight = held_at_once(candidate)

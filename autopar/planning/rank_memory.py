@@ -15,16 +15,16 @@ def rank_bytes(candidate: Candidate, cost: Cost, layers: int, place: int, stages
     What is outside of the equal layers is on the last stage, but for the parameters that are read before them.
     """
     is_last, is_first = place == stages - 1, place == 0
-    dp, zero = candidate.dp, candidate.zero
+    shards = candidate.shards
     moved = cost.entry.outside * (is_first - is_last)
 
     def of(line: Linear) -> float:
         return line(layers) if is_last else layers * line.each
 
     parameters, gradients = of(cost.parameters) + moved, of(cost.gradients) + moved
-    part = (parameters + of(cost.states) + moved * MOMENTS) / (dp if zero else 1)
-    optimizer = part + gradients / (dp if zero else 1) + parameters / (dp if zero else 1)
-    gradients /= dp if zero >= 2 else 1
+    part = (parameters + of(cost.states) + moved * MOMENTS) / shards
+    optimizer = part + gradients / shards + parameters / shards
+    gradients /= shards if candidate.zero >= 2 else 1
     saved = flight[place] * of(cost.saved) / candidate.chunks + max(0.0, cost.others(layers))
     is_one = candidate.microbatches == 1  # then gradients take the place of activations
     step = part + _copies(candidate, cost, of) + (max(saved, gradients) if is_one else saved + gradients)

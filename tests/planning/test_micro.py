@@ -19,7 +19,8 @@ from autopar.machines import named
 from autopar.planning.between import between
 from autopar.planning.depth import Rest, Shallow, shallow
 from autopar.planning.layers import Layers, Timed, _row
-from autopar.planning.micro import HIGH, KEPT, LOW, Micros, Split
+from autopar.planning.micro import HIGH, KEPT, LOW, Micros
+from autopar.planning.split import Split
 from autopar.planning.stage import cut_at
 
 MACHINE = named("h100-80g")

@@ -26,7 +26,7 @@ def plans_page(found: Planned, title: str, reasons: Sequence[str]) -> str:
     parts = {
         "TITLE": escape(f"plans of {title}"),
         "HEAD": escape(f"{title}: {head_line(found)}"),
-        "CERTIFICATE": escape(found.found.certificate),
+        "CERTIFICATE": escape(found.certificate),
         "PARETO": pareto_svg(list(dict.fromkeys([*found.found.tried, *shown])), line, found.asked.limit, places),
         "TABLE": "\n".join(_table(found, shown, places)),
         "REASONS": "\n".join(f"<li>{escape(reason)}</li>" for reason in reasons),
