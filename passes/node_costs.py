@@ -126,7 +126,7 @@ def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     moved = sizes[node] + sum([sizes[operand] for operand in operands])
     if not flops:
         return Load(moved=moved, results=_results(node, mesh, sizes))
-    parts = math.prod(mesh[axis] for axis in _axes(node))
+    parts = ranks_of(node, mesh)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
     return Load(flops / parts, dtype, "attention" in str(node.target), moved, _results(node, mesh, sizes))
 
@@ -137,10 +137,11 @@ def _results(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> tuple[f
     return tuple(type_.bytes_ for type_ in local_types(node, mesh))
 
 
-def _axes(node: fx.Node) -> set[str]:
+def ranks_of(node: fx.Node, mesh: Mesh) -> int:
+    """The ranks among which a product is divided."""
     found = record(node)
     layouts = [layout for layout in (*found.layouts, *found.operands) if layout is not None]
-    return {axis for layout in layouts for axis in layout.axes}
+    return math.prod(mesh[axis] for axis in {axis for layout in layouts for axis in layout.axes})
 
 
 def by_origin(program: Program, times: Mapping[fx.Node, float]) -> dict[tuple[str, str], float]:

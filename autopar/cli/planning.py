@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.progress import Progress
@@ -17,8 +17,8 @@ from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
 from autopar.planning.batches import rows_of
-from autopar.planning.candidates import RECOMPUTE
 from autopar.planning.decisions import PLANNED, write_plan
+from autopar.planning.fixed import read_fixed, ways_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.others import reasons, scales
 from autopar.planning.plan import Asked, Planned, Tell, planned
@@ -28,7 +28,6 @@ from autopar.report.plans import plan_line, planned_text, scales_text
 T = TypeVar("T")
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
-_SIZES = ("dp", "tp", "pp", "zero", "rows", "microbatches")
 
 
 @takes_options("cuda_graphs", "check_replicas", "stages", *PLANNED)
@@ -41,7 +40,9 @@ def plan_(
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
     memory: Annotated[str | None, typer.Option(metavar="70GiB", help="what a rank may hold")] = None,
     top: Annotated[int, typer.Option(help="plans to show", min=1)] = 10,
-    fix: Annotated[list[str] | None, typer.Option(metavar="tp=8", help="what is decided; may be repeated")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="tp=8", help=f"what is decided; may be repeated: {ways_text()}")
+    ] = None,
     out_file: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE.toml", help="write the best plan, for --plan of other commands"),
@@ -55,10 +56,10 @@ def plan_(
     *,
     options: Options,
 ) -> None:
-    """Find the fastest plan that fits: sizes of dp, tp and pp, ZeRO, recomputation, micro-batches, schedule."""
+    """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
     sizes, amount = _sizes(gpus), _tokens(tokens)
     _check_files(sizes, out_file, html)
-    fixed = dict(_decided(text) for text in fix or ())
+    fixed = dict(read_fixed(text) for text in fix or ())
     job = options.job(target)
     rows = batch or rows_of(*batch_arguments(job.batch))
     asked = Asked(sizes[0], rows, named(machine), _bytes(memory), fixed, top)
@@ -117,16 +118,6 @@ def _write(path: Path, found: Planned, command: str, fix: Sequence[str] | None) 
     best = found.found.best[0].candidate
     notes = (" ".join((command, *(f"--fix {text}" for text in fix or ()))), plan_line(found))
     write_plan(path, best.mesh, best.options(), notes)
-
-
-def _decided(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    if name in _SIZES and value.isdigit():
-        return name, int(value)
-    if name == "recompute" and value in RECOMPUTE:
-        return name, value
-    known = ", ".join(f"{name}=N" for name in _SIZES)
-    raise TargetError(f"--fix {text}: write {known} or recompute={'|'.join(RECOMPUTE)}.")
 
 
 def _bytes(text: str | None) -> float | None:

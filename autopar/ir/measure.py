@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -70,14 +71,18 @@ def group_of(mesh: Mesh, name: str, ranks: int) -> Group:
     """The group of an axis, or of several joined ones. ranks: of a node, which the last axes of the mesh fill."""
     if is_in_time(name):
         return Group(1)
-    size = inside = 1
-    names, stride = axes_of_group(name), 1
-    for axis, count in reversed([(axis, n) for axis, n in mesh.axes if not is_in_time(axis)]):
-        if axis in names:
-            size *= count
-            inside *= max(1, min(count, ranks // stride))
+    sizes = {axis: count for axis, count in mesh.axes if not is_in_time(axis)}
+    inside, names = inside_of(sizes, ranks), [axis for axis in axes_of_group(name) if axis in sizes]
+    return Group(math.prod(sizes[axis] for axis in names), math.prod(inside[axis] for axis in names))
+
+
+def inside_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """How many ranks of each axis lie in one node of so many. sizes: of the axes of a mesh, outermost first."""
+    found, stride = dict[str, int](), 1
+    for axis, count in reversed(list(sizes.items())):
+        found[axis] = max(1, min(count, ranks // stride))
         stride *= count
-    return Group(size, inside)
+    return found
 
 
 def human(bytes_: float) -> str:

@@ -1,25 +1,33 @@
-"""All plans for a number of devices: sizes of axes, ZeRO, recomputation, micro-batches, schedule."""
+"""All plans for a number of devices: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.errors import divisors
-from autopar.planning.micro import HIGH, Split
+from autopar.planning.micro import HIGH
+from autopar.planning.orders import ORDER, orders
+from autopar.planning.split import Split
 
+T = TypeVar("T")
 RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "interleaved-1f1b")
 ZERO = (0, 1, 2, 3)
 CHUNKS = 2  # stages a rank, of an interleaved schedule
 MOST_ROWS = HIGH  # of a micro-batch on one rank
 SHORT = {"none": "", "selective": "selective", "full": "recompute"}
+DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan. rows: of a micro-batch on one rank. microbatches: of a step. sequence: activations lie split over tp."""
+    """A plan. rows: of a micro-batch on one rank; with cp of it its ranks, each of which has a part of every row.
+    microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and replicated
+    over dp. order: of the axes, outermost first."""
 
     dp: int
     tp: int
@@ -28,19 +36,35 @@ class Candidate:
     recompute: str
     rows: int
     microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = SCHEDULES[0]
     sequence: bool = False
+    fsdp: int = 1
+    cp: int = 1
+    order: tuple[str, ...] = ORDER
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Those with more than one rank, outermost first: the last ones lie within a node."""
+        return tuple((axis, size) for axis in self.order if (size := getattr(self, axis)) > 1)
 
     @property
     def split(self) -> Split:
-        """What decides, with rows and recomputation, the programs of a micro-batch."""
-        return Split(self.tp, self.sequence)
+        """What decides, with rows and recomputation, what a micro-batch costs."""
+        return Split.of(self.tp, self.sequence, self.cp, self.axes)
 
     @property
     def mesh(self) -> str:
-        """tp lies within a node: the last axis is numbered fastest."""
-        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
+        return ",".join(f"{axis}={size}" for axis, size in self.axes) or "dp=1"
+
+    @property
+    def data(self) -> int:
+        """The ranks over which gradients are sums."""
+        return self.dp * self.fsdp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """The ranks over which ZeRO splits states."""
+        return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.zero else 1
 
     @property
     def chunks(self) -> int:
@@ -49,7 +73,7 @@ class Candidate:
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
         found: dict[str, Any] = {"recompute": self.recompute}
-        if self.dp > 1:
+        if self.data > 1:
             found["zero"] = self.zero
         if self.microbatches > 1:
             found["microbatches"] = self.microbatches
@@ -60,7 +84,7 @@ class Candidate:
         return found
 
     def __str__(self) -> str:
-        words = [self.mesh, f"zero={self.zero}" if self.dp > 1 else "", SHORT[self.recompute]]
+        words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         return " ".join(word for word in words if word)
@@ -69,42 +93,75 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Space:
     """What there is to choose from. batch: rows of a step. node: devices of one. layers: equal ones of the model, 0 if
-    it has none, and no pipeline is planned then. fixed: sizes of axes and options that are decided."""
+    it has none, and no pipeline is planned then. fixed: sizes of axes and options that are decided (`fixed.py`).
+    context: False of a model without sequences that cp could split."""
 
     gpus: int
     batch: int
     node: int
     layers: int
     fixed: Mapping[str, Any]
+    context: bool = True
 
     def candidates(self) -> Iterator[Candidate]:
-        """All of them, in no order that means anything."""
-        for tp in divisors(self.gpus, 2 * self.node):
-            for pp in divisors(self.gpus // tp, max(self.layers, 1)):
-                dp = self.gpus // tp // pp
-                if self.batch % dp == 0:
-                    yield from self._with(dp, tp, pp)
+        """All of them, in no order that means anything.
 
-    def _with(self, dp: int, tp: int, pp: int) -> Iterator[Candidate]:
-        own = self.batch // dp
-        schedules = ("1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",)
-        of_axes = product(
-            divisors(own, MOST_ROWS),
-            ZERO if dp > 1 else (0,),
-            RECOMPUTE,
-            schedules,
-            (True, False) if tp > 1 else (False,),
+        A part of several rows is in no plan: where each of g ranks of cp has a part of g rows, it could as well have
+        one of them whole, as a rank of dp, with the same work, the same memory, and no collective within a row.
+        """
+        asked: Sequence[str] = self.fixed.get("order", ())
+        for sizes in self._sizes():
+            for order in orders(sizes, self.node, asked):
+                yield from self._with(sizes, order)
+
+    def _sizes(self) -> Iterator[dict[str, int]]:
+        for tp in self._open("tp", divisors(self.gpus, 2 * self.node)):
+            for pp in self._open("pp", divisors(self.gpus // tp, max(self.layers, 1))):
+                left = self.gpus // tp // pp
+                for cp in self._open("cp", divisors(left, left) if self.context else [1]):
+                    for fsdp in self._open("fsdp", divisors(left // cp, left)):
+                        dp = left // cp // fsdp
+                        is_new = fsdp == 1 or dp > 1  # of fsdp alone nothing else comes than of dp alone
+                        if is_new and self.batch % (dp * fsdp) == 0 and self._may("dp", dp):
+                            yield {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+
+    def _with(self, sizes: Mapping[str, int], order: tuple[str, ...]) -> Iterator[Candidate]:
+        own = self.batch // sizes["dp"] // sizes["fsdp"]
+        is_split = sizes["dp"] * sizes["cp"] > 1
+        zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
+        schedules = SCHEDULES if sizes["pp"] > 1 else SCHEDULES[:1]
+        of_axes = list(
+            product(
+                self._open("zero", zero),
+                self._open("recompute", RECOMPUTE),
+                self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
+            )
         )
-        for rows, zero, recompute, schedule, sequence in of_axes:
-            found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule, sequence)
-            if self._fits(found):
-                yield found
+        for rows in self._open("rows", divisors(own, MOST_ROWS)):
+            if not self._may("microbatches", own // rows) or not self._is_best(rows, sizes["cp"]):
+                continue
+            for schedule in self._open("schedule", schedules):
+                if self._fills(sizes["pp"], own // rows, schedule):
+                    for zero_, recompute, sequence in of_axes:
+                        yield Candidate(
+                            sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
+                            sequence, sizes["fsdp"], sizes["cp"], order,
+                        )  # fmt: skip
 
-    def _fits(self, found: Candidate) -> bool:
-        if any(getattr(found, name) != value for name, value in self.fixed.items()):
-            return False
-        if found.pp == 1:
+    def _open(self, name: str, choices: Iterable[T]) -> list[T]:
+        """Those that what is fixed allows."""
+        return [choice for choice in choices if self._may(name, choice)]
+
+    def _may(self, name: str, value: Any) -> bool:
+        return bool(self.fixed.get(name, value) == value)
+
+    def _is_best(self, rows: int, cp: int) -> bool:
+        return math.gcd(rows, cp) == 1 or not DECIDES_ROWS.isdisjoint(self.fixed)
+
+    def _fills(self, pp: int, microbatches: int, schedule: str) -> bool:
+        """True if a pipeline has what it needs for each of its ranks."""
+        if pp == 1:
             return True
-        if found.chunks > 1 and (found.microbatches % found.pp or found.pp * found.chunks > self.layers):
+        if schedule == "interleaved-1f1b" and (microbatches % pp or pp * CHUNKS > self.layers):
             return False
-        return found.microbatches >= found.pp
+        return microbatches >= pp

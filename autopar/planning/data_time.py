@@ -2,47 +2,117 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import parse_mesh
+from autopar.ir.mesh import CONTEXT, SHARDED, Mesh, group_name
 from autopar.machines import Machine
 from autopar.machines.model import Group
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Cost
+from autopar.planning.deal import Share
+from autopar.planning.layers import Cost, Linear
+
+ALONE = Group(1)
 
 
-def data_us(candidate: Candidate, cost: Cost, layers: float, machine: Machine) -> float:
-    """What a rank waits for the data axis: sums of gradients once a step, parameters of ZeRO-3 where no product hides
-    them."""
-    if candidate.dp == 1:
+@dataclass(frozen=True, slots=True)
+class DataGroups:
+    """shards: the ranks over which ZeRO splits states; one without it. copies: those that hold the same part, or all
+    of it without ZeRO: their gradients are added."""
+
+    shards: Group
+    copies: Group
+
+    @classmethod
+    def of(cls, candidate: Candidate, ranks: int) -> DataGroups:
+        """ranks: of a node."""
+        mesh = Mesh(candidate.axes)
+
+        def joined(*axes: str) -> Group:
+            named = [axis for axis in axes if axis in mesh]
+            return group_of(mesh, group_name(named), ranks) if named else ALONE
+
+        if not candidate.zero:
+            return cls(ALONE, joined("dp", CONTEXT))
+        if candidate.fsdp > 1:
+            return cls(joined(SHARDED, CONTEXT), joined("dp"))
+        return cls(joined("dp", CONTEXT), ALONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a rank moves over the data axes, and what it computes meanwhile. gradients, parameters: bytes, of these as
+    the step reads them. each: bytes of the parameters of a layer, of `layers`. last: the part of the gradients that
+    nothing is computed beside. forward, backward: us of a micro-batch."""
+
+    gradients: float
+    parameters: float
+    each: float
+    layers: float
+    last: float
+    forward: float
+    backward: float
+
+
+def data_us(candidate: Candidate, cost: Cost, share: Share, machine: Machine) -> float:
+    """What a rank waits for the data axes: sums of gradients once a step, parameters of ZeRO-3 where no product hides
+    them. cost: of the rank, which has this share of the model."""
+    if candidate.data == 1:
         return 0.0
-    group = group_of(parse_mesh(candidate.mesh), "dp", machine.ranks)
-    gradients, parameters = cost.gradients(layers), cost.parameters(layers)
-    if candidate.zero == 0:
-        return machine.collective_us("all_reduce", gradients, group)
-    scattered = machine.collective_us("reduce_scatter", gradients, group)
-    if candidate.zero == 1:
-        return scattered + machine.collective_us("all_gather", parameters, group)
-    if candidate.zero == 2:
-        return _all(candidate, cost, layers, scattered, machine) + machine.collective_us(
-            "all_gather", parameters, group
-        )
-    gathered = _per_layer("all_gather", cost.parameters.each, layers, group, machine)
-    hidden = candidate.microbatches * (cost.forward(layers) + cost.backward(layers))
-    moved = candidate.microbatches * 2 * gathered
-    return _longer(moved, hidden, machine) + _all(candidate, cost, layers, scattered, machine)
+    layers, busy = share.stored.layers, share.time.layers
+    deep, read = max(layers, 1.0), _read(cost)
+    moved = Moved(
+        cost.gradients(layers), read(layers), read.each, deep, 1 / deep, cost.forward(busy), cost.backward(busy)
+    )
+    return _waits(candidate, moved, machine)
 
 
-def _longer(moved: float, hidden: float, machine: Machine) -> float:
+def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machine) -> float:
+    """What the rank that waits longest waits at least. whole: of a micro-batch on one rank, of as many layers; tp and
+    pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
+    if candidate.data == 1:
+        return 0.0
+    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(whole)
+    gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
+    moved = Moved(
+        gradients, parameters, read.each / candidate.tp, deep / candidate.pp, 1 / deep, math.inf, math.inf
+    )  # fmt: skip
+    return _waits(candidate, moved, machine)
+
+
+def _read(cost: Cost) -> Linear:
+    """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
+    return Linear(cost.copies.outside + cost.plain.outside, cost.copies.each + cost.plain.each)
+
+
+def _waits(candidate: Candidate, moved: Moved, machine: Machine) -> float:
+    """A gradient is scattered over the ranks that split states, and their parts are added over those that hold the same
+    one, at the end. With one micro-batch, and from ZeRO-2 on, it leaves under the backward pass."""
+    groups, count = DataGroups.of(candidate, machine.ranks), candidate.microbatches
+
+    def us(kind: str, bytes_: float, group: Group = groups.shards) -> float:
+        return machine.collective_us(kind, bytes_, group)
+
+    scattered = us("reduce_scatter", moved.gradients)
+    summed = us("all_reduce", moved.gradients / groups.shards.size, groups.copies)
+    if not candidate.zero:
+        scattered, summed = summed, 0.0
+    last = moved.last * scattered
+    if candidate.zero == 3:
+        outside = us("all_gather", moved.parameters - moved.layers * moved.each)
+        gathered = 2 * (moved.layers * us("all_gather", moved.each) + outside)  # for each pass
+        hidden = count * (moved.forward + moved.backward)
+        return _longer(count * (gathered + scattered), hidden, last, machine) + summed
+    gathered = us("all_gather", moved.parameters)
+    if count == 1:
+        gathered = _longer(gathered, moved.forward, 0.0, machine)
+    if count == 1 or candidate.zero == 2:
+        scattered = _longer(count * scattered, count * moved.backward, last, machine)
+    return scattered + summed + gathered
+
+
+def _longer(moved: float, hidden: float, last: float, machine: Machine) -> float:
     """us by which calls of `hidden` us end later for collectives of `moved` us beside them, which have a part of the
-    device while they are under way (passes/streams.py)."""
-    return max(machine.device.communicating * moved, moved - hidden)
-
-
-def _all(candidate: Candidate, cost: Cost, layers: float, scattered: float, machine: Machine) -> float:
-    """Gradients that each micro-batch scatters, under its backward pass; the last bucket has nothing over it."""
-    longer = _longer(scattered, cost.backward(layers), machine)
-    return candidate.microbatches * longer + scattered / max(layers, 1)
-
-
-def _per_layer(kind: str, bytes_: float, layers: float, group: Group, machine: Machine) -> float:
-    return max(layers, 1) * machine.collective_us(kind, bytes_, group)
+    device while they are under way (passes/streams.py). last: us of the last one, beside which nothing is computed."""
+    return max(machine.device.communicating * moved + last, moved - hidden)

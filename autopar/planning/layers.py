@@ -12,17 +12,20 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
+from autopar.passes.node_costs import ranks_of
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.deal import Part, Sections, Share
 from autopar.planning.depth import Rest
-from autopar.planning.micro import HIGH, Micros, Split
+from autopar.planning.micro import HIGH, Micros
 from autopar.planning.sheet import Sheet, described
+from autopar.planning.split import Split
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
 from autopar.planning.step_time import products
 
 ONCE = "CPE"  # actions that run once a step
 Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
+Place = tuple[Split, tuple[int, ...]]  # of ranks with nothing between them, and how many of each axis share a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a rank, by its layers. forward, backward: us of a micro-batch; exposed: the part of both that waits for tp.
-    once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
+    """Of a rank, by its layers. forward, backward: us of a micro-batch; exposed: the part of both that waits for tp and
+    cp. once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
     next."""
 
     forward: Linear
@@ -149,11 +152,11 @@ class Layers:
 
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
-        self._least: dict[Split, float] = {}
-        self._known: dict[tuple[Split, int, str], Cost] = {}
+        self._least: dict[tuple[Split, int], float] = {}
+        self._known: dict[tuple[Place, int, str], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
         self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
-        self._sheets: dict[tuple[Split, str], dict[int, Sheets]] = {}  # by rows
+        self._sheets: dict[tuple[Place, str], dict[int, Sheets]] = {}  # by rows
         self._once: Known = {}
 
     @property
@@ -176,40 +179,49 @@ class Layers:
         return flops, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str) -> Cost:
-        """Of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `Micros.local`."""
-        key = split, rows, recompute
+        """Of a micro-batch of `rows` on the ranks of tp and cp. Where they lie changes times alone, and what is done to
+        hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
+        key = self._place(split), rows, recompute
         if key not in self._known:
-            self._known[key] = self._cost(self.sheets(*key), self.micros.machine)
+            self._known[key] = self._cost(self.sheets(split, rows, recompute), self.micros.machine)
         return self._known[key]
 
     @uncollected()
     def sheets(self, split: Split, rows: int, recompute: str) -> Sheets:
         """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
-        made = self._sheets.setdefault((split, recompute), {})
+        made = self._sheets.setdefault((self._place(split), recompute), {})
         if rows not in made:
-            if self.micros.low < rows < HIGH and self.micros.is_alike(split):
+            if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
                 for end in (self.micros.low, HIGH):
                     self.sheets(split, end, recompute)
                 below, above = max(at for at in made if at < rows), min(at for at in made if at > rows)
                 found = made[below].between(made[above], (rows - below) / (above - below))
                 if found is not None:
                     return found
-            made[rows] = Sheets.of(self.micros.micro(split, rows, recompute), self._rest, self._once)
+            micro = self.micros.micro(split.near, rows, recompute)
+            made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
         return made[rows]
 
     def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
         """What a person should know of the program of such a micro-batch."""
+        split = split.near
         is_alike = rows < HIGH and self.micros.is_alike(split)
         return self.micros.micro(split, self.micros.low if is_alike else rows, recompute).program.notes
 
-    def least_us(self, split: Split) -> float:
-        """What a row takes at least, of a micro-batch of any size: as one of the most rows takes, on a machine whose
+    def least_us(self, split: Split, rows: int = HIGH) -> float:
+        """What a row takes at least, of a micro-batch of at most so many: as one of so many takes, on a machine whose
         calls are the faster the larger they are."""
-        if split not in self._least:
-            cost = self._cost(self.sheets(split, HIGH, "none"), self.micros.machine.rising())
-            self._least[split] = (cost.forward(self.equal) + cost.backward(self.equal)) / HIGH
-        return self._least[split]
+        if (split.near, rows) not in self._least:
+            cost = self._cost(self.sheets(split.near, rows, "none"), self.micros.machine.rising())
+            self._least[split.near, rows] = (cost.forward(self.equal) + cost.backward(self.equal)) / rows
+        return self._least[split.near, rows]
+
+    def part(self, split: Split) -> float:
+        """The part of the products of a micro-batch that each rank of a split computes."""
+        low = self.micros.low
+        whole = _products(self.micros.local(Split(), low).program)
+        return _products(self.micros.local(split, low).program) / whole if whole else 1.0
 
     @cached_property
     def _rest(self) -> Rest:
@@ -226,13 +238,21 @@ class Layers:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
 
     def stages(self, split: Split, recompute: str, mesh: Mesh, count: int) -> tuple[Share, ...]:
-        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of micro-batches of LOW rows.
-        mesh: that says over which links stages send."""
+        """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
+        that says over which links stages send."""
         near = group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
-        key = split, recompute, near
+        key = split.near, recompute, near
         if key not in self._sections:
-            micro = self.micros.micro(split, self.micros.low, recompute)
+            micro = self.micros.micro(split.near, self.micros.low, recompute)
             self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
         if (*key, count) not in self._stages:
             self._stages[*key, count] = tuple(self._sections[key].stages(self.equal, count))
         return self._stages[*key, count]
+
+    def _place(self, split: Split) -> Place:
+        return split.near, split.inside(self.micros.machine.ranks)
+
+
+def _products(program: Program) -> float:
+    """The FLOPs of the products of one rank."""
+    return sum(record(node).flops / ranks_of(node, program.mesh) for node in program.calls() if record(node).flops)

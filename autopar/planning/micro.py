@@ -3,7 +3,7 @@ recomputation are made of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -13,7 +13,6 @@ from autopar.compiler.make_plan import make_plan
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
 from autopar.errors import AutoparError, CoupledError
-from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
@@ -21,23 +20,12 @@ from autopar.passes.search.step_cost import step_cost
 from autopar.planning.between import between
 from autopar.planning.captures import LEAST_ROWS, Captures
 from autopar.planning.depth import Shallow
+from autopar.planning.split import Split
 from autopar.planning.stage import Micro, cut_at
 
 PARTS = 2  # micro-batches of a program: all of them are alike
 GOOD = 1.01  # of the cost of the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a micro-batch is divided. sequence: activations lie split over tp where no weight needs them whole."""
-
-    tp: int = 1
-    sequence: bool = False
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh((("tp", self.tp),) if self.tp > 1 else (("dp", 1),))
 
 
 class Micros:
@@ -98,10 +86,11 @@ class Micros:
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
     def micro(self, split: Split, rows: int, recomputed: str) -> Micro:
-        """The programs of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `local`."""
+        """The programs of a micro-batch of `rows` on the ranks of tp and cp. Raises AutoparError as `local`."""
         key = split, rows, recomputed
         if key not in self._known:
-            found = self._between(split, rows, recomputed) if self.low <= rows < HIGH else None
+            is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
+            found = self._between(split, rows, recomputed) if is_between else None
             self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
         return self._known[key]
 

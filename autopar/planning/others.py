@@ -8,8 +8,10 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.measure import human
+from autopar.ir.mesh import CONTEXT
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
+from autopar.planning.orders import ORDER
 from autopar.planning.plan import Asked, Planned, Tell, candidates_of, planned
 from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
@@ -23,7 +25,7 @@ SAME = 0.001  # of a step: not worth a reason
 def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> Found:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
     asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
-    candidates = candidates_of(asked, found.layers)
+    candidates = candidates_of(asked, found.layers, context=not found.whole)
     most = asked.limit if limit is None else limit
     return search(candidates, found.programs, found.work, asked.machine, most, 1, found.layers)
 
@@ -61,11 +63,30 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
     for tp in sorted({2 * best.tp, best.tp // 2, *_odd(found.asked.gpus)} - {0, 1, best.tp}):
         if found.asked.gpus % tp == 0:
             yield f"tp={tp}", {"tp": tp}
-    if best.dp > 1:
+    if best.cp > 1:
+        yield "no context parallelism", {"cp": 1}
+    if best.data > 1:
         other = 0 if best.zero else 3
         yield f"zero={other}", {"zero": other}
+    yield from _placings(best, found)
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
+
+
+def _placings(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same axes elsewhere, and states that a node holds by itself."""
+    node = found.asked.machine.ranks
+    if best.fsdp > 1:
+        yield "states split over all of the data axes", {"fsdp": 1}
+    elif best.zero and best.dp > node:
+        yield f"fsdp={node} beside dp", {"fsdp": node}
+    if found.asked.gpus <= node or len(best.axes) < 2:
+        return
+    names, sizes = [axis for axis, _ in best.axes], dict(best.axes)
+    for axis in names[:-1]:
+        if axis != CONTEXT or "tp" not in sizes:  # tp splits what cp has split
+            order = (*(name for name in names if name != axis), axis)
+            yield f"{axis} inside the node", {**{name: sizes.get(name, 1) for name in ORDER}, "order": order}
 
 
 def _odd(gpus: int) -> Iterator[int]:
@@ -99,9 +120,10 @@ def _differences(best: Prediction, made: Prediction) -> Iterator[tuple[str, floa
         yield name, part(made) - part(best)
 
 
+WAITS = "waits for tp, cp"
 PARTS_OF_A_STEP: Mapping[str, Callable[[Prediction], float]] = {
     "computing": lambda each: each.total - each.bubble - each.exposed - each.data - each.optimizer,
-    "waits for tp": lambda each: each.exposed,
+    WAITS: lambda each: each.exposed,
     "data axes": lambda each: each.data,
     "idle in the pipeline": lambda each: each.bubble,
     "optimizer": lambda each: each.optimizer,
@@ -109,7 +131,7 @@ PARTS_OF_A_STEP: Mapping[str, Callable[[Prediction], float]] = {
 
 
 def _why(name: str, candidate: Candidate, found: Planned) -> str:
-    if name == "waits for tp" and candidate.tp > found.asked.machine.ranks:
+    if name == WAITS and candidate.tp > found.asked.machine.ranks:
         return f": crosses nodes of {found.asked.machine.ranks}"
     if name == "computing":
         notes = found.programs.notes(candidate.split, candidate.rows, candidate.recompute)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import PIPELINE
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, TensorType
 from autopar.ir.schedule import ONCE, Action, Timeline
@@ -84,11 +84,16 @@ class Emitted:
 
 def emitted_costs(pipeline: Pipeline, machine: Machine) -> Emitted:
     """The times of the emitted graphs, in place of those by which the pipeline was cut for its own machine."""
-    graphs = {one.place: one.program for one in pipeline.every_graph()}
+    graphs = {one.place: _placed(one.program, pipeline.mesh) for one in pipeline.every_graph()}
     ran = {place: run(graph, machine) for place, graph in graphs.items()}
     sliced = graphs if pipeline.flow.slices > 1 else {}
     growing = {place: _growing(graph, machine) for place, graph in sliced.items()}
     return Emitted(pipeline, machine, group_of(pipeline.mesh, PIPELINE, machine.ranks), ran, growing)
+
+
+def _placed(graph: Program, mesh: Mesh) -> Program:
+    """A graph of a stage in the mesh of all stages: ranks of other stages may lie between its own."""
+    return graph.with_(mesh=Mesh((*(pair for pair in graph.mesh.axes if pair[0] not in mesh), *mesh.axes)))
 
 
 def _growing(graph: Program, machine: Machine) -> float:

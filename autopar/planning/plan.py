@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.compiler.garbage import uncollected
-from autopar.errors import PlanError, divisors, one_of
+from autopar.errors import AutoparError, BatchError, PlanError, divisors, one_of
 from autopar.ir.measure import human
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate, Space
 from autopar.planning.captures import LEAST_ROWS
+from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.search import FITS, Found, Work, search
+from autopar.planning.split import Split
 from autopar.planning.step_time import tokens_of
 
 Tell = Callable[[int, int], None]
@@ -41,7 +43,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """found: the plans. tokens: of a step. layers: equal ones of the model. programs: that its costs are read off."""
+    """found: the plans. tokens: of a step. layers: equal ones of the model. programs: that its costs are read off.
+    whole: why no plan splits sequences over cp; empty where some may."""
 
     asked: Asked
     found: Found
@@ -49,6 +52,12 @@ class Planned:
     work: Work
     layers: int
     programs: Layers
+    whole: str = ""
+
+    @property
+    def certificate(self) -> str:
+        """How many candidates there were, what became of them, and which axis none of them has."""
+        return self.found.certificate + (f"; none with cp: {self.whole}" if self.whole else "")
 
 
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
@@ -66,18 +75,34 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     """
     equal, whole = layers.equal, layers.whole
     work = _work(whole, layers, asked)
-    candidates = candidates_of(asked, equal)
+    no_context = _no_context(layers, asked)
+    candidates = candidates_of(asked, equal, context=not no_context)
     if not candidates:
         raise _none_divides(asked, equal)
     found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, equal, tell)
     if not found.best:
         raise _none_fits(asked, found, equal)
-    return Planned(asked, found, tokens_of(whole) // LEAST_ROWS * asked.batch, work, equal, layers)
+    return Planned(asked, found, tokens_of(whole) // LEAST_ROWS * asked.batch, work, equal, layers, no_context)
 
 
-def candidates_of(asked: Asked, equal: int) -> list[Candidate]:
-    """All plans for what is asked. equal: layers of the model that are equal."""
-    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed).candidates())
+def candidates_of(asked: Asked, equal: int, context: bool = True) -> list[Candidate]:
+    """All plans for what is asked. equal: layers of the model that are equal. context: cp may split sequences."""
+    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed, context).candidates())
+
+
+def _no_context(layers: Layers, asked: Asked) -> str:
+    """Why no rank of cp has less to do than all of it, by the program of the fewest ranks; empty where it has."""
+    if asked.gpus == 1 or "cp" in asked.fixed:
+        return ""
+    size = divisors(asked.gpus, asked.gpus)[1]
+    try:
+        part = layers.part(Split(cp=size))
+    except BatchError:  # a length that this size does not divide
+        return ""
+    except AutoparError as error:
+        return str(error).split(". ")[0].splitlines()[0]
+    fair = 1 / size
+    return f"of {size} ranks each would compute {part:.0%} of the products" if part > (1 + fair) / 2 else ""
 
 
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
@@ -88,8 +113,7 @@ def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
 
 
 def _none_divides(asked: Asked, equal: int) -> PlanError:
-    fixed = ", ".join(f"{name}={value}" for name, value in asked.fixed.items())
-    given = f" with {fixed}" if fixed else ""
+    given = f" with {fixed_text(asked.fixed)}" if asked.fixed else ""
     return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, equal)}")
 
 
@@ -104,8 +128,8 @@ def _room(asked: Asked, equal: int) -> str:
         else "no pipeline is planned, since the model has no equal layers"
     )
     return (
-        f"the data axis must divide the rows ({some} here), tp and pp the devices, and {pipeline}. Change the batch or "
-        f"what is fixed.{fewer}"
+        f"the data axes must divide the rows ({some} here), tp, cp and pp the devices, and {pipeline}. Change the "
+        f"batch or what is fixed.{fewer}"
     )
 
 

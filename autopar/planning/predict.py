@@ -17,7 +17,7 @@ from autopar.planning.step_time import ADAMW
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
-    tp, and for the data axes."""
+    tp and cp, and for the data axes."""
 
     candidate: Candidate
     total: float
@@ -49,6 +49,6 @@ def predict(candidate: Candidate, layers: Layers, machine: Machine, slowest: flo
 def _beside(candidate: Candidate, rank: Stage, machine: Machine) -> tuple[float, float, float]:
     """us of what a rank computes once a step, of what it waits for the data axes, and of the optimizer."""
     layers, cost = rank.share.stored.layers, rank.cost
-    own = ADAMW * cost.parameters(layers) / (candidate.dp if candidate.zero else 1)
-    data = data_us(candidate, cost, layers, machine)
+    own = ADAMW * cost.parameters(layers) / candidate.shards
+    data = data_us(candidate, cost, rank.share, machine)
     return cost.once(rank.share.time.layers), data, machine.memory_us(max(1.0, own))

@@ -11,12 +11,12 @@ from autopar.planning.pipelined import Pipelined, Stage
 
 def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one value more of a parameter."""
-    own, dp, zero = made.ranks[rank], candidate.dp, candidate.zero
+    own, shards = made.ranks[rank], candidate.shards
     layers, cost = own.share.stored.layers, own.cost
     parameters = cost.parameters(layers)
-    part = (parameters + cost.states(layers)) / (dp if zero else 1)
-    optimizer = part + (cost.gradients(layers) + parameters) / (dp if zero else 1)
-    peak = _peak(made.schedule.orders[rank], made.stages, dp if zero >= 2 else 1)
+    part = (parameters + cost.states(layers)) / shards
+    optimizer = part + (cost.gradients(layers) + parameters) / shards
+    peak = _peak(made.schedule.orders[rank], made.stages, shards if candidate.zero >= 2 else 1)
     return max(part + _copies(candidate, own) + peak, optimizer)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, divisors
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Layers
-from autopar.planning.micro import Split
+from autopar.planning.data_time import least_data_us
+from autopar.planning.layers import Cost, Layers
+from autopar.planning.micro import HIGH, LOW
 from autopar.planning.predict import Prediction, predict
+from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
@@ -100,25 +103,35 @@ def _try(
     found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
 
 
-@dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no plan falls below, known without its programs."""
+    """What no plan falls below. equal: layers of the model that are equal."""
 
-    layers: Layers
-    work: Work
-    machine: Machine
-    equal: int
+    def __init__(self, layers: Layers, work: Work, machine: Machine, equal: int) -> None:
+        self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
+        self.rising = machine.rising()
+        flops = machine.device.flops
+        best = max(share for _, share in machine.device.products.points)
+        self._alone_us = work.flops / (flops.get(work.dtype, flops["float32"]) * best) * 1e6
+        self._data: dict[Hashable, float] = {}
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
-        flops = self.machine.device.flops
-        best = max(share for _, share in self.machine.device.products.points)
-        peak = flops.get(self.work.dtype, flops["float32"]) * best
-        return self.work.flops / (candidate.dp * candidate.tp * candidate.pp) / peak * 1e6 * _filling(candidate)
+        return self._alone_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
 
     def rows(self, candidate: Candidate) -> float:
-        """us of the calls of a step, as if each row took no longer than one of many, and none was computed again."""
-        return self._step(candidate, candidate.rows * self.layers.least_us(candidate.split))
+        """us of the calls of a step, as if each row took no longer than one of many, and none was computed again; and
+        of its data axes."""
+        split = Split(candidate.tp, candidate.sequence)
+        return self._step(candidate, candidate.rows * self.layers.least_us(split) / candidate.cp)
+
+    def parts(self, candidate: Candidate) -> float:
+        """The same as if a rank of cp took no longer for its part of a row than those of a smaller cp, which have less
+        to move. What cp divides has few rows."""
+        if candidate.cp == 1:
+            return 0.0
+        less = next(n for n in divisors(candidate.cp, candidate.cp) if n > 1)
+        split, rows = Split(candidate.tp, candidate.sequence, candidate.cp // less), candidate.rows
+        return self._step(candidate, rows * self.layers.least_us(split, LOW if rows == LOW else HIGH) / less)
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
@@ -126,22 +139,32 @@ class Bounds:
         return self._step(candidate, cost.forward(self.equal) + cost.backward(self.equal))
 
     def _step(self, candidate: Candidate, micro_us: float) -> float:
-        return candidate.microbatches * micro_us / candidate.pp * _filling(candidate)
+        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate)
+        return busy + self._data_us(candidate)
+
+    def _data_us(self, candidate: Candidate) -> float:
+        key = candidate.axes, candidate.zero, candidate.microbatches
+        if key not in self._data:
+            self._data[key] = least_data_us(candidate, self._whole, self.equal, self.rising)
+        return self._data[key]
 
     @property
     def steps(self) -> tuple[Callable[[Candidate], float], ...]:
         """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.calls
+        return self.products, self.rows, self.parts, self.calls
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes of a rank's part of parameters, states, and of gradients or what a micro-batch keeps at least."""
         part = self.work.parameters / candidate.tp / candidate.pp
-        stored = (1 + MOMENTS) * part / (candidate.dp if candidate.zero else 1)
-        gradients = part / (candidate.dp if candidate.zero >= 2 else 1)
-        saved = (
-            self.layers.cost(Split(), 1, "full").saved.each * self.equal * candidate.rows / candidate.tp / candidate.pp
-        )
-        return stored + max(gradients, saved)
+        stored = (1 + MOMENTS) * part / candidate.shards
+        gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
+        ranks = candidate.tp * candidate.pp * candidate.cp
+        return stored + max(gradients, self._whole.saved.each * self.equal * candidate.rows / ranks)
+
+    @cached_property
+    def _whole(self) -> Cost:
+        """Of a row on one rank that keeps as little as it can."""
+        return self.layers.cost(Split(), 1, "full")
 
 
 def _filling(candidate: Candidate) -> float:

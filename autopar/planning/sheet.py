@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import CONTEXT, Mesh, axes_of_group
+from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.machines import Machine
 from autopar.passes.node_costs import Load, load_us, loads_of
-from autopar.passes.streams import Launch, Ran, launches_of, run_launches
+from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
 
 LEFT = {"F": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
+SUMS = "E"  # the action that adds up gradients over ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Sheet:
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
         whole, less, entry = (_bytes(program, nodes) for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
-        return cls(program.mesh, tuple(_calls(program, rest)), (whole, less, entry), reads)
+        return cls(program.mesh, tuple(_calls(kind, program, rest)), (whole, less, entry), reads)
 
     def between(self, other: Sheet, share: float) -> Sheet | None:
         """The sheet at a share of the way to another one, 0 to 1: every number on a straight line. None where they are
@@ -126,7 +128,8 @@ def _bytes(program: Program, nodes: list[fx.Node]) -> int:
     return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
 
 
-def _calls(program: Program, rest: Rest) -> Iterator[Call]:
+def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
+    """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -141,4 +144,10 @@ def _calls(program: Program, rest: Rest) -> Iterator[Call]:
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
         side = -1 if rest.is_entry(node) else int(not rest.is_equal(node))
+        launch = None if kind == SUMS and _is_over_context(node) else launch
         yield Call(load, launch, rest.counts(node), side, own, tuple(dying.get(node, ())))
+
+
+def _is_over_context(node: fx.Node) -> bool:
+    moved = node.all_input_nodes[0] if node.target is WAIT else node
+    return is_collective(moved.target) and CONTEXT in axes_of_group(str(moved.args[1]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import local_bytes
+from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import OF_GRAPHS, PASSES
@@ -35,6 +36,16 @@ class Micro:
         for step, _ in PASSES:
             graph = step(graph, self.plan) if step in OF_GRAPHS else graph
         return graph
+
+    def placed(self, mesh: Mesh) -> Micro:
+        """The same where its ranks lie elsewhere: in a mesh with further axes between its own."""
+
+        def moved(graph: Program) -> Program:
+            in_time = tuple(pair for pair in graph.mesh.axes if is_in_time(pair[0]))
+            return graph.with_(mesh=Mesh((*in_time, *mesh.axes)))
+
+        graphs = {kind: moved(graph) for kind, graph in self.graphs.items()}
+        return replace(self, program=moved(self.program), graphs=graphs)
 
 
 @uncollected()

@@ -11,7 +11,7 @@ from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
 from autopar.report.text import table_text
 
-HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp", "data axes", "optimizer")
+HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp, cp", "data axes", "optimizer")
 
 
 def planned_text(planned: Planned) -> str:
@@ -34,7 +34,7 @@ def reason_line(planned: Planned) -> str:
     others = [f"the next, {each.candidate}, takes {_longer(each, best)}" for each in planned.found.best[1:2]]
     words = f"{best.candidate} for {asked.gpus} ranks of {asked.machine.name} and {asked.batch} rows"
     found = f"{words}: {time_text(best.total)} a step, {human(best.memory)} of {human(asked.limit)}"
-    return "; ".join((found, *others, planned.found.certificate))
+    return "; ".join((found, *others, planned.certificate))
 
 
 SCALE_HEADS = ("devices", "plan", "step", "tokens/s", "a device", "MFU", "memory")
@@ -88,7 +88,7 @@ def head_line(planned: Planned) -> str:
 def _lines(planned: Planned) -> Iterator[str]:
     yield head_line(planned)
     yield table_text(HEADS, [row_of(planned, each) for each in planned.found.best])
-    yield planned.found.certificate
+    yield planned.certificate
 
 
 def row_of(planned: Planned, found: Prediction) -> tuple[str, ...]:

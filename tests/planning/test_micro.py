@@ -20,7 +20,8 @@ from autopar.planning.between import between
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.depth import Rest, Shallow, shallow
 from autopar.planning.layers import Layers, Sheets
-from autopar.planning.micro import HIGH, LOW, Micros, Split
+from autopar.planning.micro import HIGH, LOW, Micros
+from autopar.planning.split import Split
 from autopar.planning.stage import cut_at
 
 MACHINE = named("h100-80g")

@@ -52,7 +52,7 @@ def found() -> Planned:
 def all_of(found: Planned) -> list[Prediction]:
     """Every plan that the model can take."""
     made = []
-    for each in candidates_of(found.asked, found.layers):
+    for each in candidates_of(found.asked, found.layers, context=not found.whole):
         with suppress(LayoutError):
             made.append(predict(each, layers(), MACHINE))
     return made
@@ -117,10 +117,11 @@ def test_more_devices_than_the_model_can_use() -> None:
     with pytest.raises(PlanError) as raised:
         planned(layers(), replace(ASKED, gpus=7, fixed={}))
     text = str(raised.value)
-    assert re.match(
-        r"no plan for 7 devices: of the candidates \d+ refused \(axis 'tp' \(size 7\) can split no", text
-    ), text
-    assert "The data axis must divide the rows (1, 2 or 4 here)" in text
+    assert re.match(r"no plan for 7 devices: of the candidates \d+ refused \(cp=7 does not divide the 64 posi", text), (
+        text
+    )
+    assert re.search(r"; \d+ refused \(axis 'tp' \(size 7\) can split no weight of the model\)\. The data axes", text)
+    assert "The data axes must divide the rows (1, 2 or 4 here)" in text
     assert "at most a rank for each of the 4 equal layers" in text and text.endswith(
         "Of 4 devices each could take 2 of the rows."
     )

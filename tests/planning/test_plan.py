@@ -122,8 +122,10 @@ def test_no_plan_fits() -> None:
 
 
 def test_no_plan_divides_the_batch() -> None:
-    with pytest.raises(PlanError, match="no plan for 4 devices and 7 rows a step with tp=1, pp=1: the data axis must"):
-        planned_for(batch=7, fixed={"tp": 1, "pp": 1})
+    with pytest.raises(
+        PlanError, match="no plan for 4 devices and 7 rows a step with tp=1, pp=1, cp=1: the data axes m"
+    ):
+        planned_for(batch=7, fixed={"tp": 1, "pp": 1, "cp": 1})
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -41,11 +41,12 @@ def layers() -> Layers:
         (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
         (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
         (Candidate(1, 1, 4, 0, "none", 1, 8), CUT),
+        (Candidate(2, 1, 1, 1, "none", 2, 2, fsdp=2), EXACT), (Candidate(2, 1, 1, 1, "none", 1, 2, cp=2), NEAR),
     ],
     ids=str,
 )  # fmt: skip
 def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: float) -> None:
-    given = job(candidate.dp * candidate.rows * candidate.microbatches)
+    given = job(candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches)
     compiled = autopar.compile(
         given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
     )

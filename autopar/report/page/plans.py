@@ -25,7 +25,7 @@ def plans_page(found: Planned, title: str, reasons: Sequence[str]) -> str:
     parts = {
         "TITLE": escape(f"Plans of {title}"),
         "HEAD": escape(head_line(found)),
-        "CERTIFICATE": escape(found.found.certificate),
+        "CERTIFICATE": escape(found.certificate),
         "MOST": str(MOST),
         "PARETO": pareto_svg(list(dict.fromkeys([*found.found.tried, *shown])), line, found.asked.limit, places),
         "TABLE": "\n".join(_table(found, shown, places)),

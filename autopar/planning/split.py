@@ -1,0 +1,59 @@
+"""How ranks divide a micro-batch, and how far apart they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.ir.measure import group_of
+from autopar.ir.mesh import CONTEXT, Mesh
+
+TENSOR = "tp"
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """tp, cp: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around: the axes
+    of the mesh among which these two lie, outermost first; none where nothing lies between neighbours."""
+
+    tp: int = 1
+    sequence: bool = False
+    cp: int = 1
+    around: Axes = ()
+
+    @classmethod
+    def of(cls, tp: int, sequence: bool, cp: int, axes: Axes) -> Split:
+        """As it lies in a mesh of these axes, outermost first."""
+        found = cls(tp, sequence, cp)
+        inner = tuple(_inner(axes)) if tp * cp > 1 else ()
+        return found if not inner or inner == found.mesh.axes else replace(found, around=inner)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the program: where its ranks lie decides no layout."""
+        axes = tuple((name, size) for name, size in ((CONTEXT, self.cp), (TENSOR, self.tp)) if size > 1)
+        return Mesh(axes or (("dp", 1),))
+
+    @property
+    def near(self) -> Split:
+        """The same with nothing between its ranks."""
+        return replace(self, around=()) if self.around else self
+
+    @property
+    def placed(self) -> Mesh:
+        """The mesh by which the groups of its axes are known."""
+        return Mesh(self.around) if self.around else self.mesh
+
+    def inside(self, ranks: int) -> tuple[int, ...]:
+        """How many ranks of each axis lie in one node of so many."""
+        return tuple(group_of(self.placed, name, ranks).inside for name, _ in self.mesh.axes)
+
+
+def _inner(axes: Axes) -> Iterator[tuple[str, int]]:
+    """The axes from the outermost one of the split on; what the others are called does not matter."""
+    names = [name for name, size in axes if size > 1]
+    first = next(i for i, name in enumerate(names) if name in (CONTEXT, TENSOR))
+    for i, (name, size) in enumerate((name, size) for name, size in axes if size > 1):
+        if i >= first:
+            yield (name if name in (CONTEXT, TENSOR) else f"other{i - first}"), size
