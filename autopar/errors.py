@@ -80,6 +80,11 @@ class VerificationError(AutoparError):
     """A program that broke a promise of its level: a bug in a pass or in a rule."""
 
 
+def first_sentence(text: str) -> str:
+    """What an error says first, without its stop."""
+    return text.split(". ")[0].partition("\n")[0]
+
+
 def divisors(size: int, limit: int = 64) -> list[int]:
     """The axis sizes up to `limit` that divide `size`: what an error offers instead."""
     return [n for n in range(1, min(size, limit) + 1) if size % n == 0]

@@ -18,7 +18,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved-1f1b")
 ZERO = (0, 1, 2, 3)
 CHUNKS = 2  # stages a rank, of an interleaved schedule
-MOST_ROWS = HIGH  # of a micro-batch on one rank
+MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute"}
 DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
 
@@ -91,17 +91,26 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model says which plans there are. layers: equal ones; 0 if it has none, and no pipeline is planned
+    then. whole: why no plan splits sequences over cp; coupled: why none computes the rows of a batch some at a time.
+    Both are empty where plans may."""
+
+    layers: int
+    whole: str = ""
+    coupled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Space:
-    """What there is to choose from. batch: rows of a step. node: devices of one. layers: equal ones of the model, 0 if
-    it has none, and no pipeline is planned then. fixed: sizes of axes and options that are decided (`fixed.py`).
-    context: False of a model without sequences that cp could split."""
+    """What there is to choose from. batch: rows of a step. node: devices of one. fixed: sizes of axes and options that
+    are decided (`fixed.py`)."""
 
     gpus: int
     batch: int
     node: int
-    layers: int
+    model: Model
     fixed: Mapping[str, Any]
-    context: bool = True
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in no order that means anything.
@@ -115,10 +124,11 @@ class Space:
                 yield from self._with(sizes, order)
 
     def _sizes(self) -> Iterator[dict[str, int]]:
+        stages = 1 if self.model.coupled else max(self.model.layers, 1)
         for tp in self._open("tp", divisors(self.gpus, 2 * self.node)):
-            for pp in self._open("pp", divisors(self.gpus // tp, max(self.layers, 1))):
+            for pp in self._open("pp", divisors(self.gpus // tp, stages)):
                 left = self.gpus // tp // pp
-                for cp in self._open("cp", divisors(left, left) if self.context else [1]):
+                for cp in self._open("cp", [1] if self.model.whole else divisors(left, left)):
                     for fsdp in self._open("fsdp", divisors(left // cp, left)):
                         dp = left // cp // fsdp
                         is_new = fsdp == 1 or dp > 1  # of fsdp alone nothing else comes than of dp alone
@@ -137,7 +147,7 @@ class Space:
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
         )
-        for rows in self._open("rows", divisors(own, MOST_ROWS)):
+        for rows in self._open("rows", self._rows(own)):
             if not self._may("microbatches", own // rows) or not self._is_best(rows, sizes["cp"]):
                 continue
             for schedule in self._open("schedule", schedules):
@@ -155,6 +165,10 @@ class Space:
     def _may(self, name: str, value: Any) -> bool:
         return bool(self.fixed.get(name, value) == value)
 
+    def _rows(self, own: int) -> list[int]:
+        """Of a micro-batch, of those of a rank: as many as one of all devices has, if that is more."""
+        return [own] if self.model.coupled else divisors(own, max(MOST_ROWS, self.batch // self.gpus))
+
     def _is_best(self, rows: int, cp: int) -> bool:
         return math.gcd(rows, cp) == 1 or not DECIDES_ROWS.isdisjoint(self.fixed)
 
@@ -162,6 +176,6 @@ class Space:
         """True if a pipeline has what it needs for each of its ranks."""
         if pp == 1:
             return True
-        if schedule == "interleaved-1f1b" and (microbatches % pp or pp * CHUNKS > self.layers):
+        if schedule == "interleaved-1f1b" and (microbatches % pp or pp * CHUNKS > self.model.layers):
             return False
         return microbatches >= pp

@@ -25,9 +25,9 @@ SAME = 0.001  # of a step: not worth a reason
 def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> Found:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
     asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
-    candidates = candidates_of(asked, found.layers, context=not found.whole)
+    candidates = candidates_of(asked, found.model)
     most = asked.limit if limit is None else limit
-    return search(candidates, found.programs, found.work, asked.machine, most, 1, found.layers)
+    return search(candidates, found.programs, found.work, asked.machine, most, 1, found.model.layers)
 
 
 def frontier(found: Planned) -> list[Prediction]:
@@ -56,7 +56,7 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
     """What a person would ask about first."""
     if best.pp > 1:
         yield "no pipeline", {"pp": 1}
-    elif found.layers > 1 and found.asked.gpus % 2 == 0:
+    elif found.model.layers > 1 and not found.model.coupled and found.asked.gpus % 2 == 0:
         yield "pp=2", {"pp": 2}
     if best.tp > 1:
         yield "no tensor parallelism", {"tp": 1}
@@ -111,7 +111,7 @@ def _refused(other: Found, found: Planned) -> str:
         return f"{human(other.least.memory)} > {human(asked.limit)} at least ({other.least.candidate})"
     if other.counts:
         return other.counts.most_common(1)[0][0].replace(":)", ")")
-    return f"no such plan for {asked.gpus} devices, {asked.batch} rows and {found.layers} equal layers"
+    return f"no such plan for {asked.gpus} devices, {asked.batch} rows and {found.model.layers} equal layers"
 
 
 def _differences(best: Prediction, made: Prediction) -> Iterator[tuple[str, float]]:

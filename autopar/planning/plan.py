@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.compiler.garbage import uncollected
-from autopar.errors import AutoparError, BatchError, PlanError, divisors, one_of
+from autopar.errors import AutoparError, BatchError, PlanError, divisors, first_sentence, one_of
 from autopar.ir.measure import human
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.candidates import Candidate, Space
+from autopar.planning.candidates import Candidate, Model, Space
 from autopar.planning.captures import LEAST_ROWS
 from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
@@ -43,21 +43,20 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """found: the plans. tokens: of a step. layers: equal ones of the model. programs: that its costs are read off.
-    whole: why no plan splits sequences over cp; empty where some may."""
+    """found: the plans. tokens: of a step. programs: that costs are read off."""
 
     asked: Asked
     found: Found
     tokens: int
     work: Work
-    layers: int
+    model: Model
     programs: Layers
-    whole: str = ""
 
     @property
     def certificate(self) -> str:
-        """How many candidates there were, what became of them, and which axis none of them has."""
-        return self.found.certificate + (f"; none with cp: {self.whole}" if self.whole else "")
+        """How many candidates there were, what became of them, and what none of them has."""
+        none = {"cp": self.model.whole, "micro-batches or pp": first_sentence(self.model.coupled)}
+        return self.found.certificate + "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
 
 
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
@@ -73,21 +72,20 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
     devices divides.
     """
-    equal, whole = layers.equal, layers.whole
-    work = _work(whole, layers, asked)
-    no_context = _no_context(layers, asked)
-    candidates = candidates_of(asked, equal, context=not no_context)
+    model = Model(layers.equal, _no_context(layers, asked), layers.micros.coupled)
+    work = _work(layers.whole, layers, asked)
+    candidates = candidates_of(asked, model)
     if not candidates:
-        raise _none_divides(asked, equal)
-    found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, equal, tell)
+        raise _none_divides(asked, model)
+    found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
     if not found.best:
-        raise _none_fits(asked, found, equal)
-    return Planned(asked, found, tokens_of(whole) // LEAST_ROWS * asked.batch, work, equal, layers, no_context)
+        raise _none_fits(asked, found, model)
+    return Planned(asked, found, tokens_of(layers.whole) // LEAST_ROWS * asked.batch, work, model, layers)
 
 
-def candidates_of(asked: Asked, equal: int, context: bool = True) -> list[Candidate]:
-    """All plans for what is asked. equal: layers of the model that are equal. context: cp may split sequences."""
-    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, equal, asked.fixed, context).candidates())
+def candidates_of(asked: Asked, model: Model) -> list[Candidate]:
+    """All plans for what is asked."""
+    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed).candidates())
 
 
 def _no_context(layers: Layers, asked: Asked) -> str:
@@ -100,7 +98,7 @@ def _no_context(layers: Layers, asked: Asked) -> str:
     except BatchError:  # a length that this size does not divide
         return ""
     except AutoparError as error:
-        return str(error).split(". ")[0].splitlines()[0]
+        return first_sentence(str(error))
     fair = 1 / size
     return f"of {size} ranks each would compute {part:.0%} of the products" if part > (1 + fair) / 2 else ""
 
@@ -112,32 +110,32 @@ def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
     return Work(flops * asked.batch, parameters, dtype)
 
 
-def _none_divides(asked: Asked, equal: int) -> PlanError:
+def _none_divides(asked: Asked, model: Model) -> PlanError:
     given = f" with {fixed_text(asked.fixed)}" if asked.fixed else ""
-    return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, equal)}")
+    return PlanError(f"no plan for {asked.gpus} devices and {asked.batch} rows a step{given}: {_room(asked, model)}")
 
 
-def _room(asked: Asked, equal: int) -> str:
+def _room(asked: Asked, model: Model) -> str:
     """What the sizes of a plan may be, and the numbers of devices near by that a plan divides."""
     some = one_of(divisors(asked.batch, asked.gpus))
     alone = max(divisors(asked.batch, asked.gpus))
     fewer = f" Of {alone} devices each could take {asked.batch // alone} of the rows." if not asked.fixed else ""
-    pipeline = (
-        f"a pipeline has at most a rank for each of the {equal} equal layers, and a micro-batch for each"
-        if equal
-        else "no pipeline is planned, since the model has no equal layers"
-    )
+    pipeline = f"a pipeline has at most a rank for each of the {model.layers} equal layers, and a micro-batch for each"
+    if model.coupled:
+        pipeline = f"there is no pipeline ({first_sentence(model.coupled)})"
+    elif not model.layers:
+        pipeline = "no pipeline is planned, since the model has no equal layers"
     return (
         f"the data axes must divide the rows ({some} here), tp, cp and pp the devices, and {pipeline}. Change the "
         f"batch or what is fixed.{fewer}"
     )
 
 
-def _none_fits(asked: Asked, found: Found, equal: int) -> PlanError:
+def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
     if found.least is None:
         reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found.counts.most_common(3))
         return PlanError(
-            f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, equal))}"
+            f"no plan for {asked.gpus} devices: of the candidates {reasons}. {_capital(_room(asked, model))}"
         )
     least = found.least
     return PlanError(

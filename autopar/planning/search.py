@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.errors import AutoparError, divisors
+from autopar.errors import AutoparError, divisors, first_sentence
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
 from autopar.planning.data_time import least_data_us
@@ -79,7 +79,7 @@ def search(
             else:
                 _try(known[i], found, layers, machine, limit, top, equal, slowest)
         except AutoparError as error:
-            found.counts[f"refused ({str(error).split('. ')[0].splitlines()[0]})"] += 1
+            found.counts[f"refused ({first_sentence(str(error))})"] += 1
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
         with suppress(AutoparError):  # it is counted already
@@ -122,7 +122,9 @@ class Bounds:
         """us of the calls of a step, as if each row took no longer than one of many, and none was computed again; and
         of its data axes."""
         split = Split(candidate.tp, candidate.sequence)
-        return self._step(candidate, candidate.rows * self.layers.least_us(split) / candidate.cp)
+        return self._step(
+            candidate, candidate.rows * self.layers.least_us(split, max(HIGH, candidate.rows)) / candidate.cp
+        )
 
     def parts(self, candidate: Candidate) -> float:
         """The same as if a rank of cp took no longer for its part of a row than those of a smaller cp, which have less
@@ -131,7 +133,7 @@ class Bounds:
             return 0.0
         less = next(n for n in divisors(candidate.cp, candidate.cp) if n > 1)
         split, rows = Split(candidate.tp, candidate.sequence, candidate.cp // less), candidate.rows
-        return self._step(candidate, rows * self.layers.least_us(split, LOW if rows == LOW else HIGH) / less)
+        return self._step(candidate, rows * self.layers.least_us(split, LOW if rows == LOW else max(HIGH, rows)) / less)
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
@@ -159,12 +161,13 @@ class Bounds:
         stored = (1 + MOMENTS) * part / candidate.shards
         gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
         ranks = candidate.tp * candidate.pp * candidate.cp
-        return stored + max(gradients, self._whole.saved.each * self.equal * candidate.rows / ranks)
+        saved = self._whole.saved.each * self.equal * candidate.rows / self.layers.micros.low
+        return stored + max(gradients, saved / ranks)
 
     @cached_property
     def _whole(self) -> Cost:
-        """Of a row on one rank that keeps as little as it can."""
-        return self.layers.cost(Split(), 1, "full")
+        """Of the fewest rows on one rank that keeps as little as it can."""
+        return self.layers.cost(Split(), self.layers.micros.low, "full")
 
 
 def _filling(candidate: Candidate) -> float:

@@ -78,7 +78,7 @@ def _mfu(planned: Planned, found: Prediction) -> float:
 def head_line(planned: Planned) -> str:
     """What was asked for."""
     asked = planned.asked
-    layers = f", {planned.layers} equal layers" if planned.layers else ""
+    layers = f", {planned.model.layers} equal layers" if planned.model.layers else ""
     return (
         f"{asked.gpus} devices of {asked.machine.name}, {asked.batch} rows ({planned.tokens:,} tokens) a step, at most "
         f"{human(asked.limit)} a device{layers}"

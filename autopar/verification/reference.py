@@ -17,7 +17,7 @@ from autopar.capture.lines import quoted
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, first_sentence
 from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
@@ -50,7 +50,7 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
     except Exception as error:
-        first = str(error).split(". ")[0].split("\n")[0]
+        first = first_sentence(str(error))
         raise CaptureError(
             f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
             f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"

@@ -17,7 +17,7 @@ from autopar.ir.measure import group_of
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
 from autopar.machines.model import Group
-from autopar.planning.candidates import Candidate, Space
+from autopar.planning.candidates import Candidate, Model, Space
 from autopar.planning.data_time import DataGroups
 from autopar.planning.fixed import WAYS, fixed_text, read_fixed
 from autopar.planning.jobs import layers_of
@@ -71,7 +71,7 @@ def groups(order: tuple[str, ...], sizes: dict[str, int], node: int) -> tuple[ob
 def test_an_order_that_is_asked_for() -> None:
     sizes = {"pp": 2, "dp": 2, "fsdp": 1, "cp": 1, "tp": 2}
     assert {order.index("dp") > order.index("tp") for order in orders(sizes, 2, ("tp", "dp"))} == {True}
-    some = list(Space(8, 8, 2, 6, {"order": ("tp", "dp"), "pp": 2, "tp": 2}).candidates())
+    some = list(Space(8, 8, 2, Model(6), {"order": ("tp", "dp"), "pp": 2, "tp": 2}).candidates())
     assert {each.mesh for each in some if each.cp == 1 and each.fsdp == 1} == {"tp=2,dp=2,pp=2", "pp=2,tp=2,dp=2"}
 
 
@@ -92,7 +92,7 @@ def test_all_of_a_candidate_can_be_decided() -> None:
     assert WAYS.keys() == {field.name for field in fields(Candidate)}
     read = dict(map(read_fixed, ("tp=8", "sequence=false", "order=pp,dp,tp", "schedule=1f1b", "recompute=full")))
     assert fixed_text(read) == "tp=8, sequence=false, order=pp,dp,tp, schedule=1f1b, recompute=full"
-    for each in Space(8, 8, 2, 6, read_all("sequence=false", "tp=2", "rows=2", "fsdp=2")).candidates():
+    for each in Space(8, 8, 2, Model(6), read_all("sequence=false", "tp=2", "rows=2", "fsdp=2")).candidates():
         assert (each.sequence, each.tp, each.rows, each.fsdp) == (False, 2, 2, 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError, MeshError, PlanError
-from autopar.planning.candidates import Space
+from autopar.planning.candidates import Model, Space
 from autopar.planning.decisions import PLANNED, read_plan, write_plan
 
 WRONG = {
@@ -44,7 +44,7 @@ def test_what_is_wrong_in_a_plan(text: str | None, tmp_path: Path) -> None:
 
 def test_every_candidate_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    some = list(Space(8, 16, 8, 8, {}).candidates())[::7]
+    some = list(Space(8, 16, 8, Model(8), {}).candidates())[::7]
     assert {each.pp > 1 for each in some} == {each.dp > 1 for each in some} == {True, False}
     for candidate in some:
         write_plan(file, candidate.mesh, candidate.options(), ["a note"])

@@ -52,7 +52,7 @@ def found() -> Planned:
 def all_of(found: Planned) -> list[Prediction]:
     """Every plan that the model can take."""
     made = []
-    for each in candidates_of(found.asked, found.layers, context=not found.whole):
+    for each in candidates_of(found.asked, found.model):
         with suppress(LayoutError):
             made.append(predict(each, layers(), MACHINE))
     return made

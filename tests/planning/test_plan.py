@@ -54,10 +54,10 @@ def planned() -> Planned:
 
 
 def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None:
-    equal = planned.layers
+    equal = planned.model.layers
     bounds = Bounds(layers(), planned.work, MACHINE, equal)
     tried = []
-    for candidate in Space(GPUS, ROWS, MACHINE.ranks, equal, PLAIN).candidates():
+    for candidate in Space(GPUS, ROWS, MACHINE.ranks, planned.model, PLAIN).candidates():
         found = predict(candidate, layers(), MACHINE)
         for bound in bounds.steps:
             assert bound(candidate) <= found.total * (1 + 1e-9), (candidate, bound)

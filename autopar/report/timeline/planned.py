@@ -23,7 +23,7 @@ def planned_picture(found: Planned, made: Prediction) -> Picture:
     cost = found.programs.cost(plan.split, plan.rows, plan.recompute)
     if plan.pp == 1:
         count = min(plan.microbatches, FIRST)
-        lanes = [Lane(0, tuple(_one_by_one(cost, found.layers, count)), (), 0.0)]
+        lanes = [Lane(0, tuple(_one_by_one(cost, found.model.layers, count)), (), 0.0)]
     else:
         timeline, count = pipeline_of(plan, found.programs, found.asked.machine)
         lanes = [Lane(rank, _blocks(timeline, rank, plan), (), timeline.bubble(rank)) for rank in range(plan.pp)]
