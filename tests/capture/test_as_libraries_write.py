@@ -192,8 +192,19 @@ RECURRENT = [
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
-@pytest.mark.parametrize("make", [Kept, Moved, Compared, Marks, *RECURRENT])
+@pytest.mark.parametrize("make", [Kept, Moved, Compared, Marks, lambda: Recurrent("RNN")])
 def test_taken_too(make: Any, mesh: str) -> None:
+    _taken(make, mesh)
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2,tp=2", marks=pytest.mark.slow), "dp=3"])
+@pytest.mark.parametrize("make", RECURRENT)
+def test_recurrences_are_taken_too(make: Any, mesh: str) -> None:
+    """Over tp the search of layouts of unrolled loops takes seconds."""
+    _taken(make, mesh)
+
+
+def _taken(make: Any, mesh: str) -> None:
     torch.manual_seed(0)
     report = verify(make(), mesh, loss_fn=squares, batch=torch.randn(12, 8))
     assert report.ok and report.max_error < 1e-10, str(report)

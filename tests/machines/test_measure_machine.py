@@ -243,7 +243,7 @@ def autopar(*arguments: str, folder: Path, timeout: float = 200) -> subprocess.C
 @pytest.mark.gloo
 def test_two_ranks_measure_this_machine(tmp_path: Path):
     done = autopar(
-        "measure", "--out", "mine.toml", "--ranks", "2", "--device", "cpu", "--seconds", "5", folder=tmp_path
+        "measure", "--out", "mine.toml", "--ranks", "2", "--device", "cpu", "--seconds", "10", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
     machine = read_machine(tmp_path / "mine.toml")
