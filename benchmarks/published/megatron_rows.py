@@ -1,7 +1,7 @@
 """Rows of Megatron-LM on A100, as it was from 2021 to 2023: fp16, no fused attention, dropout, equal stages.
 
 In 2021 every collective was waited for where it was called. Korthikanti et al. had, in 2022, the collectives of tp in
-the backward pass beside the gradients of weights (arXiv 2205.05198, section 4.2.2, and the help of Megatron-LM's
+the backward pass beside the gradients of weights (from memory of arXiv 2205.05198, and the help of Megatron-LM's
 `--no-async-tensor-model-parallel-allreduce`): their programs start collectives early (`overlap`), but cut no product
 into chunks, as those for a machine where nothing hides a collective (`decompose`).
 """
