@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields, replace
 from functools import cache
 from itertools import permutations
@@ -10,12 +11,13 @@ from itertools import permutations
 import pytest
 import torch
 from models import Llama, token_loss
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import Mesh
-from autopar.machines import Machine
+from autopar.machines import Machine, named
 from autopar.machines.model import Group
 from autopar.planning.candidates import Candidate, Model, Space
 from autopar.planning.data_time import DataGroups
@@ -23,11 +25,15 @@ from autopar.planning.fixed import WAYS, fixed_text, read_fixed
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER, orders
+from autopar.planning.others import reasons
+from autopar.planning.plan import Asked, Planned, planned
 from autopar.planning.predict import Prediction, predict
+from autopar.planning.search import Bounds
 
 FLAT = Machine.flat(1e6, 1e5, 1e4, 2.0, 1.0)
 MACHINE = replace(FLAT, ranks=2, between=replace(FLAT.between, bandwidth=2e9, start_us=20.0))
-ROWS = 8
+# So that there are few programs to make.
+PLAIN = {"recompute": "none", "schedule": "1f1b", "sequence": False}
 
 
 def job() -> autopar.Job:
@@ -129,3 +135,72 @@ def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: 
         given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()
     )
     assert predicted(candidate).total == pytest.approx(compiled.time(MACHINE).total, rel=0.15)
+
+
+# -- the search -----------------------------------------------------------------------------------------------------
+
+
+ONE_ROW = {**PLAIN, "rows": 1}
+
+
+@cache
+def found() -> Planned:
+    return planned(layers(), Asked(4, 4, MACHINE, math.inf, ONE_ROW, 3))
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    bounds = Bounds(layers(), found().work, MACHINE, layers().equal)
+    tried = {}
+    for candidate in Space(4, 4, MACHINE.ranks, layers().equal, ONE_ROW).candidates():
+        tried[candidate] = made = predicted(candidate)
+        for bound in bounds.steps:
+            assert bound(candidate) <= made.total * (1 + 1e-9), (candidate, bound)
+        assert bounds.memory(candidate) <= made.memory * (1 + 1e-9), candidate
+    for axis in ("fsdp", "cp", "tp", "pp"):
+        assert {getattr(each, axis) for each in tried} > {1}, axis
+    assert len({each.axes for each in tried}) > len({frozenset(each.axes) for each in tried}), "orders"
+    best = sorted(tried.values(), key=lambda each: each.total)[:3]
+    assert [each.total for each in found().found.best] == pytest.approx([each.total for each in best])
+    assert sum(found().found.counts.values()) == len(tried)
+
+
+def test_why_other_places_lost() -> None:
+    best = found().found.best[0].candidate
+    assert len(best.axes) == 2, "what follows is of this one"
+    lines = [line for line in reasons(found()) if " inside the node: " in line]
+    assert [line.partition(" inside")[0] for line in lines] == [best.axes[0][0]]
+    assert f"({best.axes[1][0]}={best.axes[1][1]},{best.axes[0][0]}={best.axes[0][1]} " in lines[0], lines
+
+
+def test_rows_that_a_rank_of_dp_could_take_whole_are_no_faster_over_cp() -> None:
+    space, left_out = Space(4, 8, MACHINE.ranks, layers().equal, {**PLAIN, "zero": 1, "microbatches": 2}), 0
+    kept = set(space.candidates())
+    known = {str(each) for each in kept}
+    for each in replace(space, fixed={**space.fixed, "cp": 2}).candidates():
+        if each not in kept and each.dp * each.fsdp == 2:
+            left_out += 1
+            whole = replace(each, dp=4, fsdp=1, cp=1, rows=each.rows // 2, order=ORDER)
+            assert str(whole) in known and predicted(whole).total <= predicted(each).total * (1 + 1e-9), each
+    assert left_out
+
+
+def test_long_sequences_are_split() -> None:
+    """131,072 positions a row, four rows on 64 devices: without cp nothing fits, or it is slower."""
+    machine, length = named("h100-80g"), 131072
+    with torch.device("meta"):
+        model = Llama(4, 4096, 32, 8, 14336, 32000, length)
+        ids = torch.empty(1, length, dtype=torch.int64)
+    made = layers_of(autopar.Job(model, token_loss, (ids, ids), precision="bf16"), machine)
+    fixed = {"zero": 3, "tp": 1, "pp": 1, "recompute": "none"}
+    best = planned(made, Asked(64, 4, machine, None, fixed, 1)).found.best[0]
+    assert best.candidate.cp >= 16
+    with pytest.raises(PlanError, match=r"no plan for 64 devices and 4 rows a step with .*cp=1"):
+        planned(made, Asked(64, 4, machine, None, {**fixed, "cp": 1}, 1))
+
+
+def test_a_model_without_sequences_gets_no_cp() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    given = autopar.Job(blocks, lambda model, x: model(x).square().mean(), torch.randn(4, 64))
+    made = planned(layers_of(given, MACHINE), Asked(4, 8, MACHINE, math.inf, PLAIN, 1))
+    assert {each.candidate.cp for each in made.found.tried} == {1}
+    assert re.search(r"; none with cp: of 2 ranks each would compute \d+% of the products$", made.certificate)
