@@ -12,14 +12,18 @@ from autopar.planning.micro import HIGH, Split
 
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
-CHUNKS = 2  # stages a rank, of an interleaved schedule
+# Of a pipeline, with the stages that each rank has: a few numbers of them where a schedule takes any.
+PIPELINES = (
+    ("1f1b", 1), *(("interleaved-1f1b", chunks) for chunks in (2, 3, 4)), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
+)  # fmt: skip
 MOST_ROWS = HIGH  # of a micro-batch on one rank
 SHORT = {"none": "", "selective": "selective", "full": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan. rows: of a micro-batch on one rank. microbatches: of a step. sequence: activations lie split over tp."""
+    """A plan. rows: of a micro-batch on one rank. microbatches: of a step. sequence: activations lie split over tp.
+    chunks: stages of each rank of a pipeline."""
 
     dp: int
     tp: int
@@ -30,6 +34,7 @@ class Candidate:
     microbatches: int
     schedule: str = "1f1b"
     sequence: bool = False
+    chunks: int = 1
 
     @property
     def split(self) -> Split:
@@ -43,8 +48,9 @@ class Candidate:
         return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
 
     @property
-    def chunks(self) -> int:
-        return CHUNKS if self.schedule == "interleaved-1f1b" else 1
+    def halves(self) -> bool:
+        """True if gradients of weights are computed apart from those of inputs."""
+        return self.schedule.startswith("zb")
 
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
@@ -55,6 +61,8 @@ class Candidate:
             found["microbatches"] = self.microbatches
         if self.pp > 1:
             found["schedule"] = self.schedule
+        if self.chunks > 1:
+            found["chunks"] = self.chunks
         if self.tp > 1:
             found["sequence_parallel"] = self.sequence
         return found
@@ -63,6 +71,7 @@ class Candidate:
         words = [self.mesh, f"zero={self.zero}" if self.dp > 1 else "", SHORT[self.recompute]]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
+        words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         return " ".join(word for word in words if word)
 
 
@@ -87,7 +96,7 @@ class Space:
 
     def _with(self, dp: int, tp: int, pp: int) -> Iterator[Candidate]:
         own = self.batch // dp
-        schedules = ("1f1b", "interleaved-1f1b") if pp > 1 else ("1f1b",)
+        schedules = PIPELINES if pp > 1 else PIPELINES[:1]
         of_axes = product(
             divisors(own, MOST_ROWS),
             ZERO if dp > 1 else (0,),
@@ -95,8 +104,8 @@ class Space:
             schedules,
             (True, False) if tp > 1 else (False,),
         )
-        for rows, zero, recompute, schedule, sequence in of_axes:
-            found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule, sequence)
+        for rows, zero, recompute, (schedule, chunks), sequence in of_axes:
+            found = Candidate(dp, tp, pp, zero, recompute, rows, own // rows, schedule, sequence, chunks)
             if self._fits(found):
                 yield found
 
@@ -105,6 +114,8 @@ class Space:
             return False
         if found.pp == 1:
             return True
-        if found.chunks > 1 and (found.microbatches % found.pp or found.pp * found.chunks > self.layers):
+        if found.chunks > 1 and found.pp * found.chunks > self.layers:
+            return False
+        if found.schedule == "interleaved-1f1b" and found.microbatches % found.pp:
             return False
         return found.microbatches >= found.pp

@@ -52,8 +52,8 @@ class Micros:
         self._shallow: dict[int, Shallow] = {}
         self._local: dict[tuple[Split, int], Lowered] = {}
         self._low: dict[Split, Lowered | None] = {}
-        self._ends: dict[tuple[Split, str], Micro] = {}
-        self._known: dict[tuple[Split, int, str], Micro] = {}
+        self._ends: dict[tuple[Split, str, bool], Micro] = {}
+        self._known: dict[tuple[Split, int, str, bool], Micro] = {}
 
     def captured(self, rows: int) -> Captured:
         """The step of micro-batches of so many rows, whole."""
@@ -82,24 +82,26 @@ class Micros:
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
-    def micro(self, split: Split, rows: int, recomputed: str) -> Micro:
-        """The programs of a micro-batch of `rows` on one rank of tp. Raises AutoparError as `local`."""
-        key = split, rows, recomputed
+    def micro(self, split: Split, rows: int, recomputed: str, halves: bool = False) -> Micro:
+        """The programs of a micro-batch of `rows` on one rank of tp. halves: gradients of weights apart from those of
+        inputs. Raises AutoparError as `local`."""
+        key = split, rows, recomputed, halves
         if key not in self._known:
-            found = self._between(split, rows, recomputed) if LOW <= rows < HIGH else None
-            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
+            found = self._between(*key) if LOW <= rows < HIGH else None
+            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border, halves)
         return self._known[key]
 
-    def _between(self, split: Split, rows: int, recomputed: str) -> Micro | None:
+    def _between(self, split: Split, rows: int, recomputed: str, halves: bool) -> Micro | None:
         local = self._alike(split)
         if local is None:
             return None
-        if (split, recomputed) not in self._ends:
-            self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(LOW).border)
-        low, share = self._ends[split, recomputed], Fraction(rows - LOW, HIGH - LOW)
+        key = split, recomputed, halves
+        if key not in self._ends:
+            self._ends[key] = cut_at(local, recomputed, self.shallow(LOW).border, halves)
+        low, share = self._ends[key], Fraction(rows - LOW, HIGH - LOW)
         if rows == LOW:
             return low
-        high = self.micro(split, HIGH, recomputed)
+        high = self.micro(split, HIGH, recomputed, halves)
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}

@@ -64,6 +64,9 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
     if best.dp > 1:
         other = 0 if best.zero else 3
         yield f"zero={other}", {"zero": other}
+    if best.pp > 1:
+        schedule = "zb-h1" if best.schedule == "1f1b" else "1f1b"
+        yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
 

@@ -41,6 +41,8 @@ def layers() -> Layers:
         (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
         (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
         (Candidate(1, 1, 4, 0, "none", 1, 8), CUT),
+        (Candidate(1, 1, 4, 0, "none", 1, 8, "zb-h1"), NEAR), (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-h2"), CUT),
+        (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-v", chunks=2), CUT),
     ],
     ids=str,
 )  # fmt: skip
