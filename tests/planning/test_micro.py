@@ -97,6 +97,7 @@ def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number
         error = 1e-9 if what in ("parameters", "gradients", "states") else 0.01
+        error = 0.1 if what in ("inner", "first") else error  # the worst moment lies in other layers
         assert getattr(cost, what)(KEPT - 1) == pytest.approx(value, rel=error, abs=few_calls), what
 
 
