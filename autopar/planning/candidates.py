@@ -15,9 +15,11 @@ from autopar.planning.split import Split
 
 T = TypeVar("T")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved-1f1b")
 ZERO = (0, 1, 2, 3)
-CHUNKS = 2  # stages a rank, of an interleaved schedule
+# Of a pipeline, with the stages that each rank has: a few numbers of them where a schedule takes any.
+PIPELINES = (
+    ("1f1b", 1), *(("interleaved-1f1b", chunks) for chunks in (2, 3, 4)), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
+)  # fmt: skip
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute"}
 DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
@@ -27,7 +29,7 @@ DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
 class Candidate:
     """A plan. rows: of a micro-batch on one rank; with cp of it its ranks, each of which has a part of every row.
     microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and replicated
-    over dp. order: of the axes, outermost first."""
+    over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline."""
 
     dp: int
     tp: int
@@ -36,11 +38,12 @@ class Candidate:
     recompute: str
     rows: int
     microbatches: int
-    schedule: str = SCHEDULES[0]
+    schedule: str = "1f1b"
     sequence: bool = False
     fsdp: int = 1
     cp: int = 1
     order: tuple[str, ...] = ORDER
+    chunks: int = 1
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -67,8 +70,9 @@ class Candidate:
         return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.zero else 1
 
     @property
-    def chunks(self) -> int:
-        return CHUNKS if self.schedule == "interleaved-1f1b" else 1
+    def halves(self) -> bool:
+        """True if gradients of weights are computed apart from those of inputs."""
+        return self.schedule.startswith("zb")
 
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
@@ -79,6 +83,8 @@ class Candidate:
             found["microbatches"] = self.microbatches
         if self.pp > 1:
             found["schedule"] = self.schedule
+        if self.chunks > 1:
+            found["chunks"] = self.chunks
         if self.tp > 1:
             found["sequence_parallel"] = self.sequence
         return found
@@ -87,6 +93,7 @@ class Candidate:
         words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
+        words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         return " ".join(word for word in words if word)
 
 
@@ -139,7 +146,7 @@ class Space:
         own = self.batch // sizes["dp"] // sizes["fsdp"]
         is_split = sizes["dp"] * sizes["cp"] > 1
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
-        schedules = SCHEDULES if sizes["pp"] > 1 else SCHEDULES[:1]
+        pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
         of_axes = list(
             product(
                 self._open("zero", zero),
@@ -150,12 +157,12 @@ class Space:
         for rows in self._open("rows", self._rows(own)):
             if not self._may("microbatches", own // rows) or not self._is_best(rows, sizes["cp"]):
                 continue
-            for schedule in self._open("schedule", schedules):
-                if self._fills(sizes["pp"], own // rows, schedule):
+            for schedule, chunks in pipelines:
+                if self._fills(sizes["pp"], own // rows, schedule, chunks):
                     for zero_, recompute, sequence in of_axes:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
-                            sequence, sizes["fsdp"], sizes["cp"], order,
+                            sequence, sizes["fsdp"], sizes["cp"], order, chunks,
                         )  # fmt: skip
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:
@@ -172,10 +179,14 @@ class Space:
     def _is_best(self, rows: int, cp: int) -> bool:
         return math.gcd(rows, cp) == 1 or not DECIDES_ROWS.isdisjoint(self.fixed)
 
-    def _fills(self, pp: int, microbatches: int, schedule: str) -> bool:
-        """True if a pipeline has what it needs for each of its ranks."""
+    def _fills(self, pp: int, microbatches: int, schedule: str, chunks: int) -> bool:
+        """True if this schedule is not excluded, and a pipeline has what it needs for each of its ranks."""
+        if not self._may("schedule", schedule) or not self._may("chunks", chunks):
+            return False
         if pp == 1:
             return True
-        if schedule == "interleaved-1f1b" and (microbatches % pp or pp * CHUNKS > self.model.layers):
+        if chunks > 1 and pp * chunks > self.model.layers:
+            return False
+        if schedule == "interleaved-1f1b" and microbatches % pp:
             return False
         return microbatches >= pp

@@ -73,8 +73,9 @@ class Rest:
         paths, first = _paths(found.program), found.border[0]
         before = takewhile(lambda node: not first or paths.get(node) != first, found.program.calls())
         entry = frozenset((record(node).module, record(node).source) for node in before if first)
-        stack, _, number = found.middle.rpartition(".")
-        equal = frozenset((first, found.middle, f"{stack}.{int(number) + 1}")) if number else frozenset[str]()
+        stack, _, number = found.border[1].rpartition(".")
+        last = f"{stack}.{int(number) + 1}" if found.middle else found.border[1]
+        equal = frozenset((*found.border, last)) - {""}
         return cls(found.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
 
     def has(self, name: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.planning.candidates import RECOMPUTE, SCHEDULES
+from autopar.planning.candidates import PIPELINES, RECOMPUTE
 from autopar.planning.orders import ORDER
 
 
@@ -33,8 +33,8 @@ def _word(*words: str) -> Way:
 
 
 WAYS: Mapping[str, Way] = {
-    **dict.fromkeys(("dp", "fsdp", "cp", "tp", "pp", "zero", "rows", "microbatches"), Way("N", _count)),
-    "recompute": _word(*RECOMPUTE), "schedule": _word(*SCHEDULES),
+    **dict.fromkeys(("dp", "fsdp", "cp", "tp", "pp", "zero", "rows", "microbatches", "chunks"), Way("N", _count)),
+    "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES)),
     "sequence": Way("true|false", {"true": True, "false": False}.get),
     "order": Way("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere
 }  # fmt: skip

@@ -53,12 +53,14 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a rank, by its layers. forward, backward: us of a micro-batch; exposed: the part of both that waits for tp and
-    cp. once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
+    """Of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of the backward pass that is
+    computed apart, for gradients of weights; exposed: the part of both that waits for tp and cp.
+    once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
     next."""
 
     forward: Linear
     backward: Linear
+    weights: Linear
     exposed: Linear
     once: Linear
     parameters: Linear
@@ -70,11 +72,14 @@ class Cost:
     others: Linear
     inner: Linear
     first: Linear
+    late: Linear
+    made: Linear
     message: float = 0.0
 
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
-        parts = dict.fromkeys(("forward", "backward", "exposed", "once"), share.time) | {"saved": share.saved}
+        parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)
+        parts |= dict.fromkeys(("saved", "late", "made"), share.saved)
         peaks = ("others", "inner", "first")
         lines = (each.name for each in fields(self) if each.name not in (*peaks, "message"))
         return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in lines})
@@ -128,14 +133,17 @@ class Sheets:
         backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
         kept = held(self.stored[is_less], graphs, is_less)
         bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
-        return {"forward": spent["F"].total, "backward": backward, "once": once, "exposed": exposed, **bytes_}
+        weights = spent["W"].total if "W" in spent else 0.0
+        times = {"forward": spent["F"].total, "backward": backward, "weights": weights}
+        return {**times, "once": once, "exposed": exposed, **bytes_}
 
     def entry(self, machine: Machine) -> dict[str, float]:
         """The part of some of these that belongs to what comes before the equal layers."""
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
         spent = {kind: sheet.entry_us(sheet.times(machine)) for kind, sheet in whole.items()}
         backward = sum(us for kind, us in spent.items() if kind in "BIW")
-        return {"forward": spent["F"], "backward": backward, **held_of_entry(self.stored[False], whole)}
+        times = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
+        return {**times, **held_of_entry(self.stored[False], whole)}
 
 
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
@@ -153,10 +161,10 @@ class Layers:
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
         self._least: dict[tuple[Split, int], float] = {}
-        self._known: dict[tuple[Place, int, str], Cost] = {}
+        self._known: dict[tuple[Place, int, str, bool], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
         self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
-        self._sheets: dict[tuple[Place, str], dict[int, Sheets]] = {}  # by rows
+        self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._once: Known = {}
 
     @property
@@ -178,28 +186,28 @@ class Layers:
         flops = self._line(whole, less)(self.equal) / LEAST_ROWS
         return flops, max(counts, key=lambda name: counts[name], default="float32")
 
-    def cost(self, split: Split, rows: int, recompute: str) -> Cost:
-        """Of a micro-batch of `rows` on the ranks of tp and cp. Where they lie changes times alone, and what is done to
-        hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
-        key = self._place(split), rows, recompute
+    def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
+        """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,
+        and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
+        key = self._place(split), rows, recompute, halves
         if key not in self._known:
-            self._known[key] = self._cost(self.sheets(split, rows, recompute), self.micros.machine)
+            self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
         return self._known[key]
 
     @uncollected()
-    def sheets(self, split: Split, rows: int, recompute: str) -> Sheets:
+    def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
         """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
-        made = self._sheets.setdefault((self._place(split), recompute), {})
+        made = self._sheets.setdefault((self._place(split), recompute, halves), {})
         if rows not in made:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
                 for end in (self.micros.low, HIGH):
-                    self.sheets(split, end, recompute)
+                    self.sheets(split, end, recompute, halves)
                 below, above = max(at for at in made if at < rows), min(at for at in made if at > rows)
                 found = made[below].between(made[above], (rows - below) / (above - below))
                 if found is not None:
                     return found
-            micro = self.micros.micro(split.near, rows, recompute)
+            micro = self.micros.micro(split.near, rows, recompute, halves)
             made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
         return made[rows]
 

@@ -35,14 +35,14 @@ class Micros:
         self.captures, self.options, self.machine = captures, options, machine
         self._local: dict[tuple[Split, int], Lowered | AutoparError] = {}
         self._low: dict[Split, Lowered | None] = {}
-        self._ends: dict[tuple[Split, str], Micro] = {}
-        self._known: dict[tuple[Split, int, str], Micro] = {}
+        self._ends: dict[tuple[Split, str, bool], Micro] = {}
+        self._known: dict[tuple[Split, int, str, bool], Micro] = {}
 
     @cached_property
     def coupled(self) -> str:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
         try:
-            cut_at(self._lowered(Split(), LOW, PARTS), "none", self.captures.shallow(PARTS * LOW).border)
+            cut_at(self._lowered(Split(), LOW, PARTS), "none", self.captures.shallow().border, halves=False)
         except CoupledError as error:
             return str(error)
         return ""
@@ -85,25 +85,27 @@ class Micros:
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
 
-    def micro(self, split: Split, rows: int, recomputed: str) -> Micro:
-        """The programs of a micro-batch of `rows` on the ranks of tp and cp. Raises AutoparError as `local`."""
-        key = split, rows, recomputed
+    def micro(self, split: Split, rows: int, recomputed: str, halves: bool = False) -> Micro:
+        """The programs of a micro-batch of `rows` on the ranks of tp and cp. halves: gradients of weights apart from
+        those of inputs. Raises AutoparError as `local`."""
+        key = split, rows, recomputed, halves
         if key not in self._known:
             is_between = self.low <= rows < HIGH and (split.cp == 1 or rows > self.low)  # of cp few take more rows
-            found = self._between(split, rows, recomputed) if is_between else None
-            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border)
+            found = self._between(*key) if is_between else None
+            self._known[key] = found or cut_at(self.local(split, rows), recomputed, self.shallow(rows).border, halves)
         return self._known[key]
 
-    def _between(self, split: Split, rows: int, recomputed: str) -> Micro | None:
+    def _between(self, split: Split, rows: int, recomputed: str, halves: bool) -> Micro | None:
         local = self._alike(split)
         if local is None:
             return None
-        if (split, recomputed) not in self._ends:
-            self._ends[split, recomputed] = cut_at(local, recomputed, self.shallow(self.low).border)
-        low, share = self._ends[split, recomputed], Fraction(rows - self.low, HIGH - self.low)
+        key = split, recomputed, halves
+        if key not in self._ends:
+            self._ends[key] = cut_at(local, recomputed, self.shallow(self.low).border, halves)
+        low, share = self._ends[key], Fraction(rows - self.low, HIGH - self.low)
         if rows == self.low:
             return low
-        high = self.micro(split, HIGH, recomputed)
+        high = self.micro(split, HIGH, recomputed, halves)
         if low.graphs.keys() != high.graphs.keys():
             return None
         graphs = {kind: between(graph, high.graphs[kind], share) for kind, graph in low.graphs.items()}

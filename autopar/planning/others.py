@@ -69,6 +69,9 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
         other = 0 if best.zero else 3
         yield f"zero={other}", {"zero": other}
     yield from _placings(best, found)
+    if best.pp > 1:
+        schedule = "zb-h1" if best.schedule == "1f1b" else "1f1b"
+        yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
 

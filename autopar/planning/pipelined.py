@@ -34,8 +34,11 @@ class Stage:
         return cls(share, cost.on(share))
 
     def us(self, kind: str) -> float:
-        """Of an action on one micro-batch: F or B."""
-        return (self.cost.forward if kind == "F" else self.cost.backward)(self.share.time.layers)
+        """Of an action on one micro-batch: F, B, or its halves I and W."""
+        layers, weights = self.share.time.layers, self.cost.weights
+        if kind == "F":
+            return self.cost.forward(layers)
+        return weights(layers) if kind == "W" else self.cost.backward(layers) - (weights(layers) if kind == "I" else 0)
 
     @property
     def micro_us(self) -> float:
@@ -55,13 +58,13 @@ class Pipelined:
 
     def times(self) -> Mapping[tuple[int, str], float]:
         """us of each action on one micro-batch, by stage and kind."""
-        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in "FB"}
+        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in self.schedule.kinds}
 
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
     p, count = candidate.pp, candidate.pp * candidate.chunks
-    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute)
+    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute, candidate.halves)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
         shares = layers.stages(candidate.split, candidate.recompute, parse_mesh(candidate.mesh), count)
@@ -105,18 +108,22 @@ def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow
     message = int(made.stages[0].cost.message)
     works: dict[tuple[int, str], Work] = {}
     types: dict[str, TensorType] = {}
-    for s, kind, work in _chain(len(made.stages)):
+    for s, kind, work in _chain(len(made.stages), candidate.halves):
         works[s, kind] = work
         types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
     line = machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks))
     return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
 
 
-def _chain(count: int) -> Iterator[tuple[int, str, Work]]:
+def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:
     """Stages one behind the other, with one value between two of them on the way there and back."""
     last = count - 1
     for s in range(count):
         there = ((f"x{s}",) if s else ()), ((f"x{s + 1}",) if s < last else ())
         back = ((f"g{s + 1}",) if s < last else ()), ((f"g{s}",) if s else ())
         yield s, "F", Work(there[0], (*there[1], f"saved{s}"))
-        yield s, "B", Work((*back[0], f"saved{s}"), back[1])
+        if halves:
+            yield s, "I", Work((*back[0], f"saved{s}"), (*back[1], f"late{s}"))
+            yield s, "W", Work((f"late{s}",))
+        else:
+            yield s, "B", Work((*back[0], f"saved{s}"), back[1])

@@ -22,20 +22,28 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
 
 def _peak(order: Iterable[Action], stages: Sequence[Stage], parts: int) -> float:
     """The most bytes of activations and gradients at once. parts: of which a rank keeps one of each gradient, that is
-    there from the first backward pass of its stage on."""
+    there from the first backward pass of its stage on. Gradients of weights (W) wait for a part of what was saved, and
+    for what those of inputs (I) leave to them."""
     most = held = 0.0
     done: set[int] = set()
     for action in order:
         stage = stages[action.stage]
-        saved = stage.cost.saved(stage.share.saved.layers)
+        saved, late, made = (
+            line(stage.share.saved.layers) for line in (stage.cost.saved, stage.cost.late, stage.cost.made)
+        )
         if action.kind == "F":
             held += saved
+            continue
+        if action.kind == "I":
+            most = max(most, held + _others(stage))
+            held -= saved - late - made
+            most = max(most, held)
             continue
         most = max(most, held + _others(stage))
         if action.stage not in done:
             done.add(action.stage)
             held += stage.cost.gradients(stage.share.stored.layers) / parts
-        held -= saved
+        held -= saved if action.kind == "B" else late + made
         most = max(most, held)
     return most
 

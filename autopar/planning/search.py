@@ -20,6 +20,7 @@ from autopar.planning.predict import Prediction, predict
 from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
+LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
 
@@ -138,10 +139,11 @@ class Bounds:
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
         cost = self.layers.cost(candidate.split, candidate.rows, "none")
-        return self._step(candidate, cost.forward(self.equal) + cost.backward(self.equal))
+        micro_us = cost.forward(self.equal) + cost.backward(self.equal)
+        return self._step(candidate, micro_us, cost.forward(self.equal) / micro_us)
 
-    def _step(self, candidate: Candidate, micro_us: float) -> float:
-        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate)
+    def _step(self, candidate: Candidate, micro_us: float, forward: float = LEAST_FORWARD) -> float:
+        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward)
         return busy + self._data_us(candidate)
 
     def _data_us(self, candidate: Candidate) -> float:
@@ -170,6 +172,10 @@ class Bounds:
         return self.layers.cost(Split(), self.layers.micros.low, "full")
 
 
-def _filling(candidate: Candidate) -> float:
-    """How much longer a pipeline takes that fills and empties: (m + (p - 1) / v) / m."""
-    return 1 + (candidate.pp - 1) / candidate.chunks / candidate.microbatches
+def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:
+    """How much longer a pipeline takes at least that fills and empties. forward: the part of a micro-batch's time that
+    its forward pass takes. 1F1B: (m + (p - 1) / v) / m. Where gradients of weights fill the bubble, ranks begin one
+    after the other: the mean of them waits for the forward passes of half of the stages before the last one.
+    """
+    waits = forward / 2 if candidate.halves else 1.0
+    return 1 + waits * (candidate.pp - 1) / candidate.chunks / candidate.microbatches

@@ -16,7 +16,7 @@ from autopar.passes.node_costs import Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
 
-LEFT = {"F": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
+LEFT = {"F": "saved", "I": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
 
 
@@ -51,8 +51,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of all layers, without the one
-    that is left out, and of what comes before the layers. reads: the parameters that it reads."""
+    """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of gradients of weights (W) of
+    what earlier ones left to it: of all layers, without the one that is left out, and of what comes before the layers.
+    reads: the parameters that it reads."""
 
     mesh: Mesh
     calls: tuple[Call, ...]
@@ -63,8 +64,10 @@ class Sheet:
     def of(cls, kind: str, program: Program, rest: Rest) -> Sheet:
         """kind: of the action that runs the graph. rest: all but the layer that may be left out."""
         leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
+        if kind == "W":
+            leaving = [node for node, entry in program.entries if entry.kind == "saved"]
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
-        whole, less, entry = (_bytes(program, nodes) for nodes in kinds)
+        whole, less, entry = (_bytes(program, nodes, kind == "W") for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
         return cls(program.mesh, tuple(_calls(kind, program, rest)), (whole, less, entry), reads)
 
@@ -122,10 +125,10 @@ def described(program: Program) -> Iterator[Hashable]:
         yield node.name, node.target, str(node.args), str(node.kwargs), known, known.flops
 
 
-def _bytes(program: Program, nodes: list[fx.Node]) -> int:
-    """Of what some values lie in, but for what was there before."""
+def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
+    """Of what some values lie in. given: also of what was there before."""
     roots = {root_of(node) for node in nodes}
-    return sum(local_bytes(root, program.mesh) for root in roots if root.op == "call_function")
+    return sum(local_bytes(root, program.mesh) for root in roots if given or root.op == "call_function")
 
 
 def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:

@@ -16,8 +16,6 @@ from autopar.passes.pipeline.stages import Places, graphs_of_stages
 from autopar.passes.recompute import recompute
 from autopar.planning.depth import crossing
 
-ONE_STAGE = Places((0,), split=False, in_flight=(1,))
-
 
 @dataclass(frozen=True, slots=True)
 class Micro:
@@ -49,10 +47,12 @@ class Micro:
 
 
 @uncollected()
-def cut_at(local: Lowered, recomputed: str, border: tuple[str, str]) -> Micro:
-    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers."""
+def cut_at(local: Lowered, recomputed: str, border: tuple[str, str], halves: bool) -> Micro:
+    """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers.
+    halves: gradients of weights apart from those of inputs."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
     program = recompute(local.program, plan)
-    graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, ONE_STAGE).items()}
+    one = Places((0,), split=halves, in_flight=(1,))
+    graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, one).items()}
     sent = crossing(program, border) if border[0] else ()
     return Micro(plan, program, graphs, float(sum(local_bytes(node, program.mesh) for node in sent)))

@@ -17,7 +17,8 @@ MOMENTS = 2  # of AdamW, in the dtype of the parameter
 class Held:
     """Bytes. copies: of what is made of parameters once a step (casts). plain: of parameters that are read as they are.
     saved: of one micro-batch, from its forward to its backward pass. others: what is alive beside all of that at the
-    worst moment; inner: the same in the equal layers, first: in these and before them."""
+    worst moment; inner: the same in the equal layers, first: in these and before them. late: what of `saved` the
+    gradients of weights wait for, made: what those of inputs leave to them, where they are computed apart."""
 
     parameters: float
     gradients: float
@@ -28,6 +29,8 @@ class Held:
     others: float
     inner: float
     first: float
+    late: float
+    made: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,12 @@ def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
     out, as `stored` is then too."""
     bodies = [sheet for kind, sheet in sheets.items() if kind in "FBIW"]
     parameters = sum(stored.parameters.values())
-    peaks = (max(sheet.peak(is_less, sides) for sheet in bodies) for sides in ((-1, 0, 1), (0,), (-1, 0)))
+    others, inner, first = (max(each.peak(is_less, sides) for each in bodies) for sides in ((-1, 0, 1), (0,), (-1, 0)))
     return Held(
         parameters, sum(stored.gradients.values()), MOMENTS * parameters,
         sheets["P"].left[is_less] if "P" in sheets else 0.0, _read(stored, bodies, stored.parameters),
-        sheets["F"].left[is_less], *peaks,
+        sheets["F"].left[is_less], others, inner, first,
+        *_apart(sheets, int(is_less)),
     )  # fmt: skip
 
 
@@ -73,8 +77,16 @@ def held_of_entry(stored: Stored, sheets: Mapping[str, Sheet]) -> dict[str, floa
     copies = sheets["P"].left[2] if "P" in sheets else 0.0
     return {
         "parameters": own, "gradients": gradients, "states": MOMENTS * own, "copies": copies, "plain": plain,
-        "saved": sheets["F"].left[2],
+        "saved": sheets["F"].left[2], **dict(zip(("late", "made"), _apart(sheets, 2), strict=True)),
     }  # fmt: skip
+
+
+def _apart(sheets: Mapping[str, Sheet], place: int) -> tuple[float, float]:
+    """`Held.late` and `Held.made`. place: in `Sheet.left`."""
+    if "W" not in sheets:
+        return 0.0, 0.0
+    made = sheets["I"].left[place]
+    return sheets["W"].left[place] - made, made
 
 
 def _read(stored: Stored, sheets: Iterable[Sheet], names: Collection[str]) -> float:

@@ -74,7 +74,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
     made = micros.micro(split, ROWS, recompute)
     assert (split, ROWS) not in micros._local, "it was compiled, and not made of others"
     local = micros.lowered(split, ROWS, like=micros.local(split, HIGH))
-    compiled = cut_at(local, recompute, micros.shallow(ROWS).border)
+    compiled = cut_at(local, recompute, micros.shallow(ROWS).border, halves=False)
     assert made.graphs.keys() == compiled.graphs.keys() and made.message == compiled.message > 0
     for kind, graph in compiled.graphs.items():
         assert list(lines(made.graphs[kind])) == list(lines(graph)), kind
@@ -84,7 +84,7 @@ def test_other_rows(split: Split, recompute: str) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
     found = layers("llama")
-    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border)
+    micro = cut_at(found.micros.lowered(split, ROWS), "none", found.micros.shallow(ROWS).border, halves=False)
     made, own = found.cost(split, ROWS, "none"), found._cost(Sheets.of(micro, found._rest, {}), MACHINE)
     for name in ("forward", "backward", "saved"):
         assert getattr(made, name)(found.equal) == pytest.approx(getattr(own, name)(found.equal), rel=0.02), name
@@ -99,6 +99,7 @@ def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number
         error = 1e-9 if what in ("parameters", "gradients", "states") else 0.01
+        error = 0.1 if what in ("inner", "first") else error  # the worst moment lies in other layers
         assert getattr(cost, what)(KEPT - 1) == pytest.approx(value, rel=error, abs=few_calls), what
 
 
@@ -115,7 +116,7 @@ def test_numbers_of_other_rows(split: Split, recompute: str) -> None:
             assert made.cost(MACHINE, is_less) == pytest.approx(own.cost(MACHINE, is_less), rel=1e-9)
         assert made.message == own.message
     if split == Split():  # beside collectives products are cut into more chunks, the more rows there are
-        assert found._sheets[split, recompute].keys() == {LOW, HIGH}, "they were read off programs"
+        assert found._sheets[split, recompute, False].keys() == {LOW, HIGH}, "they were read off programs"
 
 
 def test_programs_that_are_not_alike_have_none_between() -> None:

@@ -102,7 +102,10 @@ def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: 
     "candidate",
     [
         Candidate(1, 1, 2, 0, "none", 1, 4), Candidate(1, 1, 3, 0, "none", 1, 4), Candidate(2, 1, 2, 0, "none", 1, 2),
-        Candidate(1, 1, 2, 0, "none", 1, 4, "interleaved-1f1b"),
+        Candidate(1, 1, 2, 0, "none", 1, 4, "interleaved-1f1b", chunks=2),
+        Candidate(1, 1, 2, 0, "none", 1, 4, "zb-h2"),
+        Candidate(1, 1, 2, 0, "none", 1, 4, "zb-v", chunks=2), Candidate(1, 1, 2, 0, "full", 1, 4, "zb-h1"),
+        Candidate(1, 1, 2, 0, "none", 1, 4, "interleaved-1f1b", chunks=3), Candidate(1, 2, 2, 0, "none", 1, 4, "zb-h1"),
     ],
     ids=str,
 )  # fmt: skip

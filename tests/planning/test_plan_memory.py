@@ -42,6 +42,8 @@ def layers() -> Layers:
         (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
         (Candidate(1, 1, 4, 0, "none", 1, 8), CUT),
         (Candidate(2, 1, 1, 1, "none", 2, 2, fsdp=2), EXACT), (Candidate(2, 1, 1, 1, "none", 1, 2, cp=2), NEAR),
+        (Candidate(1, 1, 4, 0, "none", 1, 8, "zb-h1"), NEAR), (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-h2"), CUT),
+        (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-v", chunks=2), CUT),
     ],
     ids=str,
 )  # fmt: skip
