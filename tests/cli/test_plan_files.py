@@ -35,10 +35,10 @@ WRONG = {
     "plan JOB --gpus 2 --fix tp=x": "--fix tp=x: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N",
     "plan JOB --gpus 2 --memory 70Gi": "--memory 70Gi: write a number of bytes, or one with MB, GB, MiB, GiB.",
     "plan JOB --gpus 2 --machine MACHINE": "machine file 'MACHINE': 'device.bandwidth' is 3; it is 100000 to 1e+15",
-    "plan JOB --gpus 8 --batch 7 --fix tp=1": "no plan for 8 devices and 7 rows a step with tp=1: the data axes must",
+    "plan JOB --gpus 8 --batch 7 --fix tp=1 --fix cp=1": "no plan for 8 devices and 7 rows a step with tp=1, cp=1: the",
     "plan JOB --gpus 2 --memory 1": "no plan fits in 1 B a device on 2 devices: the least memory is ",
     "plan JOB --gpus 4 --batch 8 --fix tp=4 --fix dp=4": "no plan for 4 devices and 8 rows a step with tp=4, dp=4: the",
-    "plan JOB --gpus 64 --batch 1": "no plan for 64 devices and 1 rows a step: the data axes must divide the rows (1",
+    "plan JOB --gpus 64 --batch 1 --fix cp=1": "no plan for 64 devices and 1 rows a step with cp=1: the data axes must",
     "inspect SAVED --plan PLAN": "'SAVED' is compiled already: it takes no --mesh and no options of a step.",
 }
 
