@@ -10,8 +10,8 @@ from autopar.ir.mesh import CONTEXT, SHARDED, Mesh, group_name
 from autopar.machines import Machine
 from autopar.machines.model import Group
 from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost, Linear
 from autopar.planning.deal import Share
-from autopar.planning.layers import Cost, Linear
 
 ALONE = Group(1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from autopar.compiler.garbage import uncollected
@@ -14,144 +12,15 @@ from autopar.ir.program import Program, record
 from autopar.machines import Machine
 from autopar.passes.node_costs import ranks_of
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
-from autopar.planning.deal import Part, Sections, Share
+from autopar.planning.cost import Cost, Linear
+from autopar.planning.deal import Sections, Share
 from autopar.planning.depth import Rest
 from autopar.planning.micro import HIGH, Micros
-from autopar.planning.sheet import Sheet, described
+from autopar.planning.sheets import Known, Sheets
 from autopar.planning.split import Split
-from autopar.planning.stage import Micro
-from autopar.planning.states import Held, Stored, held, held_of_entry
 from autopar.planning.step_time import products
 
-ONCE = "CPE"  # actions that run once a step
-Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 Place = tuple[Split, tuple[int, ...]]  # of ranks with nothing between them, and how many of each axis share a node
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """outside + layers * each. entry: the part of what is outside that comes before the layers."""
-
-    outside: float
-    each: float
-    entry: float = 0.0
-
-    def __call__(self, layers: float) -> float:
-        return self.outside + layers * self.each
-
-    def on(self, part: Part) -> Linear:
-        """Of what has only a part of what is outside."""
-        entry = part.entry * self.entry
-        return Linear(entry + part.behind * (self.outside - self.entry), self.each, entry)
-
-    @classmethod
-    def of(cls, kept: int, whole: float, without_one: float, entry: float = 0.0) -> Linear:
-        """Through what so many layers cost, and one less."""
-        each = whole - without_one
-        return cls(whole - kept * each, each, entry)
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of the backward pass that is
-    computed apart, for gradients of weights; exposed: the part of both that waits for tp and cp.
-    once: us of what is computed once a step. The rest are bytes: those of `Held`, and what one layer hands to the
-    next."""
-
-    forward: Linear
-    backward: Linear
-    weights: Linear
-    exposed: Linear
-    once: Linear
-    parameters: Linear
-    gradients: Linear
-    states: Linear
-    copies: Linear
-    plain: Linear
-    saved: Linear
-    others: Linear
-    inner: Linear
-    first: Linear
-    late: Linear
-    made: Linear
-    message: float = 0.0
-
-    def on(self, share: Share) -> Cost:
-        """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
-        parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)
-        parts |= dict.fromkeys(("saved", "late", "made"), share.saved)
-        peaks = ("others", "inner", "first")
-        lines = (each.name for each in fields(self) if each.name not in (*peaks, "message"))
-        return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in lines})
-
-
-@dataclass(frozen=True, slots=True)
-class Sheets:
-    """The programs of a micro-batch as numbers. sheets: by kind of each graph when it is finished, and of what it is
-    without one of the layers. stored: parameters, with that layer and without. message: bytes that one equal layer
-    hands on."""
-
-    sheets: Mapping[str, tuple[Sheet, Sheet]]
-    stored: tuple[Stored, Stored]
-    message: float
-
-    @classmethod
-    def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
-        """rest: all but one of the equal layers. known: the sheets of graphs that run once a step, which are mostly the
-        same for all rows and however much is computed again."""
-        sheets: dict[str, tuple[Sheet, Sheet]] = {}
-        for kind, graph in micro.graphs.items():
-            key = (kind, micro.plan.mesh, *described(graph)) if kind in ONCE else None
-            sheets[kind] = known.get(key) or _both(micro, kind, rest)
-            if key is not None:
-                known[key] = sheets[kind]
-        stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
-        return cls(sheets, stored, micro.message)
-
-    def between(self, other: Sheets, share: float) -> Sheets | None:
-        """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
-        if self.sheets.keys() != other.sheets.keys():
-            return None
-        found: dict[str, tuple[Sheet, Sheet]] = {}
-        for kind, low in self.sheets.items():
-            high = other.sheets[kind]
-            whole = low[0].between(high[0], share)
-            is_one = low[0] is low[1] and high[0] is high[1]
-            less = whole if is_one else low[1].between(high[1], share)
-            if whole is None or less is None:
-                return None
-            found[kind] = whole, less
-        message = self.message + (other.message - self.message) * share
-        return Sheets(found, self.stored, message)
-
-    def cost(self, machine: Machine, is_less: bool) -> dict[str, float]:
-        """What the programs cost, by the names of `Cost`. is_less: without one of the layers."""
-        graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
-        spent = {kind: sheet.ran(sheet.times(machine), machine, is_less) for kind, sheet in graphs.items()}
-        once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
-        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
-        backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
-        kept = held(self.stored[is_less], graphs, is_less)
-        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
-        weights = spent["W"].total if "W" in spent else 0.0
-        times = {"forward": spent["F"].total, "backward": backward, "weights": weights}
-        return {**times, "once": once, "exposed": exposed, **bytes_}
-
-    def entry(self, machine: Machine) -> dict[str, float]:
-        """The part of some of these that belongs to what comes before the equal layers."""
-        whole = {kind: pair[False] for kind, pair in self.sheets.items()}
-        spent = {kind: sheet.entry_us(sheet.times(machine)) for kind, sheet in whole.items()}
-        backward = sum(us for kind, us in spent.items() if kind in "BIW")
-        times = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
-        return {**times, **held_of_entry(self.stored[False], whole)}
-
-
-def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
-    """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
-    graph = micro.graphs[kind]
-    whole = Sheet.of(kind, micro.finished(graph), rest)
-    shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
-    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
 
 
 class Layers:

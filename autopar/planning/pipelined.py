@@ -15,8 +15,9 @@ from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
 from autopar.passes.schedules import Schedule, parse_schedule, simulate, span_us, with_transfers
 from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost
 from autopar.planning.deal import Share, whole
-from autopar.planning.layers import Cost, Layers
+from autopar.planning.layers import Layers
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 

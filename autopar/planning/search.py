@@ -13,8 +13,9 @@ from functools import cached_property
 from autopar.errors import AutoparError, divisors, first_sentence
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
-from autopar.planning.layers import Cost, Layers
+from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH, LOW
 from autopar.planning.predict import Prediction, predict
 from autopar.planning.split import Split

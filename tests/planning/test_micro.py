@@ -19,8 +19,9 @@ from autopar.machines import named
 from autopar.planning.between import between
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.depth import Rest, Shallow, shallow
-from autopar.planning.layers import Layers, Sheets
+from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH, LOW, Micros
+from autopar.planning.sheets import Sheets
 from autopar.planning.split import Split
 from autopar.planning.stage import cut_at
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.ir.measure import human
 from autopar.ir.schedule import ONCE, Action, Timeline
 from autopar.planning.candidates import Candidate
-from autopar.planning.layers import Cost
+from autopar.planning.cost import Cost
 from autopar.planning.pipelined import pipeline_of
 from autopar.planning.plan import Planned
 from autopar.planning.predict import Prediction

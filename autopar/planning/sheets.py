@@ -1,0 +1,84 @@
+"""The programs of a micro-batch as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.machines import Machine
+from autopar.planning.depth import Rest
+from autopar.planning.sheet import Sheet, described
+from autopar.planning.stage import Micro
+from autopar.planning.states import Held, Stored, held, held_of_entry
+
+ONCE = "CPE"  # actions that run once a step
+Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Sheets:
+    """The programs of a micro-batch as numbers. sheets: by kind of each graph when it is finished, and of what it is
+    without one of the layers. stored: parameters, with that layer and without. message: bytes that one equal layer
+    hands on."""
+
+    sheets: Mapping[str, tuple[Sheet, Sheet]]
+    stored: tuple[Stored, Stored]
+    message: float
+
+    @classmethod
+    def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
+        """rest: all but one of the equal layers. known: the sheets of graphs that run once a step, which are mostly the
+        same for all rows and however much is computed again."""
+        sheets: dict[str, tuple[Sheet, Sheet]] = {}
+        for kind, graph in micro.graphs.items():
+            key = (kind, micro.plan.mesh, *described(graph)) if kind in ONCE else None
+            sheets[kind] = known.get(key) or _both(micro, kind, rest)
+            if key is not None:
+                known[key] = sheets[kind]
+        stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
+        return cls(sheets, stored, micro.message)
+
+    def between(self, other: Sheets, share: float) -> Sheets | None:
+        """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
+        if self.sheets.keys() != other.sheets.keys():
+            return None
+        found: dict[str, tuple[Sheet, Sheet]] = {}
+        for kind, low in self.sheets.items():
+            high = other.sheets[kind]
+            whole = low[0].between(high[0], share)
+            is_one = low[0] is low[1] and high[0] is high[1]
+            less = whole if is_one else low[1].between(high[1], share)
+            if whole is None or less is None:
+                return None
+            found[kind] = whole, less
+        message = self.message + (other.message - self.message) * share
+        return Sheets(found, self.stored, message)
+
+    def cost(self, machine: Machine, is_less: bool) -> dict[str, float]:
+        """What the programs cost, by the names of `Cost`. is_less: without one of the layers."""
+        graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
+        spent = {kind: sheet.ran(sheet.times(machine), machine, is_less) for kind, sheet in graphs.items()}
+        once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
+        exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
+        backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
+        kept = held(self.stored[is_less], graphs, is_less)
+        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
+        weights = spent["W"].total if "W" in spent else 0.0
+        times = {"forward": spent["F"].total, "backward": backward, "weights": weights}
+        return {**times, "once": once, "exposed": exposed, **bytes_}
+
+    def entry(self, machine: Machine) -> dict[str, float]:
+        """The part of some of these that belongs to what comes before the equal layers."""
+        whole = {kind: pair[False] for kind, pair in self.sheets.items()}
+        spent = {kind: sheet.entry_us(sheet.times(machine)) for kind, sheet in whole.items()}
+        backward = sum(us for kind, us in spent.items() if kind in "BIW")
+        times = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
+        return {**times, **held_of_entry(self.stored[False], whole)}
+
+
+def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
+    """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
+    graph = micro.graphs[kind]
+    whole = Sheet.of(kind, micro.finished(graph), rest)
+    shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
+    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
