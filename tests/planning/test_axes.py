@@ -49,8 +49,7 @@ def layers() -> Layers:
 
 
 def predicted(candidate: Candidate) -> Prediction:
-    cost = layers().cost(candidate.split, candidate.rows, candidate.recompute)
-    return predict(candidate, cost, layers().equal, MACHINE)
+    return predict(candidate, layers(), MACHINE)
 
 
 # -- orders ---------------------------------------------------------------------------------------------------------
@@ -112,8 +111,8 @@ def test_what_cannot_be_decided(text: str) -> None:
         read_fixed(text)
     assert str(raised.value) == (
         f"--fix {text}: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
-        f"recompute=none|selective|full, schedule=1f1b|interleaved-1f1b, sequence=true|false or order=AXIS,AXIS,...; "
-        f"axes are pp, dp, fsdp, cp, tp."
+        f"chunks=N, recompute=none|selective|full, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v, "
+        f"sequence=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, tp."
     )
 
 
@@ -151,7 +150,7 @@ def found() -> Planned:
 def test_the_search_finds_what_trying_everything_finds() -> None:
     bounds = Bounds(layers(), found().work, MACHINE, layers().equal)
     tried = {}
-    for candidate in Space(4, 4, MACHINE.ranks, layers().equal, ONE_ROW).candidates():
+    for candidate in Space(4, 4, MACHINE.ranks, found().model, ONE_ROW).candidates():
         tried[candidate] = made = predicted(candidate)
         for bound in bounds.steps:
             assert bound(candidate) <= made.total * (1 + 1e-9), (candidate, bound)
@@ -173,7 +172,7 @@ def test_why_other_places_lost() -> None:
 
 
 def test_rows_that_a_rank_of_dp_could_take_whole_are_no_faster_over_cp() -> None:
-    space, left_out = Space(4, 8, MACHINE.ranks, layers().equal, {**PLAIN, "zero": 1, "microbatches": 2}), 0
+    space, left_out = Space(4, 8, MACHINE.ranks, found().model, {**PLAIN, "zero": 1, "microbatches": 2}), 0
     kept = set(space.candidates())
     known = {str(each) for each in kept}
     for each in replace(space, fixed={**space.fixed, "cp": 2}).candidates():

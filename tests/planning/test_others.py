@@ -75,8 +75,8 @@ def test_the_best_with_a_part_decided(found: Planned) -> None:
 
 def test_why_the_others_lost(found: Planned) -> None:
     said = list(reasons(found))
-    assert str(found.found.best[0].candidate.mesh) == "dp=4", "what follows is of this one"
-    assert [line.partition(":")[0] for line in said] == ["pp=2", "tp=2", "zero=0" if "zero=0" in said[-1] else "zero=3"]
+    assert str(found.found.best[0].candidate.mesh) == "dp=2,tp=2", "what follows is of this one"
+    assert [line.partition(":")[0] for line in said] == ["pp=2", "no tensor parallelism", "tp=4", "zero=0"]
     pipeline, made = said[0], best_with(found, {"pp": 2}).best[0]
     assert f": +{made.total / found.found.best[0].total - 1:.1%} ({made.candidate}), " in pipeline
     small = Asked(4, 8, MACHINE, 0.9 * min(each.memory for each in all_of(planned_for(tp=1))), dict(ASKED.fixed), 1)
@@ -122,7 +122,7 @@ def test_more_devices_than_the_model_can_use() -> None:
     )
     assert re.search(r"; \d+ refused \(axis 'tp' \(size 7\) can split no weight of the model\)\. The data axes", text)
     assert "The data axes must divide the rows (1, 2 or 4 here)" in text
-    assert "at most a rank for each of the 4 equal layers" in text and text.endswith(
+    assert "at most a rank for each of the 5 equal layers" in text and text.endswith(
         "Of 4 devices each could take 2 of the rows."
     )
 
