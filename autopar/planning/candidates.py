@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ class Candidate:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Those with more than one rank, outermost first: the last ones lie within a node."""
-        return tuple((axis, size) for axis in self.order if (size := getattr(self, axis)) > 1)
+        return _axes(self.order, (self.dp, self.fsdp, self.cp, self.tp, self.pp))
 
     @property
     def split(self) -> Split:
@@ -95,6 +96,12 @@ class Candidate:
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
         return " ".join(word for word in words if word)
+
+
+@cache
+def _axes(order: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    named = dict(zip(("dp", "fsdp", "cp", "tp", "pp"), sizes, strict=True))
+    return tuple((axis, named[axis]) for axis in order if named[axis] > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
+from autopar.planning.moments import Moments
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
@@ -50,16 +51,18 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Pipelined:
     """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
-    together. schedule: of the first micro-batches, `count` of them."""
+    together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it."""
 
     stages: Sequence[Stage]
     ranks: Sequence[Stage]
     schedule: Schedule
+    moments: Sequence[Moments]
     count: int
 
-    def times(self) -> Mapping[tuple[int, str], float]:
+    def times(self, halves: bool) -> Mapping[tuple[int, str], float]:
         """us of each action on one micro-batch, by stage and kind."""
-        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in self.schedule.kinds}
+        kinds = "FIW" if halves else "FB"
+        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in kinds}
 
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
@@ -70,18 +73,19 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     if p > 1:
         shares = layers.stages(candidate.split, candidate.recompute, parse_mesh(candidate.mesh), count)
     first = min(candidate.microbatches, ROUNDS * p)
-    schedule = _schedule(candidate.schedule, p, first, count)
+    schedule, moments = _schedule(candidate.schedule, p, first, count)
     own: list[Share | None] = [None] * p
     for share, rank in zip(shares, schedule.ranks, strict=True):
         before = own[rank]
         own[rank] = share if before is None else before + share
     ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
-    return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, first)
+    return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, moments, first)
 
 
 @cache
-def _schedule(name: str, ranks: int, count: int, stages: int) -> Schedule:
-    return parse_schedule(name, ranks, count, stages)
+def _schedule(name: str, ranks: int, count: int, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
+    schedule = parse_schedule(name, ranks, count, stages)
+    return schedule, tuple(map(Moments.of, schedule.orders))
 
 
 def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
@@ -113,7 +117,7 @@ def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow
         works[s, kind] = work
         types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
     line = machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks))
-    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
+    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(candidate.halves), *line)
 
 
 def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:

@@ -28,9 +28,11 @@ class Prediction:
     optimizer: float
 
 
-def predict(candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf) -> Prediction:
-    """The time and the memory of a step. slowest: us from which on nobody asks how much slower it is; then no schedule
-    is simulated, and the time is that without a bubble. Raises AutoparError as `Micros.local`."""
+def predict(
+    candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, limit: float = math.inf
+) -> Prediction:
+    """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
+    then no schedule is simulated, and the time is that without a bubble. Raises AutoparError as `Micros.local`."""
     made = pipelined(candidate, layers)
     ranks = [_beside(candidate, rank, machine) for rank in made.ranks]
     m = candidate.microbatches
@@ -41,7 +43,7 @@ def predict(candidate: Candidate, layers: Layers, machine: Machine, slowest: flo
     exposed = m * made.ranks[last].cost.exposed(made.ranks[last].share.time.layers)
     memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
     total = most
-    if candidate.pp > 1 and most < slowest:
+    if candidate.pp > 1 and most < slowest and memory <= limit:
         total = step_us(candidate, made, [(once, data + optimizer) for once, data, optimizer in ranks], machine)
     return Prediction(candidate, total, memory, total - most, exposed, data, optimizer)
 

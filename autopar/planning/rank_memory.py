@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from autopar.ir.schedule import Action
 from autopar.planning.candidates import Candidate
 from autopar.planning.pipelined import Pipelined, Stage
 
@@ -16,36 +13,18 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     parameters = cost.parameters(layers)
     part = (parameters + cost.states(layers)) / shards
     optimizer = part + (cost.gradients(layers) + parameters) / shards
-    peak = _peak(made.schedule.orders[rank], made.stages, shards if candidate.zero >= 2 else 1)
+    moments, parts = made.moments[rank], shards if candidate.zero >= 2 else 1
+    peak = moments.most([_held(made.stages[stage], parts) for stage in moments.stages])
     return max(part + _copies(candidate, own) + peak, optimizer)
 
 
-def _peak(order: Iterable[Action], stages: Sequence[Stage], parts: int) -> float:
-    """The most bytes of activations and gradients at once. parts: of which a rank keeps one of each gradient, that is
-    there from the first backward pass of its stage on. Gradients of weights (W) wait for a part of what was saved, and
-    for what those of inputs (I) leave to them."""
-    most = held = 0.0
-    done: set[int] = set()
-    for action in order:
-        stage = stages[action.stage]
-        saved, late, made = (
-            line(stage.share.saved.layers) for line in (stage.cost.saved, stage.cost.late, stage.cost.made)
-        )
-        if action.kind == "F":
-            held += saved
-            continue
-        if action.kind == "I":
-            most = max(most, held + _others(stage))
-            held -= saved - late - made
-            most = max(most, held)
-            continue
-        most = max(most, held + _others(stage))
-        if action.stage not in done:
-            done.add(action.stage)
-            held += stage.cost.gradients(stage.share.stored.layers) / parts
-        held -= saved if action.kind == "B" else late + made
-        most = max(most, held)
-    return most
+def _held(stage: Stage, parts: int) -> tuple[float, float, float, float]:
+    """Bytes of what `Moments` count. parts: of which a rank keeps one of each gradient, that is there from the first
+    backward pass of its stage on. Gradients of weights (W) wait for a part of what was saved, and for what those of
+    inputs (I) leave to them."""
+    cost, kept = stage.cost, stage.share.saved.layers
+    gradients = cost.gradients(stage.share.stored.layers) / parts
+    return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, _others(stage)
 
 
 def _others(stage: Stage) -> float:

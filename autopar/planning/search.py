@@ -74,7 +74,7 @@ def search(
             found.counts["slower by a bound"] += len(queue) + 1
             break
         try:
-            if bounds.memory(known[i]) > limit:
+            if step == 1 and bounds.memory(known[i]) > limit:
                 found.counts["larger by a bound"] += 1
             elif step < len(bounds.steps):
                 heapq.heappush(queue, (max(bound, bounds.steps[step](known[i])), i, step + 1))
@@ -93,8 +93,8 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    made = predict(candidate, layers, machine, slowest)
-    if made.total < slowest or candidate.pp == 1:  # of others no pipeline was simulated
+    made = predict(candidate, layers, machine, slowest, limit)
+    if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found.tried.append(made)
     if found.least is None or made.memory < found.least.memory:
         found.least = made

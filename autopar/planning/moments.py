@@ -1,0 +1,45 @@
+"""What a rank of a pipeline holds at once, counted from the order of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.schedule import Action
+
+SAVED, LATE, GRADIENTS, OTHERS = range(4)  # the columns of a stage
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
+    its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there, and
+    whether it is at work in its backward pass."""
+
+    stages: tuple[int, ...]
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, order: Sequence[Action]) -> Moments:
+        """Of a rank's actions: F, and B or its halves I and W."""
+        stages = tuple(sorted({action.stage for action in order}))
+        column = {stage: 4 * i for i, stage in enumerate(stages)}
+        held, rows = [0] * (4 * len(stages)), dict[tuple[int, ...], None]()
+        for action in order:
+            at = column[action.stage]
+            if action.kind == "F":
+                held[at + SAVED] += 1
+                continue
+            rows[tuple(n + (i == at + OTHERS) for i, n in enumerate(held))] = None
+            if action.kind != "I":
+                held[at + GRADIENTS] = 1
+            held[at + (LATE if action.kind == "W" else SAVED)] -= 1
+            held[at + LATE] += action.kind == "I"
+            rows[tuple(held)] = None
+        return cls(stages, np.array(list(rows), dtype=float))
+
+    def most(self, each: Sequence[tuple[float, float, float, float]]) -> float:
+        """The most bytes at once. each: of what a moment counts, by stage."""
+        return float((self.counts @ np.array(each).ravel()).max())
