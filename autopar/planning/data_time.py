@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import CONTEXT, SHARDED, Mesh, group_name
@@ -27,17 +28,20 @@ class DataGroups:
     @classmethod
     def of(cls, candidate: Candidate, ranks: int) -> DataGroups:
         """ranks: of a node."""
-        mesh = Mesh(candidate.axes)
-
-        def joined(*axes: str) -> Group:
-            named = [axis for axis in axes if axis in mesh]
-            return group_of(mesh, group_name(named), ranks) if named else ALONE
-
+        axes = candidate.axes
         if not candidate.zero:
-            return cls(ALONE, joined("dp", CONTEXT))
+            return cls(ALONE, _joined(axes, ("dp", CONTEXT), ranks))
         if candidate.fsdp > 1:
-            return cls(joined(SHARDED, CONTEXT), joined("dp"))
-        return cls(joined("dp", CONTEXT), ALONE)
+            return cls(_joined(axes, (SHARDED, CONTEXT), ranks), _joined(axes, ("dp",), ranks))
+        return cls(_joined(axes, ("dp", CONTEXT), ranks), ALONE)
+
+
+@cache
+def _joined(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], ranks: int) -> Group:
+    """The group of those of some axes that a mesh has."""
+    mesh = Mesh(axes)
+    named = [axis for axis in names if axis in mesh]
+    return group_of(mesh, group_name(named), ranks) if named else ALONE
 
 
 @dataclass(frozen=True, slots=True)

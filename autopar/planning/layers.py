@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import Any, TypeVar
 
 from autopar.compiler.garbage import uncollected
 from autopar.ir.measure import group_of
@@ -20,6 +22,7 @@ from autopar.planning.sheets import Known, Sheets
 from autopar.planning.split import Split
 from autopar.planning.step_time import products
 
+T = TypeVar("T")
 Place = tuple[Split, tuple[int, ...]]  # of ranks with nothing between them, and how many of each axis share a node
 
 
@@ -35,6 +38,7 @@ class Layers:
         self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._once: Known = {}
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def equal(self) -> int:
@@ -58,7 +62,7 @@ class Layers:
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
         """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,
         and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
-        key = self._place(split), rows, recompute, halves
+        key = self.place(split), rows, recompute, halves
         if key not in self._known:
             self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
         return self._known[key]
@@ -67,7 +71,7 @@ class Layers:
     def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
         """The programs of a micro-batch as numbers: those of other rows lie on a line between the nearest ones that
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
-        made = self._sheets.setdefault((self._place(split), recompute, halves), {})
+        made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
                 for end in (self.micros.low, HIGH):
@@ -126,8 +130,16 @@ class Layers:
             self._stages[*key, count] = tuple(self._sections[key].stages(self.equal, count))
         return self._stages[*key, count]
 
-    def _place(self, split: Split) -> Place:
+    def place(self, split: Split) -> Place:
+        """What of a split decides times."""
         return split.near, split.inside(self.micros.machine.ranks)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made of these costs before, by a key that says all that it follows from."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
 
 def _products(program: Program) -> float:

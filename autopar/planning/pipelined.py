@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import PIPELINE, parse_mesh
+from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
@@ -67,12 +67,22 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
+    near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
+    first = min(candidate.microbatches, ROUNDS * candidate.pp)
+    key = (
+        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.pp, near, candidate.schedule,
+        candidate.chunks, first,
+    )  # fmt: skip
+    found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
+    return found
+
+
+def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
     p, count = candidate.pp, candidate.pp * candidate.chunks
     cost = layers.cost(candidate.split, candidate.rows, candidate.recompute, candidate.halves)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
-        shares = layers.stages(candidate.split, candidate.recompute, parse_mesh(candidate.mesh), count)
-    first = min(candidate.microbatches, ROUNDS * p)
+        shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
     schedule, moments = _schedule(candidate.schedule, p, first, count)
     own: list[Share | None] = [None] * p
     for share, rank in zip(shares, schedule.ranks, strict=True):
@@ -116,7 +126,7 @@ def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow
     for s, kind, work in _chain(len(made.stages), candidate.halves):
         works[s, kind] = work
         types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
-    line = machine.message_line(group_of(parse_mesh(candidate.mesh), PIPELINE, machine.ranks))
+    line = machine.message_line(group_of(Mesh(candidate.axes), PIPELINE, machine.ranks))
     return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(candidate.halves), *line)
 
 

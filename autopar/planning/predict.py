@@ -32,8 +32,12 @@ def predict(
     candidate: Candidate, layers: Layers, machine: Machine, slowest: float = math.inf, limit: float = math.inf
 ) -> Prediction:
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
-    then no schedule is simulated, and the time is that without a bubble. Raises AutoparError as `Micros.local`."""
+    then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit.
+    Raises AutoparError as `Micros.local`."""
     made = pipelined(candidate, layers)
+    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+    if candidate.pp > 1 and memory > limit:
+        return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0)
     ranks = [_beside(candidate, rank, machine) for rank in made.ranks]
     m = candidate.microbatches
     floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
@@ -41,9 +45,8 @@ def predict(
     last = floors.index(most)
     _, data, optimizer = ranks[last]
     exposed = m * made.ranks[last].cost.exposed(made.ranks[last].share.time.layers)
-    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
     total = most
-    if candidate.pp > 1 and most < slowest and memory <= limit:
+    if candidate.pp > 1 and most < slowest:
         total = step_us(candidate, made, [(once, data + optimizer) for once, data, optimizer in ranks], machine)
     return Prediction(candidate, total, memory, total - most, exposed, data, optimizer)
 

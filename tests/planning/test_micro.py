@@ -117,7 +117,7 @@ def test_numbers_of_other_rows(split: Split, recompute: str) -> None:
             assert made.cost(MACHINE, is_less) == pytest.approx(own.cost(MACHINE, is_less), rel=1e-9)
         assert made.message == own.message
     if split == Split():  # beside collectives products are cut into more chunks, the more rows there are
-        assert found._sheets[found._place(split), recompute, False].keys() == {LOW, HIGH}, "they were read off programs"
+        assert found._sheets[found.place(split), recompute, False].keys() == {LOW, HIGH}, "they were read off programs"
 
 
 def test_programs_that_are_not_alike_have_none_between() -> None:
