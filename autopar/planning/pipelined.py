@@ -65,7 +65,7 @@ class Pipelined:
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
     p, count = candidate.pp, candidate.pp * candidate.chunks
-    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute, candidate.halves)
+    cost = cost_of(candidate, layers)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
         shares = layers.stages(candidate.split, candidate.recompute, parse_mesh(candidate.mesh), count)
@@ -77,6 +77,18 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
         own[rank] = share if before is None else before + share
     ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
     return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, first)
+
+
+def cost_of(candidate: Candidate, layers: Layers) -> Cost:
+    """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
+
+    def cost(recompute: str) -> Cost:
+        return layers.cost(candidate.split, candidate.rows, recompute, candidate.halves)
+
+    again = candidate.again
+    if again is None:
+        return cost(candidate.recompute)
+    return cost("none").with_again(cost("full"), again.count, again.layers) if again.count else cost("none")
 
 
 @cache
