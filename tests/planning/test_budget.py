@@ -141,7 +141,6 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
 
 def test_the_frontier_goes_on_with_more_layers() -> None:
     line = frontier(planned_for(math.inf, pp=1, zero=1))
-    print(line)
     counts = [each.candidate.again.count for each in line if each.candidate.again]
     assert counts == sorted(set(counts)) and len(counts) > 1, line
 
