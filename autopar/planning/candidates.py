@@ -14,7 +14,7 @@ from autopar.planning.orders import ORDER, orders
 from autopar.planning.split import Split
 
 T = TypeVar("T")
-LAYERS = "layers"  # to recompute: the first of the equal layers, as few as memory allows, and none of the others
+LAYERS = "layers"  # of the equal layers the first ones recompute more than the others, as few as memory allows
 RECOMPUTE = ("none", "selective", "full", LAYERS)
 ZERO = (0, 1, 2, 3)
 # Of a pipeline, with the stages that each rank has: a few numbers of them where a schedule takes any.
@@ -28,21 +28,24 @@ DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The first `count` of a model's equal layers, which are computed again. count: 0 while it is not decided. layers:
-    all equal ones. first: the path of the first of them."""
+    """Two policies of recomputation: `more` for the first `count` of a model's equal layers, `less` for all else.
+    count: 0 while it is not decided. layers: all equal ones. first: the path of the first of them."""
 
     first: str
     layers: int
     count: int = 0
+    more: str = "full"
+    less: str = "none"
 
     @property
     def policies(self) -> dict[str, str]:
         """As `recompute=` has it: by pattern of modules."""
         stack, dot, number = self.first.rpartition(".")
-        return {f"{stack}{dot}{number}-{int(number) + self.count - 1}": "full", "*": "none"} if self.count else {}
+        return {f"{stack}{dot}{number}-{int(number) + self.count - 1}": self.more, "*": self.less}
 
     def __str__(self) -> str:
-        return f"recompute {self.count or 'some'} of {self.layers} layers"
+        others = f", {SHORT[self.less]} others" if SHORT[self.less] else ""
+        return f"{SHORT[self.more]} {self.count or 'some'} of {self.layers} layers{others}"
 
 
 @dataclass(frozen=True, slots=True)

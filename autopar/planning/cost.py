@@ -65,15 +65,15 @@ class Cost:
         parts |= dict.fromkeys(("saved", "late", "made"), share.saved)
         return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in LINES})
 
-    def with_again(self, full: Cost, count: int, layers: int) -> Cost:
-        """The same, of "none", with the first `count` of so many layers as they are in `full`. Without a pipeline:
-        `inner` and `first` stay.
+    def with_again(self, more: Cost, count: int, layers: int) -> Cost:
+        """The same with the first `count` of so many layers as they are in `more`, where more is computed again.
+        Without a pipeline: `inner` and `first` stay.
 
         The backward pass comes to these layers when it has let go of what the others saved.
         """
-        pairs = {name: (getattr(self, name), getattr(full, name)) for name in LINES}
-        found = {name: none.plus(count * (again.each - none.each)) for name, (none, again) in pairs.items()}
-        late = full.inner(layers) - (layers - count) * self.saved.each
+        pairs = {name: (getattr(self, name), getattr(more, name)) for name in LINES}
+        found = {name: its.plus(count * (other.each - its.each)) for name, (its, other) in pairs.items()}
+        late = more.inner(layers) - (layers - count) * self.saved.each
         return replace(self, **found, others=Linear(max(self.others(layers), late), 0.0))
 
 

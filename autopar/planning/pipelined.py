@@ -88,7 +88,8 @@ def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     again = candidate.again
     if again is None:
         return cost(candidate.recompute)
-    return cost("none").with_again(cost("full"), again.count, again.layers) if again.count else cost("none")
+    less = cost(again.less)
+    return less.with_again(cost(again.more), again.count, again.layers) if again.count else less
 
 
 @cache

@@ -160,7 +160,7 @@ def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
 def _freed(asked: Asked, found: Found) -> str:
     """What is fixed and takes memory."""
     recompute = asked.fixed.get("recompute", "full")
-    return f" recompute={recompute} is fixed: full keeps less." if recompute != "full" else ""
+    return f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
 
 
 def _capital(text: str) -> str:

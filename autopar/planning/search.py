@@ -87,7 +87,7 @@ def search(
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
         with suppress(AutoparError):  # it is counted already
-            decided = with_fewest(small, layers, limit)
+            decided = with_fewest(small, layers, machine, limit)
             found.least = None if decided is None else predict(decided, layers, machine)
     return found
 
@@ -96,7 +96,7 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, limit)
+    decided = with_fewest(candidate, layers, machine, limit)
     if decided is None:
         found.counts[SAME] += 1
         return

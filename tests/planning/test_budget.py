@@ -16,7 +16,8 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
-from autopar.planning.budget import with_fewest
+from autopar.planning import budget
+from autopar.planning.budget import MIXES, with_fewest
 from autopar.planning.candidates import LAYERS, Again, Candidate, Model, Space
 from autopar.planning.decisions import PLANNED, read_plan, write_plan
 from autopar.planning.layers import Layers
@@ -49,41 +50,53 @@ def predicted(candidate: Candidate) -> Prediction:
 
 
 def with_count(count: int, of: Candidate = SOME) -> Prediction:
-    """The ends are other policies."""
-    ends = {0: "none", EQUAL: "full"}
-    again = None if count in ends else replace(of.again or Again("", 0), count=count)
+    """The ends are one policy for all layers."""
+    assert of.again is not None
+    ends = {0: of.again.less, EQUAL: of.again.more}
+    again = None if count in ends else replace(of.again, count=count)
     return predicted(replace(of, recompute=ends.get(count, LAYERS), again=again))
 
 
-def test_each_layer_takes_time_and_leaves_memory() -> None:
-    made = [with_count(count) for count in range(EQUAL + 1)]
-    assert all(few.total < more.total and few.memory > more.memory for few, more in pairwise(made)), made
-    assert made[1].total - made[0].total == pytest.approx((made[-1].total - made[0].total) / EQUAL)
+def mixed(less: str, more: str, of: Candidate = SOME) -> Candidate:
+    assert of.again is not None
+    return replace(of, again=replace(of.again, less=less, more=more))
 
 
-@pytest.mark.parametrize("count", range(1, EQUAL))
-def test_as_few_layers_as_fit(count: int) -> None:
-    limit = with_count(count).memory
-    for room in (limit, (limit + with_count(count - 1).memory) / 2):
-        found = with_fewest(SOME, layers(), room)
-        assert found is not None and found.again is not None and found.again.count == count
-        assert predicted(found).memory <= room < with_count(count - 1).memory
+@pytest.mark.parametrize(("less", "more"), MIXES)
+def test_each_layer_takes_time_and_leaves_memory(less: str, more: str) -> None:
+    made = [with_count(count, mixed(less, more)) for count in range(EQUAL + 1)]
+    assert all(a.total < b.total for a, b in pairwise(made)), made
+    assert all(a.memory > b.memory for a, b in pairwise(made[:EQUAL])), "the last layer may hold more than it keeps"
+    assert made[1].total - made[0].total == pytest.approx((made[-1].total - made[0].total) / EQUAL, rel=0.05)
+
+
+@pytest.mark.parametrize(("less", "more"), MIXES)
+def test_as_few_layers_as_fit(less: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MIXES", ((less, more),))
+    mix = mixed(less, more)
+    for count in range(1, EQUAL):
+        limit = with_count(count, mix).memory
+        for room in (limit, (limit + with_count(count - 1, mix).memory) / 2):
+            found = with_fewest(SOME, layers(), MACHINE, room)
+            assert found is not None and found.again is not None and found.again.count == count
+            assert predicted(found).memory <= room < with_count(count - 1, mix).memory
 
 
 def test_where_no_number_of_layers_is_a_plan() -> None:
-    assert with_fewest(SOME, layers(), with_count(0).memory) is None
-    least = with_fewest(SOME, layers(), 1.0)
-    assert least is not None and predicted(least).memory == min(with_count(i).memory for i in range(1, EQUAL))
+    assert with_fewest(SOME, layers(), MACHINE, with_count(0).memory) is None
+    least, every = with_fewest(SOME, layers(), MACHINE, 1.0), [mixed(*mix) for mix in MIXES]
+    assert least is not None
+    assert predicted(least).memory == min(with_count(i, mix).memory for mix in every for i in range(1, EQUAL))
 
 
-@pytest.mark.parametrize("count", [1, 4, 5])
-def test_the_emitted_programs_take_as_much(count: int) -> None:
-    made, given = with_count(count), job(ROWS)
+@pytest.mark.parametrize(("less", "more", "count"), [(*MIXES[0], 2), (*MIXES[1], 3), (*MIXES[2], 1), (*MIXES[2], 5)])
+def test_the_emitted_programs_take_as_much(less: str, more: str, count: int) -> None:
+    made, given = with_count(count, mixed(less, more)), job(ROWS)
     plan = made.candidate
     compiled = autopar.compile(
         given.model, plan.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **plan.options()
     )
-    assert plan.options()["recompute"] == {f"blocks.0-{count - 1}": "full", "*": "none"}
+    assert plan.options()["recompute"] == {f"blocks.0-{count - 1}": more, "*": less}
     assert made.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
     assert made.memory == pytest.approx(compiled.memory(0, device="cuda").peak, rel=0.04)
 
@@ -96,7 +109,7 @@ def planned_for(limit: float, **fixed: object) -> Planned:
 
 
 def middle() -> float:
-    """Of the plan that holds least with its last layers alone kept: "selective" holds more."""
+    """Of the plan that holds least with most of its layers computed again."""
     least = replace(SOME, zero=3)
     return (with_count(4, least).memory + with_count(5, least).memory) / 2
 
@@ -111,8 +124,7 @@ def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
     bounds, candidates = Bounds(layers(), found.work, MACHINE, EQUAL), candidates_of(found.asked, found.model)
     tried = []
     for each in candidates:
-        for count in range(1, EQUAL) if each.again else (0,):
-            made = with_count(count, each) if each.again else predicted(each)
+        for made in _each_way(each):
             assert all(bound(each) <= made.total * (1 + 1e-9) for bound in bounds.steps), made
             assert bounds.memory(each) <= made.memory * (1 + 1e-9), made
             tried += [made] if made.memory <= middle() else []
@@ -124,8 +136,15 @@ def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
     assert 0 < sum(each.again is not None for each in candidates) < len(candidates) / 4, "none has a pipeline"
 
 
+def _each_way(candidate: Candidate) -> list[Prediction]:
+    """With every number of layers, of all mixes."""
+    if candidate.again is None:
+        return [predicted(candidate)]
+    return [with_count(count, mixed(*mix, candidate)) for mix in MIXES for count in range(1, EQUAL)]
+
+
 def _one_of_each(made: list[Prediction]) -> list[Prediction]:
-    """Of plans that differ in the number of layers alone, the first."""
+    """Of plans that differ in what of the layers is computed again alone, the first."""
     first: dict[Candidate, Prediction] = {}
     for each in made:
         first.setdefault(replace(each.candidate, again=None), each)
@@ -141,8 +160,8 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
 
 def test_the_frontier_goes_on_with_more_layers() -> None:
     line = frontier(planned_for(math.inf, pp=1, zero=1))
-    counts = [each.candidate.again.count for each in line if each.candidate.again]
-    assert counts == sorted(set(counts)) and len(counts) > 1, line
+    mixes = {each.candidate.again for each in line} - {None}
+    assert len(mixes) > 1 and all(a.total < b.total and a.memory > b.memory for a, b in pairwise(line)), line
 
 
 def test_what_is_fixed(found: Planned) -> None:
@@ -152,7 +171,9 @@ def test_what_is_fixed(found: Planned) -> None:
         planned_for(math.inf, recompute=LAYERS)
     with pytest.raises(PlanError, match=r"recompute=layers is of plans with pp=1 .* equal layers \(6 here\)\."):
         planned_for(math.inf, recompute=LAYERS, pp=2)
-    with pytest.raises(PlanError, match=r"no plan fits in .*, with dp=2 zero=2 recompute 5 of 6 layers "):
+    with pytest.raises(
+        PlanError, match=r"no plan fits in .*, with dp=2 zero=2 recompute 5 of 6 layers, selective others "
+    ):
         planned_for(1e3, recompute=LAYERS)
 
 
