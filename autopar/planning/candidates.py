@@ -15,22 +15,46 @@ from autopar.planning.orders import ORDER, orders
 from autopar.planning.split import Split
 
 T = TypeVar("T")
-RECOMPUTE = ("none", "selective", "full")
+LAYERS = "layers"  # of the equal layers the first ones recompute more than the others, as few as memory allows
+RECOMPUTE = ("none", "selective", "full", LAYERS)
 ZERO = (0, 1, 2, 3)
 # Of a pipeline, with the stages that each rank has: a few numbers of them where a schedule takes any.
 PIPELINES = (
     ("1f1b", 1), *(("interleaved-1f1b", chunks) for chunks in (2, 3, 4)), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
 )  # fmt: skip
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
-SHORT = {"none": "", "selective": "selective", "full": "recompute"}
+SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Two policies of recomputation: `more` for the first `count` of a model's equal layers, `less` for all else.
+    count: 0 while it is not decided. layers: all equal ones. first: the path of the first of them."""
+
+    first: str
+    layers: int
+    count: int = 0
+    more: str = "full"
+    less: str = "none"
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """As `recompute=` has it: by pattern of modules."""
+        stack, dot, number = self.first.rpartition(".")
+        return {f"{stack}{dot}{number}-{int(number) + self.count - 1}": self.more, "*": self.less}
+
+    def __str__(self) -> str:
+        others = f", {SHORT[self.less]} others" if SHORT[self.less] else ""
+        return f"{SHORT[self.more]} {self.count or 'some'} of {self.layers} layers{others}"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A plan. rows: of a micro-batch on one rank; with cp of it its ranks, each of which has a part of every row.
     microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and replicated
-    over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline."""
+    over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many layers are,
+    of recompute="layers"."""
 
     dp: int
     tp: int
@@ -45,6 +69,7 @@ class Candidate:
     cp: int = 1
     order: tuple[str, ...] = ORDER
     chunks: int = 1
+    again: Again | None = None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -77,7 +102,7 @@ class Candidate:
 
     def options(self) -> dict[str, Any]:
         """The options of `parallelize` beside the mesh."""
-        found: dict[str, Any] = {"recompute": self.recompute}
+        found: dict[str, Any] = {"recompute": self.again.policies if self.again else self.recompute}
         if self.data > 1:
             found["zero"] = self.zero
         if self.microbatches > 1:
@@ -92,6 +117,7 @@ class Candidate:
 
     def __str__(self) -> str:
         words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
+        words += [str(self.again or "")]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
         words += [f"{self.chunks} chunks" if self.chunks > 2 else ""]
@@ -108,11 +134,17 @@ def _axes(order: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, in
 class Model:
     """What of a model says which plans there are. layers: equal ones; 0 if it has none, and no pipeline is planned
     then. whole: why no plan splits sequences over cp; coupled: why none computes the rows of a batch some at a time.
-    Both are empty where plans may."""
+    Both are empty where plans may. first: the path of the first of the equal layers."""
 
     layers: int
     whole: str = ""
     coupled: str = ""
+    first: str = ""
+
+    @property
+    def again(self) -> Again | None:
+        """None where no part of its layers could be computed again."""
+        return Again(self.first, self.layers) if self.first and self.layers > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +189,7 @@ class Space:
         of_axes = list(
             product(
                 self._open("zero", zero),
-                self._open("recompute", RECOMPUTE),
+                self._open("recompute", RECOMPUTE if self.model.again and sizes["pp"] == 1 else RECOMPUTE[:-1]),
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
         )
@@ -170,6 +202,7 @@ class Space:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes["cp"], order, chunks,
+                            self.model.again if recompute == LAYERS else None,
                         )  # fmt: skip
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:

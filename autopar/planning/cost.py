@@ -18,6 +18,10 @@ class Linear:
     def __call__(self, layers: float) -> float:
         return self.outside + layers * self.each
 
+    def plus(self, more: float) -> Linear:
+        """With more outside of the layers."""
+        return replace(self, outside=self.outside + more)
+
     def on(self, part: Part) -> Linear:
         """Of what has only a part of what is outside."""
         entry = part.entry * self.entry
@@ -59,6 +63,19 @@ class Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)
         parts |= dict.fromkeys(("saved", "late", "made"), share.saved)
-        peaks = ("others", "inner", "first")
-        lines = (each.name for each in fields(self) if each.name not in (*peaks, "message"))
-        return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in lines})
+        return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in LINES})
+
+    def with_again(self, more: Cost, count: int, layers: int) -> Cost:
+        """The same with the first `count` of so many layers as they are in `more`, where more is computed again.
+        Without a pipeline: `inner` and `first` stay.
+
+        The backward pass comes to these layers when it has let go of what the others saved.
+        """
+        pairs = {name: (getattr(self, name), getattr(more, name)) for name in LINES}
+        found = {name: its.plus(count * (other.each - its.each)) for name, (its, other) in pairs.items()}
+        late = more.inner(layers) - (layers - count) * self.saved.each
+        return replace(self, **found, others=Linear(max(self.others(layers), late), 0.0))
+
+
+PEAKS = ("others", "inner", "first")  # the most of several: no sums over layers
+LINES = tuple(each.name for each in fields(Cost) if each.name not in (*PEAKS, "message"))

@@ -46,6 +46,11 @@ class Layers:
         return self.micros.captures.shallow().layers
 
     @property
+    def first(self) -> str:
+        """The path of the first of the equal layers; "" if there are none."""
+        return self.micros.captures.shallow().border[0]
+
+    @property
     def whole(self) -> Program:
         """The captured step of LEAST_ROWS rows."""
         return self.micros.captures.whole.program
@@ -84,11 +89,11 @@ class Layers:
             made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
         return made[rows]
 
-    def notes(self, split: Split, rows: int, recompute: str) -> tuple[str, ...]:
-        """What a person should know of the program of such a micro-batch."""
+    def notes(self, split: Split, rows: int) -> tuple[str, ...]:
+        """What a person should know of the program of such a micro-batch, which recomputes nothing."""
         split = split.near
         is_alike = rows < HIGH and self.micros.is_alike(split)
-        return self.micros.micro(split, self.micros.low if is_alike else rows, recompute).program.notes
+        return self.micros.micro(split, self.micros.low if is_alike else rows, "none").program.notes
 
     def least_us(self, split: Split, rows: int = HIGH) -> float:
         """What a row takes at least, of a micro-batch of at most so many: as one of so many takes, on a machine whose

@@ -74,6 +74,8 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
         yield f"{schedule} instead of {best.schedule}", {"schedule": schedule}
     if best.recompute != "none":
         yield "no recomputation", {"recompute": "none"}
+    if best.again:
+        yield "all layers computed again", {"recompute": "full"}
 
 
 def _placings(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -137,7 +139,7 @@ def _why(name: str, candidate: Candidate, found: Planned) -> str:
     if name == WAITS and candidate.tp > found.asked.machine.ranks:
         return f": crosses nodes of {found.asked.machine.ranks}"
     if name == "computing":
-        notes = found.programs.notes(candidate.split, candidate.rows, candidate.recompute)
+        notes = found.programs.notes(candidate.split, candidate.rows)
         return "".join(f": {note.partition(': %')[0]}" for note in notes if note.startswith("axis 'tp'"))
     return ""
 

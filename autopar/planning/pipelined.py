@@ -70,7 +70,7 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
     first = min(candidate.microbatches, ROUNDS * candidate.pp)
     key = (
-        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.pp, near, candidate.schedule,
+        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near, candidate.schedule,
         candidate.chunks, first,
     )  # fmt: skip
     found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
@@ -79,7 +79,7 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
 
 def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
     p, count = candidate.pp, candidate.pp * candidate.chunks
-    cost = layers.cost(candidate.split, candidate.rows, candidate.recompute, candidate.halves)
+    cost = cost_of(candidate, layers)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
         shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
@@ -90,6 +90,19 @@ def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
         own[rank] = share if before is None else before + share
     ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
     return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, moments, first)
+
+
+def cost_of(candidate: Candidate, layers: Layers) -> Cost:
+    """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
+
+    def cost(recompute: str) -> Cost:
+        return layers.cost(candidate.split, candidate.rows, recompute, candidate.halves)
+
+    again = candidate.again
+    if again is None:
+        return cost(candidate.recompute)
+    less = cost(again.less)
+    return less.with_again(cost(again.more), again.count, again.layers) if again.count else less
 
 
 @cache

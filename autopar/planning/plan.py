@@ -12,12 +12,12 @@ from autopar.ir.measure import human
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.candidates import Candidate, Model, Space
+from autopar.planning.candidates import LAYERS, Candidate, Model, Space
 from autopar.planning.captures import LEAST_ROWS
 from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
-from autopar.planning.search import FITS, Found, Work, search
+from autopar.planning.search import FITS, SAME, Found, Work, search
 from autopar.planning.split import Split
 from autopar.planning.step_time import tokens_of
 
@@ -72,7 +72,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
     devices divides.
     """
-    model = Model(layers.equal, _no_context(layers, asked), layers.micros.coupled)
+    model = Model(layers.equal, _no_context(layers, asked), layers.micros.coupled, layers.first)
     work = _work(layers.whole, layers, asked)
     candidates = candidates_of(asked, model)
     if not candidates:
@@ -127,11 +127,23 @@ def _room(asked: Asked, model: Model) -> str:
         pipeline = "no pipeline is planned, since the model has no equal layers"
     return (
         f"the data axes must divide the rows ({some} here), tp, cp and pp the devices, and {pipeline}. Change the "
-        f"batch or what is fixed.{fewer}"
+        f"batch or what is fixed.{_part(asked, model)}{fewer}"
     )
 
 
+def _part(asked: Asked, model: Model) -> str:
+    """What it takes to compute a part of the layers again, where that is fixed."""
+    if asked.fixed.get("recompute") != LAYERS:
+        return ""
+    return f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
+
+
 def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
+    if found.counts[SAME]:  # of what is fixed: else they were there without recomputation
+        return PlanError(
+            f"no plan for {asked.gpus} devices with {fixed_text(asked.fixed)}: {found.counts[SAME]} fit in "
+            f"{human(asked.limit)} a device with no layer computed again. Write recompute=none, or less memory."
+        )
     if found.least is None:
         reasons = "; ".join(f"{count} {what.replace(':)', ')')}" for what, count in found.counts.most_common(3))
         return PlanError(
@@ -148,7 +160,7 @@ def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
 def _freed(asked: Asked, found: Found) -> str:
     """What is fixed and takes memory."""
     recompute = asked.fixed.get("recompute", "full")
-    return f" recompute={recompute} is fixed: full keeps less." if recompute != "full" else ""
+    return f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
 
 
 def _capital(text: str) -> str:

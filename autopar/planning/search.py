@@ -12,6 +12,7 @@ from functools import cached_property
 
 from autopar.errors import AutoparError, divisors, first_sentence
 from autopar.machines import Machine
+from autopar.planning.budget import with_fewest
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
@@ -22,6 +23,7 @@ from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
+SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
 
@@ -38,7 +40,7 @@ class Work:
 class Found:
     """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole time is
     known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound",
-    "larger by a bound", or the first sentence of what refused them."""
+    "larger by a bound", SAME, or the first sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -85,7 +87,8 @@ def search(
     if not found.best and found.least is None and known:
         small = min(known, key=bounds.memory)
         with suppress(AutoparError):  # it is counted already
-            found.least = predict(small, layers, machine)
+            decided = with_fewest(small, layers, machine, limit)
+            found.least = None if decided is None else predict(decided, layers, machine)
     return found
 
 
@@ -93,7 +96,11 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    made = predict(candidate, layers, machine, slowest, limit)
+    decided = with_fewest(candidate, layers, machine, limit)
+    if decided is None:
+        found.counts[SAME] += 1
+        return
+    made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found.tried.append(made)
     if found.least is None or made.memory < found.least.memory:

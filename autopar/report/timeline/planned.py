@@ -9,7 +9,7 @@ from autopar.ir.measure import human
 from autopar.ir.schedule import ONCE, Action, Timeline
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
-from autopar.planning.pipelined import pipeline_of
+from autopar.planning.pipelined import cost_of, pipeline_of
 from autopar.planning.plan import Planned
 from autopar.planning.predict import Prediction
 from autopar.report.timeline.picture import Block, Lane, Picture, time_text
@@ -20,10 +20,9 @@ FIRST = 8  # micro-batches that are drawn without a pipeline
 def planned_picture(found: Planned, made: Prediction) -> Picture:
     """A lane for each rank of the pipeline, or one for all ranks without."""
     plan = made.candidate
-    cost = found.programs.cost(plan.split, plan.rows, plan.recompute)
     if plan.pp == 1:
         count = min(plan.microbatches, FIRST)
-        lanes = [Lane(0, tuple(_one_by_one(cost, found.model.layers, count)), (), 0.0)]
+        lanes = [Lane(0, tuple(_one_by_one(cost_of(plan, found.programs), found.model.layers, count)), (), 0.0)]
     else:
         timeline, count = pipeline_of(plan, found.programs, found.asked.machine)
         lanes = [Lane(rank, _blocks(timeline, rank, plan), (), timeline.bubble(rank)) for rank in range(plan.pp)]

@@ -1,0 +1,56 @@
+"""How many layers are computed again: as few as the memory of a device allows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from functools import cache
+
+from autopar.machines import Machine
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Layers
+from autopar.planning.pipelined import pipelined
+from autopar.planning.predict import predict
+from autopar.planning.rank_memory import rank_bytes
+
+MIXES = (("none", "selective"), ("selective", "full"), ("none", "full"))  # of some layers, and of the others more
+
+
+def with_fewest(candidate: Candidate, layers: Layers, machine: Machine, limit: float) -> Candidate | None:
+    """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
+    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. Raises
+    AutoparError as `Micros.local`."""
+    if candidate.again is None:
+        return candidate
+    if _bytes(candidate, 0, layers) <= limit:
+        return None
+    mixes = (replace(candidate, again=replace(candidate.again, less=less, more=more)) for less, more in MIXES)
+    found = [predict(_fewest(mix, layers, limit), layers, machine) for mix in mixes if _bytes(mix, 0, layers) > limit]
+    fitting = [made for made in found if made.memory <= limit]
+    best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
+    return best.candidate
+
+
+def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
+    """The mix with the fewest layers that leaves at most `limit` bytes, or the least one. With each layer less is
+    saved, until what the last ones need at once, with what enters all of them, is most."""
+    assert mix.again is not None
+
+    @cache
+    def bytes_(count: int) -> float:
+        return _bytes(mix, count, layers)
+
+    def is_enough(count: int) -> bool:
+        return bytes_(count) <= limit or bytes_(count + 1) >= bytes_(count)
+
+    return _with_count(mix, 1 + bisect_left(range(1, mix.again.layers - 1), True, key=is_enough))
+
+
+def _bytes(mix: Candidate, count: int, layers: Layers) -> float:
+    made = _with_count(mix, count)
+    return rank_bytes(made, pipelined(made, layers), 0)
+
+
+def _with_count(mix: Candidate, count: int) -> Candidate:
+    assert mix.again is not None
+    return replace(mix, again=replace(mix.again, count=count))
