@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -313,6 +314,14 @@ def mesh_op_name(target: Any) -> str:
 def is_mesh_op(target: object) -> bool:
     """True for an op whose result depends on the rank: the executor runs it, not a kernel."""
     return target in _MESH_TARGETS
+
+
+@cache
+def key_place(target: Any) -> int:
+    """Where, among the arguments of an op of ours, the number stands that tells its random draws from those of others;
+    -1 if it draws none."""
+    names = [argument.name for argument in target._schema.arguments] if str(target).startswith("autopar.") else []
+    return names.index("key") if "key" in names else -1
 
 
 def op_name(target: object) -> str:

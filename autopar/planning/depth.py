@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.modules import layer_of
-from autopar.ir.ops import op
+from autopar.ir.ops import key_place, op
 from autopar.ir.program import Builder, Input, Program, erase_unused, record
 
 MADE_BY = "depth"
@@ -123,6 +123,12 @@ class Rest:
         return self.has(named[node].name) if is_stored else node.op == "output" or self.counts(node)
 
 
+def arguments(node: fx.Node) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Of a call, but for the number of its random draws, which equal calls do not have in common."""
+    place = key_place(node.target) if node.op == "call_function" else -1
+    return (*node.args[:place], *node.args[place + 1 :]) if place >= 0 else node.args, node.kwargs
+
+
 def crossing(program: Program, border: tuple[str, str]) -> list[fx.Node]:
     """The values of the forward pass of one layer that the next one reads."""
     (before, behind), paths = border, _paths(program)
@@ -194,7 +200,7 @@ class _Layers:
         def text(operand: fx.Node) -> str:
             return f"<{self._operand(operand, layer) if named else ''}>"
 
-        args = fx.node.map_arg((node.args, node.kwargs), text)
+        args = fx.node.map_arg(arguments(node), text)
         return str(node.target), known.types, known.phase, str(args)
 
     def is_end(self, end: _Layer, layer: _Layer, side: int) -> bool:

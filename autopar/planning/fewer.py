@@ -12,7 +12,7 @@ from torch import fx, nn
 from autopar.capture import Captured
 from autopar.errors import AutoparError
 from autopar.ir.program import Program, record
-from autopar.planning.depth import Shallow, shallow
+from autopar.planning.depth import Shallow, arguments, shallow
 
 Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
@@ -69,7 +69,7 @@ def is_same(one: Program, other: Program) -> bool:
 
     def call(node: fx.Node) -> tuple[Any, ...]:
         known = record(node)
-        args = fx.node.map_arg((node.args, node.kwargs), lambda operand: f"<{place[operand]}>")
+        args = fx.node.map_arg(arguments(node), lambda operand: f"<{place[operand]}>")
         return node.op, "" if node.op == "placeholder" else node.target, str(args), known.types, known.phase
 
     for i, (left, right) in enumerate(zip_longest(one.graph.nodes, other.graph.nodes)):

@@ -70,8 +70,8 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
     first = min(candidate.microbatches, ROUNDS * candidate.pp)
     key = (
-        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near, candidate.schedule,
-        candidate.chunks, first,
+        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near,
+        candidate.schedule, candidate.chunks, first,
     )  # fmt: skip
     found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
     return found

@@ -78,3 +78,24 @@ def test_layers_that_differ_are_not_taken_for_equal() -> None:
 
 def test_a_value_that_something_else_reads_is_in_the_way() -> None:
     assert shallow(captured(Stack([16] * 8, all_states=True), square, torch.empty(4, 8)), 2) is None
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)) for _ in range(10)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_layers_that_drop_out_are_equal() -> None:
+    """Each has random draws of its own."""
+    found = shallow(captured(Dropping(), square, torch.empty(4, 8)), 3)
+    assert found is not None and found.layers >= 5
+    keys = [node.args[2] for node in found.program.calls() if str(node.target) == "autopar.dropout.default"]
+    assert len(keys) == 2 * len({*keys}), "forward and backward of a layer draw the same, no two layers do"
