@@ -1,0 +1,68 @@
+"""Models that take the rows of a batch together: plans without micro-batches and without a pipeline."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.machines import Machine
+from autopar.planning.jobs import layers_of
+from autopar.planning.layers import Layers
+from autopar.planning.plan import Asked, planned
+
+MACHINE = Machine.flat(1e6, 1e5, 1e4, 2.0, 1.0)
+ROWS, GPUS = 512, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def job() -> autopar.Job:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Sequential(*(Block() for _ in range(6))), nn.Flatten())
+    return autopar.Job(model, loss, torch.randn(8, 3, 8, 8))
+
+
+@cache
+def layers() -> Layers:
+    return layers_of(job(), MACHINE)
+
+
+def test_batch_norm_is_planned_with_whole_batches() -> None:
+    """Red before: no such model had a plan. Each rank has more rows than any micro-batch of other models."""
+    found = planned(layers(), Asked(GPUS, ROWS, MACHINE, math.inf, {"tp": 1}, 3))
+    candidates = [each.candidate for each in found.found.tried]
+    assert candidates and {(each.microbatches, each.pp) for each in candidates} == {(1, 1)}
+    best = found.found.best[0]
+    assert best.candidate.rows == ROWS // GPUS > 64
+    assert "; none with micro-batches or pp: micro-batches cannot be computed one after another: op '" in (
+        found.certificate
+    )
+    given = job()
+    compiled = autopar.compile(
+        given.model, best.candidate.mesh, loss_fn=loss, batch=torch.empty(ROWS, 3, 8, 8, device="meta"),
+        **best.candidate.options(),
+    )  # fmt: skip
+    assert best.total == pytest.approx(compiled.time(MACHINE).total, rel=0.05)
+
+
+def test_a_pipeline_that_is_asked_for() -> None:
+    with pytest.raises(
+        PlanError, match=r"no plan for 4 devices .* with pp=2: .*there is no pipeline \(micro-batches c"
+    ):
+        planned(layers(), Asked(GPUS, ROWS, MACHINE, math.inf, {"pp": 2}, 1))
