@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DOCS_VENV := .venv-docs
-JOBS   ?= 4  # test processes: some of them wait for ranks that they started
+JOBS   ?= 3  # test processes: some of them wait for ranks that they started
 
 .PHONY: demo test test-all check types golden docs install clean
 
