@@ -7,11 +7,13 @@
 - `torch._C._increment_version`: what `torch.autograd.graph.increment_version` calls, behind checks that take longer.
 - `torch._foreach_copy_`: many small tensors copied in one launch, as optimizers do; there is no public way.
 - `TorchDispatchMode._should_skip_dynamo`: whether `torch.compile` must be kept out of a dispatch mode, at each op.
+- `Module._modules`: a model with fewer layers is captured in less time; `named_children` leaves out children that are
+  None or there twice, and no public function makes a copy that shares the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -86,3 +88,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     for dtype in {source.dtype for source in sources}:
         pairs = [(to, of) for to, of in zip(targets, sources, strict=True) if of.dtype == dtype]
         torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """All children of a module by name: those that are None, or there twice, too (`Module._modules`)."""
+    return dict(module._modules)
+
+
+def with_children(module: torch.nn.Module, children: Mapping[str, torch.nn.Module | None]) -> torch.nn.Module:
+    """A copy of a module with other children, which shares all else with it."""
+    copy: torch.nn.Module = object.__new__(type(module))
+    vars(copy).update(vars(module), _modules=dict(children))
+    return copy

@@ -18,6 +18,7 @@ from autopar.ir import chain_ops, window_ops
 from autopar.ir.collective_ops import COLLECTIVES, CollectiveOp
 from autopar.ir.compared import compared_attention, compared_attention_backward
 from autopar.ir.semantic import NAMESPACE, SemanticOp, name_of, semantic
+from autopar.torch_compat import schema_of
 
 
 @semantic("einsum(Tensor a, Tensor b, str equation) -> Tensor", precision="low", gradient="Einsum")
@@ -320,7 +321,7 @@ def is_mesh_op(target: object) -> bool:
 def key_place(target: Any) -> int:
     """Where, among the arguments of an op of ours, the number stands that tells its random draws from those of others;
     -1 if it draws none."""
-    names = [argument.name for argument in target._schema.arguments] if str(target).startswith("autopar.") else []
+    names = [argument.name for argument in schema_of(target).arguments] if str(target).startswith("autopar.") else []
     return names.index("key") if "key" in names else -1
 
 

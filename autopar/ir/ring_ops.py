@@ -26,6 +26,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import NAMESPACE, is_collective, op
 from autopar.ir.program import TensorType
 from autopar.ir.turns import messages
+from autopar.torch_compat import schema_of
 
 _RING = "str axis, int size, int outer, bool causal, float scale, *, SymInt[] starts=[]"
 _MASK = "Tensor[] rows, Tensor[] columns"
@@ -74,7 +75,7 @@ class Ring:
     @staticmethod
     def of(node: fx.Node) -> Ring:
         """Those of a node for which `is_ring` is true."""
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        names = [argument.name for argument in schema_of(node.target).arguments]  # type: ignore[arg-type]
         given: dict[str, Any] = {"hops": None, **dict(zip(names, node.args, strict=False)), **node.kwargs}
         given["hops"] = given["size"] - 1 if given["hops"] is None else given["hops"]
         return Ring(**{name: given[name] for name in Ring.__slots__})

@@ -13,6 +13,7 @@ from autopar.capture import Captured
 from autopar.errors import AutoparError
 from autopar.ir.program import Program, record
 from autopar.planning.depth import Shallow, arguments, shallow
+from autopar.torch_shortcuts import children_of, with_children
 
 Capture = Callable[[int], Captured]  # of a step, by the rows of its batch
 
@@ -27,7 +28,7 @@ def with_fewer(model: nn.Module, found: Shallow) -> nn.Module | None:
 
 def _without(module: nn.Module, path: list[str], gone: range) -> nn.Module | None:
     """A copy of a module, of which a list somewhere inside lacks the members `gone`."""
-    inner = dict(module._modules)
+    inner = children_of(module)
     if not path:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             return None
@@ -41,9 +42,7 @@ def _without(module: nn.Module, path: list[str], gone: range) -> nn.Module | Non
         if made is None:
             return None
         inner[path[0]] = made
-    copy: nn.Module = object.__new__(type(module))
-    vars(copy).update(vars(module), _modules=inner)
-    return copy
+    return with_children(module, inner)
 
 
 def same_step(capture: Capture, rows: int, found: Shallow) -> tuple[Captured, Shallow] | None:

@@ -11,6 +11,7 @@ from itertools import permutations
 import pytest
 import torch
 from models import Llama, token_loss
+from plan_jobs import llama_job
 from torch import nn
 
 import autopar
@@ -36,16 +37,9 @@ MACHINE = replace(FLAT, ranks=2, between=replace(FLAT.between, bandwidth=2e9, st
 PLAIN = {"recompute": "none", "schedule": "1f1b", "sequence": False}
 
 
-def job() -> autopar.Job:
-    with torch.device("meta"):
-        model = Llama(6, 256, 8, 8, 512, 512, 64)
-        ids = torch.empty(2, 64, dtype=torch.int64)
-    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
-
-
 @cache
 def layers() -> Layers:
-    return layers_of(job(), MACHINE)
+    return layers_of(llama_job(), MACHINE)
 
 
 def predicted(candidate: Candidate) -> Prediction:
@@ -128,7 +122,7 @@ PLANS = [
 
 @pytest.mark.parametrize("candidate", PLANS, ids=str)
 def test_a_prediction_is_near_the_simulation_of_the_emitted_programs(candidate: Candidate) -> None:
-    given, rows = job(), candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
+    given, rows = llama_job(), candidate.dp * candidate.fsdp * candidate.rows * candidate.microbatches
     ids = torch.empty(rows, 64, dtype=torch.int64, device="meta")
     compiled = autopar.compile(
         given.model, candidate.mesh, loss_fn=token_loss, batch=(ids, ids), precision="bf16", **candidate.options()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Llama, token_loss
+from models import token_loss
+from plan_jobs import llama_job
 from torch import nn
 
 import autopar
@@ -33,10 +34,7 @@ SOME = Candidate(2, 1, 1, 1, LAYERS, 1, 2, again=Again("blocks.0", EQUAL))
 
 
 def job(rows: int = 2) -> autopar.Job:
-    with torch.device("meta"):
-        model = Llama(EQUAL, 128, 4, 4, 256, 64, LENGTH)
-        ids = torch.empty(rows, LENGTH, dtype=torch.int64)
-    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+    return llama_job(EQUAL, 128, 4, 256, 64, LENGTH, rows)
 
 
 @cache
