@@ -70,8 +70,14 @@ class _Together:
     device: torch.device
 
     def largest(self, value: float) -> float:
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        return self._reduced(value, dist.ReduceOp.SUM) / dist.get_world_size()
+
+    def _reduced(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
         found = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=how)
         return found.item()
 
 

@@ -1,25 +1,27 @@
 """Measure calls and transfers in a given time.
 
 All ranks measure the same item at the same time, since in a training step they compute at the same time as well: they
-share the cores of a host, and the power of its GPUs. What is slowest of the ranks counts, for which the others wait.
+share the cores of a host, and the power of its GPUs. Of a call the slowest rank counts, for which the others wait; of a
+transfer the mean of the ranks, for all but the last have waited.
 
-The time that a quarter of the batches stay below counts: the least of all is luck (memory that was at hand), and the
-median has the other work of a busy machine in it. All items are gone through twice, and the lesser of the two times
-counts: a burst of other work spoils one of the rounds.
+A step is a sum over many calls, so what counts is the mean of a call's times and not the least, which is luck: calls
+run in batches, long enough to have in them what a machine does beside, and the median of their means counts, which a
+burst of other work does not move. All items are gone through twice, so that such a burst spoils one of the rounds.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from autopar.machines.samples import Item, Sample
+from autopar.machines.samples import Item, Sample, Transfer
 
 ROUNDS = 2
-BATCH_US = 300.0  # of calls between two looks at the clock
-MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 200, 2, 60
-CALLS = 2 + LEAST_BATCHES  # of one item at least
+BATCH_US = 20e3  # of calls between two looks at the clock
+MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 2000, 2, 20
+CALLS = 3 + LEAST_BATCHES  # of one item at least
 TOO_LONG = 0.1  # of the time that is left: an item that needs more is left out
 
 Run = Callable[[int], float]  # so many calls; the microseconds of one
@@ -40,11 +42,18 @@ class Ranks(Protocol):
         """The largest of all ranks' values, on each of them."""
         ...
 
+    def mean(self, value: float) -> float:
+        """The mean of all ranks' values, on each of them."""
+        ...
+
 
 class Alone:
     """One process."""
 
     def largest(self, value: float) -> float:
+        return value
+
+    def mean(self, value: float) -> float:
         return value
 
 
@@ -61,18 +70,20 @@ def measure(
     Items of one family go from small to large. told: is called with the number of items that are done, of how
     many, and the next one. All ranks must call this with the same items.
     """
-    found: dict[Item, float] = {}
+    found: dict[Item, list[float]] = {}
     alike: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for done, item, left_us in _queue(items, ranks, seconds, now):
         told(done, ROUNDS * len(items), item)
         smaller = alike.setdefault((done // len(items), *item.family), [])
-        if CALLS * found.get(item, _foreseen_us(item, smaller)) > TOO_LONG * left_us:
+        known = found.get(item)
+        foreseen_us = statistics.median_low(known) if known else _foreseen_us(item, smaller)
+        if CALLS * foreseen_us > TOO_LONG * left_us:
             continue
         share_us = left_us / (ROUNDS * len(items) - done)
-        us = _time(item, runner, ranks, now() + share_us / 1e6, now)
-        smaller.append((item.size, us))
-        found[item] = min(us, found.get(item, us))
-    return [Sample(item, us) for item, us in found.items()]
+        times = _times(item, runner, ranks, now() + share_us / 1e6, now)
+        smaller.append((item.size, statistics.median_low(times)))
+        found.setdefault(item, []).extend(times)
+    return [Sample(item, statistics.median_low(times)) for item, times in found.items()]
 
 
 def _queue(
@@ -92,12 +103,20 @@ def _foreseen_us(item: Item, smaller: Sequence[tuple[float, float]]) -> float:
     return most + max(0.0, most - us) / (last - size) * (item.size - last)
 
 
-def _time(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> float:
+def _times(item: Item, runner: Runner, ranks: Ranks, end: float, now: Callable[[], float]) -> list[float]:
+    """The mean of each batch."""
     run = runner.ready(item)
     run(1)  # the first use finds kernels, memory and connections
-    once = max(0.1, ranks.largest(run(1)))
+    once = max(0.1, ranks.largest(min(_lasts_us(run, now), _lasts_us(run, now))))
     left_us = ranks.largest((end - now()) * 1e6)
-    calls = int(min(MOST_CALLS, max(1.0, BATCH_US / once)))
+    calls = int(min(MOST_CALLS, max(1.0, min(BATCH_US, left_us / LEAST_BATCHES) / once)))
     batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, left_us / once / calls)))
-    times = [run(calls) for _ in range(batches)]
-    return ranks.largest(sorted(times)[batches // 4])
+    together = ranks.mean if isinstance(item, Transfer) else ranks.largest
+    return [together(run(calls)) for _ in range(batches)]
+
+
+def _lasts_us(run: Run, now: Callable[[], float]) -> float:
+    """One call, with what comes before it."""
+    begun = now()
+    run(1)
+    return (now() - begun) * 1e6

@@ -1,7 +1,15 @@
-"""Run what is measured, on the CPU and on a GPU, with clocks that fit the device."""
+"""Run what is measured, on the CPU and on a GPU, with clocks that fit the device, as it runs in a step.
+
+There a call finds few of its operands in a cache: weights were last read a micro-batch ago. So a call has several sets
+of operands that take turns, up to `SETS` or as many as caches hold, and its last results stay alive beside them. On a
+host ranks come to a collective one after the other, from calls that took a bit more or less on each: so each
+collective there follows a call of a millisecond or two, whose time does not count.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +18,27 @@ from dataclasses import dataclass
 import torch
 
 from autopar.machines.measure import Run
+from autopar.machines.model import MESSAGE
 from autopar.machines.samples import Call, Item, Transfer
+from autopar.machines.workload import products
 
 Transferred = Callable[[Transfer], Callable[[], object]]  # a transfer to the call that does it
 IN_GRAPH = 20  # calls of a CUDA graph
+SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
+WORK = 512  # of the square product before a collective
+
+
+def _in_turns(item: Call, device: torch.device) -> Callable[[], object]:
+    """The call on one set of operands after the other."""
+    calls = [item.make(device) for _ in range(max(1, min(SETS, math.ceil(CACHES / item.bytes_))))]
+    results: list[object] = [None] * len(calls)
+    turns = itertools.cycle(range(len(calls)))
+
+    def call() -> None:
+        i = next(turns)
+        results[i] = calls[i]()
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +49,14 @@ class HostRunner:
     transfer: Transferred
 
     def ready(self, item: Item) -> Run:
-        call = item.make(self.device) if isinstance(item, Call) else self.transfer(item)
-        return lambda times: _host_us(call, times)
+        if isinstance(item, Call):
+            call = _in_turns(item, self.device)
+            return lambda times: _host_us(call, times)
+        move = self.transfer(item)
+        if item.kind == MESSAGE:  # the other rank waits for it
+            return lambda times: _host_us(move, times)
+        work = products("float32", (WORK,))[0].make(self.device)
+        return lambda times: _host_us(move, times, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +87,7 @@ class _Recorded:
     """A call in a CUDA graph, made at its first use by many."""
 
     def __init__(self, item: Call, device: torch.device) -> None:
-        self._item, self._call = item, item.make(device)
+        self._item, self._call = item, _in_turns(item, device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, times: int) -> float:
@@ -93,11 +124,20 @@ def _products_of(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _host_us(call: Callable[[], object], times: int) -> float:
-    start = time.perf_counter()
+def _host_us(call: Callable[[], object], times: int, before: Callable[[], object] | None = None) -> float:
+    """before: what is done before each call, in time that does not count."""
+    if before is None:
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / times * 1e6
+    spent = 0.0
     for _ in range(times):
+        before()
+        start = time.perf_counter()
         call()
-    return (time.perf_counter() - start) / times * 1e6
+        spent += time.perf_counter() - start
+    return spent / times * 1e6
 
 
 def _device_us(call: Callable[[], object], times: int) -> float:

@@ -56,6 +56,9 @@ class Pretended:
     def largest(self, value: float) -> float:
         return value * self.slower
 
+    def mean(self, value: float) -> float:
+        return value * (1 + self.slower) / 2
+
     def now(self) -> float:
         return self.seconds
 
@@ -83,9 +86,10 @@ def test_what_now_and_then_takes_longer_counts_not():
     assert measured(fake, 600) == pytest.approx({item: item.us_on(named("cpu")) for item in ITEMS})
 
 
-def test_the_slowest_rank_counts():
-    fake = Pretended(named("cpu"), slower=1.25)
-    assert measured(fake, 10) == pytest.approx({item: 1.25 * item.us_on(named("cpu")) for item in ITEMS})
+def test_the_slowest_rank_counts_and_of_transfers_the_mean():
+    fake = Pretended(named("cpu"), slower=1.5)
+    slower = {item: 1.25 if isinstance(item, Transfer) else 1.5 for item in ITEMS}
+    assert measured(fake, 10) == pytest.approx({item: slower[item] * item.us_on(named("cpu")) for item in ITEMS})
 
 
 def test_what_takes_too_long_is_left_out_and_the_time_is_kept():
@@ -184,7 +188,8 @@ def transferred(rank: int) -> dict[str, Any]:
                 call = make(Transfer(kind, float(size), group))
                 results = [call() for _ in range(4)]
                 found[kind, group.size, size] = None if results[0] is None else results[0].numel()
-    return {"found": found, "groups": list(groups), "largest": _Together(CPU).largest(float(rank))}
+    together = _Together(CPU)
+    return {"found": found, "groups": list(groups), "agreed": (together.largest(float(rank)), together.mean(float(rank)))}
 
 
 @pytest.mark.gloo
@@ -192,7 +197,7 @@ def test_six_ranks_of_two_nodes_move_what_they_are_asked_for():
     with ranks_of(6) as six:
         for outcome in six.run(transferred):
             assert outcome["groups"] == [Group(3, 3), Group(2, 1)]
-            assert outcome["largest"] == 5
+            assert outcome["agreed"] == (5, 2.5)
             for (kind, size, bytes_), count in outcome["found"].items():
                 if kind == MESSAGE:
                     assert count is None
