@@ -15,6 +15,7 @@ from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, reco
 from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
 from autopar.machines.model import FRESH, MESSAGE, Group
+from autopar.passes.causal import causal_pairs
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
@@ -23,12 +24,15 @@ RING, TURNS = "ring", "turns"  # messages beside the products of a call; message
 class Load:
     """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
 
-    flops: of its product, in `dtype`; attention: a fused one. moved: bytes that it reads and writes. results: bytes of
-    each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or TURNS; "" not at all.
-    sent: (times, bytes) of its messages, or once the value that a collective moves.
+    flops: of its product, in `dtype`; attention: a fused one. squares: of these those of a causal mask's squares, of
+    `width` queries and keys each; a kernel computes little more than half of one. moved: bytes read and written.
+    results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or
+    TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value that a collective moves.
     """
 
     flops: float = 0.0
+    squares: float = 0.0
+    width: int = 0
     dtype: str = ""
     attention: bool = False
     moved: float = 0.0
@@ -52,14 +56,14 @@ class Load:
             (times, line(low, high)) for (times, low), (_, high) in zip(self.sent, other.sent, strict=True)
         )  # fmt: skip
         return replace(
-            self, flops=line(self.flops, other.flops), moved=line(self.moved, other.moved),
-            results=tuple(map(line, self.results, other.results)), sent=sent,
+            self, flops=line(self.flops, other.flops), squares=line(self.squares, other.squares),
+            moved=line(self.moved, other.moved), results=tuple(map(line, self.results, other.results)), sent=sent,
         )  # fmt: skip
 
 
 def _kind(load: Load) -> tuple[object, ...]:
     times = tuple(times for times, _ in load.sent)
-    return load.flops > 0, load.dtype, load.attention, len(load.results), load.link, load.axis, times
+    return load.flops > 0, load.dtype, load.attention, load.width, len(load.results), load.link, load.axis, times
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -89,7 +93,8 @@ def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
 
 
 def _computed_us(load: Load, machine: Machine) -> float:
-    took = machine.call_us(load.flops, load.dtype, load.moved, load.attention)
+    hidden = load.squares * (1 - machine.square(load.width)) if load.squares else 0.0
+    took = machine.call_us(load.flops - hidden, load.dtype, load.moved, load.attention)
     if sum(load.results) < FRESH:
         return took
     return took + sum(map(machine.fresh_us, load.results))
@@ -122,13 +127,27 @@ def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | Non
 
 
 def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
-    operands, flops = operand_nodes(node), record(node).flops
-    moved = sizes[node] + sum([sizes[operand] for operand in operands])
-    if not flops:
-        return Load(moved=moved, results=_results(node, mesh, sizes))
-    parts = ranks_of(node, mesh)
+    operands = operand_nodes(node)
+    moved, results = sizes[node] + sum([sizes[operand] for operand in operands]), _results(node, mesh, sizes)
+    if not record(node).flops:
+        return Load(moved=moved, results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
-    return Load(flops / parts, dtype, "attention" in str(node.target), moved, _results(node, mesh, sizes))
+    return Load(*_flops(node, mesh), dtype, "attention" in str(node.target), moved, results)
+
+
+def _flops(node: fx.Node, mesh: Mesh) -> tuple[float, float, int]:
+    """`flops`, `squares` and `width` of a product's load."""
+    each, pairs = record(node).flops / ranks_of(node, mesh), causal_pairs(node, mesh)
+    if pairs is None:
+        return each, 0.0, 0
+    whole = each * pairs.ranks
+    return whole * (pairs.before + pairs.squares), whole * pairs.squares, pairs.width
+
+
+def least_flops(node: fx.Node, mesh: Mesh) -> float:
+    """The FLOPs of a product on one rank, of causal attention without what its mask hides."""
+    flops, squares, _ = _flops(node, mesh)
+    return flops - squares / 2
 
 
 def _results(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> tuple[float, ...]:

@@ -53,6 +53,9 @@ ANY = "any"
 MESSAGE = "message"
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 H100 = 132  # multiprocessors
+# Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
+# such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/planning.md).
+TILE, TILE_CPU = 128, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,11 @@ class Machine:
         peak = self.device.flops.get(dtype) or self.device.flops["float32"]
         share = self.device.products(flops) * (self.device.attention if attention else 1.0)
         return flops / (peak * share) * 1e6
+
+    def square(self, width: int) -> float:
+        """The share of a square of so many queries and keys that fused attention computes under a causal mask: of n
+        tiles a side (n + 1) / 2n."""
+        return (1 + min(1.0, (TILE_CPU if self.is_host else TILE) / width)) / 2
 
     def memory_us(self, bytes_: float) -> float:
         """The time to read and write so many bytes."""

@@ -6,13 +6,15 @@ from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, TypeVar
 
+from torch import fx
+
 from autopar.compiler.garbage import uncollected
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
-from autopar.passes.node_costs import ranks_of
+from autopar.passes.node_costs import least_flops
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.cost import Cost, Linear
 from autopar.planning.deal import Sections, Share
@@ -55,14 +57,20 @@ class Layers:
         """The captured step of LEAST_ROWS rows."""
         return self.micros.captures.whole.program
 
-    def products(self) -> tuple[float, str]:
-        """The FLOPs of the products of one row, known once there are layouts, and the dtype of most of them."""
+    def products(self) -> tuple[float, float, str]:
+        """Of the products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
+        kernels compute at least; the dtype of most of them."""
         program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
-        counts, rest = products(program), self._rest
-        whole = float(sum(counts.values()))
-        less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
-        flops = self._line(whole, less)(self.equal) / LEAST_ROWS
-        return flops, max(counts, key=lambda name: counts[name], default="float32")
+        counts = products(program)
+        asked = self._of_row(program, lambda node: float(record(node).flops))
+        least = self._of_row(program, lambda node: least_flops(node, program.mesh))
+        return asked, least, max(counts, key=lambda name: counts[name], default="float32")
+
+    def _of_row(self, program: Program, count: Callable[[fx.Node], float]) -> float:
+        """The sum over the calls of a model with all layers, of one row."""
+        calls = list(program.calls())
+        whole, less = sum(map(count, calls)), sum(count(node) for node in calls if self._rest.counts(node))
+        return self._line(whole, less)(self.equal) / LEAST_ROWS
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
         """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,
@@ -149,4 +157,4 @@ class Layers:
 
 def _products(program: Program) -> float:
     """The FLOPs of the products of one rank."""
-    return sum(record(node).flops / ranks_of(node, program.mesh) for node in program.calls() if record(node).flops)
+    return sum(least_flops(node, program.mesh) for node in program.calls() if record(node).flops)

@@ -105,9 +105,9 @@ def _no_context(layers: Layers, asked: Asked) -> str:
 
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
     """The products of a step, and the bytes of its parameters."""
-    flops, dtype = layers.products()
+    flops, least, dtype = layers.products()
     parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
-    return Work(flops * asked.batch, parameters, dtype)
+    return Work(flops * asked.batch, least * asked.batch, parameters, dtype)
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:

@@ -29,9 +29,11 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every plan has to do. flops: of the products of a step. parameters: their bytes. dtype: of most products."""
+    """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
+    mask of causal attention hides. parameters: their bytes. dtype: of most products."""
 
     flops: float
+    least: float
     parameters: float
     dtype: str
 
@@ -120,7 +122,7 @@ class Bounds:
         self.rising = machine.rising()
         flops = machine.device.flops
         best = max(share for _, share in machine.device.products.points)
-        self._alone_us = work.flops / (flops.get(work.dtype, flops["float32"]) * best) * 1e6
+        self._alone_us = work.least / (flops.get(work.dtype, flops["float32"]) * best) * 1e6
         self._data: dict[Hashable, float] = {}
 
     def products(self, candidate: Candidate) -> float:
