@@ -16,6 +16,7 @@ from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
 from autopar.machines.model import FRESH, MESSAGE, Group
 from autopar.passes.causal import causal_pairs
+from autopar.passes.moved import moved_bytes
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
@@ -128,7 +129,7 @@ def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | Non
 
 def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     operands = operand_nodes(node)
-    moved, results = sizes[node] + sum([sizes[operand] for operand in operands]), _results(node, mesh, sizes)
+    moved, results = moved_bytes(node, sizes), _results(node, mesh, sizes)
     if not record(node).flops:
         return Load(moved=moved, results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")

@@ -102,6 +102,7 @@ def _device(table: _Table) -> Device:
         table.curve("products"), table.curve("streams"), table.number("attention", _SHARE, 1.0),
         table.count("processors", _PROCESSORS) if "processors" in table.values else H100,
         table.number("communicating", _PART, 0.0), table.number("fresh", _SPEED, math.inf),
+        table.number("update", _SHARE) if "update" in table.values else None,
     )  # fmt: skip
     table.end()
     return device
@@ -212,6 +213,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
         lines += [f"communicating = {_word(device.communicating)}  # of the device, taken by collectives beside calls"]
     if device.fresh < math.inf:
         lines += [f"fresh = {_word(device.fresh)}  # bytes a second, of new pages for a result of 32 MiB or more"]
+    if device.update is not None:
+        lines += [f"update = {_word(device.update)}  # of the bandwidth, reached by an optimizer"]
     lines += [f"products = {_points(device.products)}  # [FLOPs, share of the peak]"]
     lines += [f"streams = {_points(device.streams)}  # [bytes read and written, share of the bandwidth]"]
     lines += ["", "[device.flops]  # FLOP/s, the peaks", *_pairs(device.flops)]

@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from autopar.machines.files import COLLECTIVES
 from autopar.machines.model import ALL, ANY, FRESH, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
-from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Sample, Transfer
+from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, UPDATE, Call, Sample, Transfer
 
 TOLERANCE = 0.2
 APART = 3.9  # of sizes of transfers, which have one time each, where a call of a size has several shapes
@@ -98,7 +98,9 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: boo
                    for each, us in products if each.dtype == main]),
         fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
     )  # fmt: skip
-    return replace(device, attention=_attention(device, calls), fresh=_fresh(device, fresh))
+    return replace(
+        device, attention=_attention(device, calls), fresh=_fresh(device, fresh), update=_update(device, calls)
+    )  # fmt: skip
 
 
 def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
@@ -107,6 +109,12 @@ def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
     more = [(call.result, us - machine.memory_us(call.bytes_)) for call, us in calls]
     speeds = [bytes_ / us * 1e6 for bytes_, us in more if us > 0]
     return _short(_mean(speeds)) if speeds else math.inf
+
+
+def _update(device: Device, calls: Iterable[tuple[Call, float]]) -> float | None:
+    """The share of the bandwidth that an optimizer reaches."""
+    speeds = [call.bytes_ / us * 1e6 for call, us in calls if call.kind == UPDATE]
+    return _short(_mean(speeds) / device.bandwidth) if speeds else None
 
 
 def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:

@@ -51,6 +51,7 @@ ALL = Curve()
 FRESH = 32 * 2**20  # glibc's largest M_MMAP_THRESHOLD: what is larger is mapped anew, page by page, each time
 ANY = "any"
 MESSAGE = "message"
+ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 H100 = 132  # multiprocessors
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
@@ -65,7 +66,8 @@ class Device:
     bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
     call. processors: streaming multiprocessors of a GPU, those of an H100 if not given. communicating: the share of the
     device that collectives take from the calls beside them. fresh: bytes a second that the system gives of new pages,
-    as a result of `FRESH` bytes or more needs them on a host."""
+    as a result of `FRESH` bytes or more needs them on a host. update: the share of the bandwidth that an optimizer
+    reaches, which writes where it has read."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -77,6 +79,7 @@ class Device:
     processors: int = H100
     communicating: float = 0.0
     fresh: float = math.inf
+    update: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,11 @@ class Machine:
     def memory_us(self, bytes_: float) -> float:
         """The time to read and write so many bytes."""
         return bytes_ / (self.device.bandwidth * self.device.streams(bytes_)) * 1e6
+
+    def update_us(self, bytes_: float) -> float:
+        """The time of an optimizer that reads and writes so many bytes of weights, gradients and states."""
+        share = self.device.update
+        return self.memory_us(max(1.0, bytes_)) if share is None else bytes_ / (self.device.bandwidth * share) * 1e6
 
     def call_us(self, flops: float, dtype: str, bytes_: float, attention: bool = False) -> float:
         """The time of a call: of its products, or of the bytes that it reads and writes."""

@@ -14,7 +14,7 @@ from autopar.machines.fit import fit_device, fit_link
 from autopar.machines.measure import Ranks, Runner, measure
 from autopar.machines.model import PRODUCTS, Group, Machine
 from autopar.machines.samples import Item, Sample
-from autopar.machines.workload import attentions, least, products, streams, transfers
+from autopar.machines.workload import attentions, least, products, streams, transfers, updates
 
 KIB = 2**10
 
@@ -30,12 +30,14 @@ class Sizes:
     heads: int
     streams: tuple[int, ...]
     transfers: tuple[int, ...]
+    updates: tuple[int, ...] = ()
 
 
 SIZES = {
     "cpu": Sizes(
         "float32", (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), (64, 256, 512), (64, 128, 256, 512), 8,
         tuple(KIB * 4**k for k in range(2, 9)), (64, 1024, *(KIB * 2**k for k in range(2, 16))),
+        tuple(KIB * 4**k for k in range(4, 7)),
     ),
     "cuda": Sizes(
         "bfloat16", (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288), (512, 2048, 4096),
@@ -60,6 +62,7 @@ def items_of(device: torch.device, groups: Sequence[Group]) -> list[Item]:
     calls: list[Item] = [least(sizes.main), *products(sizes.main, sizes.products)]
     calls += [call for dtype in _dtypes(device) if dtype != sizes.main for call in products(dtype, sizes.others)]
     calls += [*attentions(sizes.main, sizes.attentions, sizes.heads), *streams(sizes.main, sizes.streams)]
+    calls += updates(sizes.main, sizes.updates)
     return _mixed([*calls, *transfers(groups, sizes.transfers)])
 
 

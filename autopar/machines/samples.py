@@ -8,13 +8,14 @@ from typing import Any
 
 from autopar.machines.model import MESSAGE, Group, Machine
 
-PRODUCT, ATTENTION, STREAM, LEAST = "product", "attention", "stream", "least"
+PRODUCT, ATTENTION, STREAM, UPDATE, LEAST = "product", "attention", "stream", "update", "least"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call on one device. kind: PRODUCT, ATTENTION, STREAM, or LEAST: the smallest there is. name: what is called.
-    bytes_: read and written. make: the call, with its operands on a device. result: bytes of what it gives."""
+    """A call on one device. kind: PRODUCT, ATTENTION, STREAM, UPDATE (an optimizer's), or LEAST: the smallest there is.
+    name: what is called. bytes_: read and written. make: the call, with its operands on a device. result: bytes of
+    what it gives."""
 
     kind: str
     name: str
@@ -35,6 +36,8 @@ class Call:
         return self.kind, self.name.split(" ")[0], self.dtype
 
     def us_on(self, machine: Machine) -> float:
+        if self.kind == UPDATE:
+            return machine.update_us(self.bytes_)
         took = machine.call_us(self.flops, self.dtype, self.bytes_, attention=self.kind == ATTENTION)
         return took + machine.fresh_us(self.result)
 

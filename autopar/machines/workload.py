@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import MESSAGE, Group
-from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, Call, Transfer
+from autopar.machines.model import ADAMW, MESSAGE, Group
+from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, UPDATE, Call, Transfer
 
 KINDS = (*COLLECTIVES, MESSAGE)
 # Of a product of n x n x n, all with its 2 n^3 FLOPs: batch, rows, inner, columns.
@@ -105,6 +105,20 @@ def _stream(name: str, size: int, dtype: str) -> Call:
 
     one = float(rows * WIDTH * dtype_of(dtype).itemsize)
     return Call(STREAM, name, 0.0, times * one, dtype, make, one if times > 1 else 0.0)
+
+
+def updates(dtype: str, sizes: Iterable[int]) -> list[Call]:
+    """Steps of a fused AdamW on one weight, by the bytes of that."""
+    return [_update(size, dtype) for size in sizes]
+
+
+def _update(size: int, dtype: str) -> Call:
+    def make(device: torch.device) -> Callable[[], object]:
+        weight = torch.nn.Parameter(values(device, dtype, size // dtype_of(dtype).itemsize))
+        weight.grad = torch.full_like(weight, 1e-3)
+        return torch.optim.AdamW([weight], fused=True).step
+
+    return Call(UPDATE, "adamw", 0.0, float(ADAMW * size), dtype, make)
 
 
 def least(dtype: str) -> Call:

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from autopar.machines import Machine
+from autopar.machines.model import ADAMW
 from autopar.planning.candidates import Candidate
 from autopar.planning.data_time import data_us
 from autopar.planning.layers import Layers
 from autopar.planning.pipelined import Stage, pipelined, step_us
 from autopar.planning.rank_memory import rank_bytes
-from autopar.planning.step_time import ADAMW
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +56,4 @@ def _beside(candidate: Candidate, rank: Stage, machine: Machine) -> tuple[float,
     layers, cost = rank.share.stored.layers, rank.cost
     own = ADAMW * cost.parameters(layers) / candidate.shards
     data = data_us(candidate, cost, rank.share, machine)
-    return cost.once(rank.share.time.layers), data, machine.memory_us(max(1.0, own))
+    return cost.once(rank.share.time.layers), data, machine.update_us(own)

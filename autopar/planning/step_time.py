@@ -10,11 +10,10 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import PIPELINE
 from autopar.ir.program import Program, TensorType, operand_nodes, record
 from autopar.machines import Machine
+from autopar.machines.model import ADAMW
 from autopar.passes.streams import run
 from autopar.planning.pipeline_time import PipelineTime, pipeline_time
 from autopar.planning.report import StepTime
-
-ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
 
 
 def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
@@ -26,7 +25,7 @@ def step_time(compiled: Lowered, machine: Machine | None = None) -> StepTime:
     _check_has_flops(compiled)
     machine = machine or compiled.plan.fixed.machine
     mesh = compiled.mesh
-    optimizer = {place: machine.memory_us(bytes_) for place, bytes_ in _states(compiled).items()}
+    optimizer = {place: machine.update_us(bytes_) for place, bytes_ in _states(compiled).items()}
     if compiled.pipeline is None:
         spent = run(compiled.program, machine)
         found = PipelineTime(spent.total, spent, 0.0, optimizer[0])

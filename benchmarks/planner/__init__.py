@@ -5,7 +5,7 @@
 Three models (a GPT, a Llama, a convolutional one) on two Gloo ranks, each in some dozen ways: dp, tp or pp, ZeRO,
 recomputation, micro-batches, sequence parallelism. The machine is the one that `autopar machine measure` writes. All
 ways of a model are compiled in the same two processes and take a step each in turns, so that other work of the machine
-meets all of them alike; the time that a quarter of the steps stay below counts, as in `machine measure`. Predicted is
+meets all of them alike; the median of the steps counts, as `machine measure` takes that of batches. Predicted is
 `Compiled.time` of the very programs that run, with the optimizer's step (a fused AdamW). Memory is `Compiled.memory`
 beside what the process allocated, by torch's profiler.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -87,12 +88,8 @@ def row_of(configuration: Configuration, ranks: Sequence[Side | str]) -> Row:
     optimizer = [max(step) for step in zip(*(side.optimizer for side in sides), strict=True)]
     held = max((side.held for side in sides), key=lambda pair: abs(pair[0] / pair[1] - 1))
     parts = sides[0].predicted
-    return Row(name, model, parts.total / 1e6, quarter(times), held, parts, quarter(optimizer), len(times))
-
-
-def quarter(times: Sequence[float]) -> float:
-    """What a quarter of the times stay below."""
-    return sorted(times)[len(times) // 4]
+    measured, updated = statistics.median(times), statistics.median(optimizer)
+    return Row(name, model, parts.total / 1e6, measured, held, parts, updated, len(times))
 
 
 def worker(rank: int, chosen: list[Configuration], machine: Machine, seconds: float, folder: str) -> None:

@@ -13,8 +13,8 @@ from autopar.machines import named
 from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
 from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
 from autopar.machines.plan import SIZES, items_of
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Call, Item, Sample
-from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, UPDATE, Call, Item, Sample
+from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers, updates
 
 
 def seen(machine: Machine, items: list[Item], noise: float = 0.0) -> list[Sample]:
@@ -60,6 +60,18 @@ def test_new_pages_of_a_host_are_found_again():
     assert found.bandwidth * found.streams(1e8) == pytest.approx(known.device.bandwidth, rel=0.02)
     blind = fit_device(seen(known, items), 1e9, "float32")
     assert blind.fresh == math.inf and blind.bandwidth * blind.streams(1e8) < 0.5 * known.device.bandwidth
+
+
+def test_what_an_optimizer_reaches_is_found_again():
+    known = named("cpu")
+    known = replace(known, device=replace(known.device, update=0.7))
+    items: list[Item] = [least("float32"), *streams("float32", (2**20,)), *updates("float32", SIZES["cpu"].updates)]
+    found = fit_device(seen(known, [*items, *products("float32", (64,))]), 1e9, "float32")
+    assert found.update == pytest.approx(0.7, rel=0.01)
+    assert replace(known, device=found).update_us(1e7) == pytest.approx(
+        1e7 / 0.7 / known.device.bandwidth * 1e6, rel=0.01
+    )
+    assert fit_device(seen(known, [*items[:-3], *products("float32", (64,))]), 1e9, "float32").update is None
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -124,7 +136,7 @@ def test_how_well_a_machine_tells_is_said_by_kind():
 
 def test_what_is_measured_on_a_cpu():
     items = items_of(torch.device("cpu"), (Group(2),))
-    assert {item.kind for item in items} == {"least", PRODUCT, ATTENTION, STREAM, *KINDS}
+    assert {item.kind for item in items} == {"least", PRODUCT, ATTENTION, STREAM, UPDATE, *KINDS}
     assert {item.dtype for item in items if item.kind == PRODUCT} == {"float64", "float32", "bfloat16", "float16"}
     assert len(set(items)) == len(items)
     assert not [item for item in items_of(torch.device("cpu"), ()) if item.kind in KINDS]

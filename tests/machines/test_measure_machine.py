@@ -22,8 +22,8 @@ from autopar.machines.fit import fits
 from autopar.machines.measure import Alone, measure
 from autopar.machines.model import MESSAGE, Group, Machine
 from autopar.machines.plan import items_of, measure_machine
-from autopar.machines.runners import CudaRunner, HostRunner
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, Call, Item, Transfer
+from autopar.machines.runners import CACHES, SETS, CudaRunner, HostRunner
+from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, UPDATE, Call, Item, Transfer
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
 from autopar.settings import Settings
 
@@ -123,7 +123,7 @@ def test_a_machine_is_made_of_what_was_measured():
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2, rel=1e-3
     )
     assert {kind: fit.mean < 0.15 for kind, fit in fits(found.machine, found.samples).items()} == dict.fromkeys(
-        ("least", PRODUCT, ATTENTION, STREAM, *KINDS), True
+        ("least", PRODUCT, ATTENTION, STREAM, UPDATE, *KINDS), True
     )
 
 
@@ -159,6 +159,34 @@ def test_every_call_runs_on_this_host():
     assert batched.bytes_ == 4 * 8 * 3 * 32 * 32
 
 
+def test_operands_take_turns_where_caches_would_hold_them():
+    seen = list[int]()
+
+    def make(device: torch.device) -> Callable[[], object]:
+        x = torch.ones(4)
+        return lambda: seen.append(id(x)) or x
+
+    runner = HostRunner(CPU, lambda item: lambda: None)
+    for bytes_, sets in ((16.0, SETS), (CACHES / 3, 3), (2.0 * CACHES, 1)):
+        seen.clear()
+        runner.ready(Call(STREAM, "look", 0.0, bytes_, "float32", make))(2 * SETS)
+        assert len(seen) == 2 * SETS and len(set(seen)) == sets, bytes_
+        assert seen[sets:] == seen[:-sets]
+
+
+def test_what_comes_before_a_collective_does_not_count():
+    asked = list[Transfer]()
+
+    def transfer(item: Transfer) -> Callable[[], object]:
+        return lambda: asked.append(item)
+
+    (item, *_) = transfers((Group(2),), (64,))
+    begun = time.perf_counter()
+    us = HostRunner(CPU, transfer).ready(item)(5)
+    assert asked == [item] * 5
+    assert us < (time.perf_counter() - begun) * 1e6 / 5 / 5, "the products before it take many times as long"
+
+
 def test_the_host_has_a_clock():
     slow = Call(STREAM, "nap", 0.0, 1.0, "float32", lambda device: lambda: time.sleep(0.002))
     (sample,) = measure([slow], HostRunner(CPU, lambda item: lambda: None), Alone(), 0.2)
@@ -189,7 +217,8 @@ def transferred(rank: int) -> dict[str, Any]:
                 results = [call() for _ in range(4)]
                 found[kind, group.size, size] = None if results[0] is None else results[0].numel()
     together = _Together(CPU)
-    return {"found": found, "groups": list(groups), "agreed": (together.largest(float(rank)), together.mean(float(rank)))}
+    agreed = together.largest(float(rank)), together.mean(float(rank))
+    return {"found": found, "groups": list(groups), "agreed": agreed}
 
 
 @pytest.mark.gloo

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from benchmarks.planner.__main__ import summary
 from benchmarks.planner.configurations import configurations
-from benchmarks.planner.measure import Row, quarter
+from benchmarks.planner.measure import Row, Side, row_of
 
 ROWS = [
     Row("gpt dp=2", "gpt", predicted=1.0, measured=1.25, held=(100.0, 100.0)),
@@ -26,8 +29,20 @@ def test_errors_and_regret() -> None:
     assert better.endswith("regret 0.0%")
 
 
-def test_the_time_that_a_quarter_stay_below() -> None:
-    assert quarter([9.0, 1.0, 2.0, 3.0, 8.0, 7.0, 6.0, 5.0]) == 3.0
+def test_a_step_takes_as_long_as_its_slowest_rank_and_the_median_counts() -> None:
+    way = next(iter(configurations()))
+    time = autopar.compile(nn.Linear(2, 2), "dp=1", loss_fn=loss_fn, batch=(torch.empty(2, 2),)).time("cpu")
+    ranks = [
+        Side(float, time, (2.0, 1.0), [1.0, 9.0, 2.0], [0.5, 0.5, 0.1]),
+        Side(float, time, (1.0, 1.0), [3.0, 1.0, 4.0], [0.1, 0.2, 0.3]),
+    ]
+    row = row_of(way, ranks)
+    assert (row.measured, row.optimizer, row.steps, row.held) == (4.0, 0.5, 3, (2.0, 1.0))
+    assert row_of(way, [ranks[0], "no"]).refused == "no"
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "conv"])

@@ -1,0 +1,37 @@
+"""How many bytes a call reads and writes on one rank: its operands and results, but for calls that say otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.ops import op
+from autopar.ir.program import operand_nodes, record
+
+_aten = torch.ops.aten
+
+# Of their first operand these read as much as they give.
+LOOKUPS = frozenset(
+    (op("embedding"), op("pick"), _aten.embedding.default, _aten.gather.default, _aten.index_select.default)
+)
+# Times that a kernel goes through memory as large as its largest operand, in float32 or wider: runtime/losses.py reads
+# a piece of rows once or twice, and writes exponentials into a buffer. What it does there finds the buffer in a cache.
+PASSES: Mapping[Any, int] = MappingProxyType({op("logsumexp"): 3, op("cross_entropy_backward"): 3})
+WIDE = 4
+
+
+def moved_bytes(node: fx.Node, sizes: Mapping[fx.Node, int]) -> float:
+    """sizes: bytes of each value on one rank."""
+    operands = operand_nodes(node)
+    if node.target in PASSES:
+        largest = max(operands, key=lambda operand: sizes[operand])
+        width = record(largest).type.dtype.itemsize
+        return float(PASSES[node.target] * sizes[largest] / width * max(WIDE, width))
+    read = [sizes[operand] for operand in operands]
+    if node.target in LOOKUPS:
+        read[0] = min(read[0], sizes[node])
+    return float(sizes[node] + sum(read))

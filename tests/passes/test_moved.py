@@ -1,0 +1,55 @@
+"""How many bytes calls read and write: their operands and results, but for lookups and for kernels of several passes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.ir.measure import local_bytes
+from autopar.ir.ops import op
+from autopar.ir.program import operand_nodes
+from autopar.passes.moved import LOOKUPS, PASSES
+from autopar.passes.node_costs import loads_of
+
+ROWS, WORDS, WIDTH = 6, 50, 8
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(F.gelu(self.table(ids)))
+
+
+def loss_fn(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids), targets)
+
+
+def test_what_calls_move() -> None:
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    program = autopar.compile(Words(), "dp=1", loss_fn=loss_fn, batch=(ids, ids)).program
+    sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
+    loads = {node: load for node, load in loads_of(program).items() if load is not None}
+    seen = set()
+    for node, load in loads.items():
+        seen.add(node.target)
+        every = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
+        if node.target in PASSES:
+            assert load.moved == 3 * ROWS * WORDS * 4, node
+        elif node.target in LOOKUPS:
+            table, *others = operand_nodes(node)
+            assert load.moved == 2 * sizes[node] + sum(sizes[other] for other in others) < every, node
+        else:
+            assert load.moved == every, node
+    assert {op("embedding"), op("pick"), *PASSES} <= seen
+
+
+def test_logits_in_a_short_float_are_widened() -> None:
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    program = autopar.compile(Words(), "dp=1", loss_fn=loss_fn, batch=(ids, ids), precision="bf16").program
+    moved = [load.moved for node, load in loads_of(program).items() if node.target in PASSES and load is not None]
+    assert moved == [3 * ROWS * WORDS * 4] * 2
