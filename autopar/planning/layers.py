@@ -19,6 +19,7 @@ from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.cost import Cost, Linear
 from autopar.planning.deal import Sections, Share
 from autopar.planning.depth import Rest
+from autopar.planning.floor import Floor
 from autopar.planning.micro import HIGH, Micros
 from autopar.planning.sheets import Known, Sheets
 from autopar.planning.split import Split
@@ -34,7 +35,9 @@ class Layers:
 
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
-        self._least: dict[tuple[Split, int], float] = {}
+        self._floors: dict[tuple[Split, int], Floor] = {}
+        self._least: dict[tuple[Place, Split, int, float], tuple[float, float]] = {}
+        self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
         self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
@@ -42,7 +45,7 @@ class Layers:
         self._once: Known = {}
         self._made: dict[Hashable, Any] = {}
 
-    @property
+    @cached_property
     def equal(self) -> int:
         """The equal layers of the model; 0 if it has none."""
         return self.micros.captures.shallow().layers
@@ -103,13 +106,22 @@ class Layers:
         is_alike = rows < HIGH and self.micros.is_alike(split)
         return self.micros.micro(split, self.micros.low if is_alike else rows, "none").program.notes
 
-    def least_us(self, split: Split, rows: int = HIGH) -> float:
-        """What a row takes at least, of a micro-batch of at most so many: as one of so many takes, on a machine whose
-        calls are the faster the larger they are."""
-        if (split.near, rows) not in self._least:
-            cost = self._cost(self.sheets(split.near, rows, "none"), self.micros.machine.rising())
-            self._least[split.near, rows] = (cost.forward(self.equal) + cost.backward(self.equal)) / rows
-        return self._least[split.near, rows]
+    def least_us(self, split: Split, of: Split, rows: int, share: float) -> tuple[float, float]:
+        """us of the forward and of the backward pass of a micro-batch at least, that is a share of one of so many rows
+        on the ranks `of` a split with fewer of cp (`Floor.us`). Raises AutoparError as `Micros.local`."""
+        if (of, rows) not in self._floors:
+            self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
+        key = self.place(split), of, rows, share
+        if key not in self._least:
+            self._least[key] = self._floors[of, rows].us(self._rising, split.placed, share, self._line_us)
+        return self._least[key]
+
+    @cached_property
+    def _rising(self) -> Machine:
+        return self.micros.machine.rising()
+
+    def _line_us(self, whole: float, less: float) -> float:
+        return self._line(whole, less)(self.equal)
 
     def part(self, split: Split) -> float:
         """The part of the products of a micro-batch that each rank of a split computes."""
@@ -122,9 +134,7 @@ class Layers:
         return Rest.of(self.micros.captures.shallow())
 
     def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
-        whole = sheets.cost(machine, is_less=False)
-        less = sheets.cost(machine, is_less=True) if self.equal else whole
-        entry = sheets.entry(machine) if self.equal else {}
+        whole, less, entry = sheets.costs(machine, has_less=self.equal > 0)
         lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
         return Cost(**lines, message=sheets.message)
 
@@ -145,7 +155,9 @@ class Layers:
 
     def place(self, split: Split) -> Place:
         """What of a split decides times."""
-        return split.near, split.inside(self.micros.machine.ranks)
+        if split not in self._places:
+            self._places[split] = split.near, split.inside(self.micros.machine.ranks)
+        return self._places[split]
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made of these costs before, by a key that says all that it follows from."""

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.errors import AutoparError, divisors, first_sentence
+from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
 from autopar.planning.budget import with_fewest
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
-from autopar.planning.micro import HIGH, LOW
+from autopar.planning.micro import HIGH
 from autopar.planning.predict import Prediction, predict
 from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
@@ -130,21 +130,22 @@ class Bounds:
         return self._alone_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
 
     def rows(self, candidate: Candidate) -> float:
-        """us of the calls of a step, as if each row took no longer than one of many, and none was computed again; and
-        of its data axes."""
-        split = Split(candidate.tp, candidate.sequence)
-        return self._step(
-            candidate, candidate.rows * self.layers.least_us(split, max(HIGH, candidate.rows)) / candidate.cp
-        )
+        """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
+        computed again and collectives were hidden as well as can be; and of its data axes."""
+        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows))
 
     def parts(self, candidate: Candidate) -> float:
-        """The same as if a rank of cp took no longer for its part of a row than those of a smaller cp, which have less
-        to move. What cp divides has few rows."""
+        """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
         if candidate.cp == 1:
             return 0.0
-        less = next(n for n in divisors(candidate.cp, candidate.cp) if n > 1)
-        split, rows = Split(candidate.tp, candidate.sequence, candidate.cp // less), candidate.rows
-        return self._step(candidate, rows * self.layers.least_us(split, LOW if rows == LOW else max(HIGH, rows)) / less)
+        low = self.layers.micros.low
+        return self._least(candidate, candidate.split.near, low if candidate.rows == low else max(HIGH, candidate.rows))
+
+    def _least(self, candidate: Candidate, of: Split, rows: int) -> float:
+        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
+        share = candidate.rows / rows * of.cp / candidate.cp
+        forward, backward = self.layers.least_us(candidate.split, of, rows, share)
+        return self._step(candidate, forward + backward, forward / (forward + backward))
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
@@ -152,7 +153,7 @@ class Bounds:
         micro_us = cost.forward(self.equal) + cost.backward(self.equal)
         return self._step(candidate, micro_us, cost.forward(self.equal) / micro_us)
 
-    def _step(self, candidate: Candidate, micro_us: float, forward: float = LEAST_FORWARD) -> float:
+    def _step(self, candidate: Candidate, micro_us: float, forward: float) -> float:
         busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward)
         return busy + self._data_us(candidate)
 

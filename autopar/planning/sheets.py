@@ -12,6 +12,7 @@ from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
 
 ONCE = "CPE"  # actions that run once a step
+Costs = dict[str, float]  # by the names of `Cost`
 Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
 
@@ -54,26 +55,34 @@ class Sheets:
         message = self.message + (other.message - self.message) * share
         return Sheets(found, self.stored, message)
 
-    def cost(self, machine: Machine, is_less: bool) -> dict[str, float]:
-        """What the programs cost, by the names of `Cost`. is_less: without one of the layers."""
+    def costs(self, machine: Machine, has_less: bool) -> tuple[Costs, Costs, Costs]:
+        """What the programs cost: the whole, the same without one of the layers, and the part of some of these that
+        belongs to what comes before the equal layers. has_less: False where no layer is left out."""
+        times = {kind: pair[0].times(machine) for kind, pair in self.sheets.items()}
+        whole = self._cost(machine, times, is_less=False)
+        if not has_less:
+            return whole, whole, {}
+        others = {kind: less.times(machine) for kind, (all_, less) in self.sheets.items() if less is not all_}
+        return whole, self._cost(machine, {**times, **others}, is_less=True), self._entry(times)
+
+    def _cost(self, machine: Machine, times: Mapping[str, list[float]], is_less: bool) -> Costs:
         graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
-        spent = {kind: sheet.ran(sheet.times(machine), machine, is_less) for kind, sheet in graphs.items()}
+        spent = {kind: sheet.ran(times[kind], machine, is_less) for kind, sheet in graphs.items()}
         once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
         exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
         backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
         kept = held(self.stored[is_less], graphs, is_less)
         bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
         weights = spent["W"].total if "W" in spent else 0.0
-        times = {"forward": spent["F"].total, "backward": backward, "weights": weights}
-        return {**times, "once": once, "exposed": exposed, **bytes_}
+        found = {"forward": spent["F"].total, "backward": backward, "weights": weights}
+        return {**found, "once": once, "exposed": exposed, **bytes_}
 
-    def entry(self, machine: Machine) -> dict[str, float]:
-        """The part of some of these that belongs to what comes before the equal layers."""
+    def _entry(self, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
-        spent = {kind: sheet.entry_us(sheet.times(machine)) for kind, sheet in whole.items()}
+        spent = {kind: sheet.entry_us(times[kind]) for kind, sheet in whole.items()}
         backward = sum(us for kind, us in spent.items() if kind in "BIW")
-        times = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
-        return {**times, **held_of_entry(self.stored[False], whole)}
+        found = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
+        return {**found, **held_of_entry(self.stored[False], whole)}
 
 
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:

@@ -12,6 +12,7 @@ from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import OF_GRAPHS, PASSES
+from autopar.passes.fuse import fuse
 from autopar.passes.pipeline.stages import Places, graphs_of_stages
 from autopar.passes.recompute import recompute
 from autopar.planning.depth import crossing
@@ -34,6 +35,10 @@ class Micro:
         for step, _ in PASSES:
             graph = step(graph, self.plan) if step in OF_GRAPHS else graph
         return graph
+
+    def fused(self, graph: Program) -> Program:
+        """A graph with the groups of calls that are one kernel, and nothing done to hide collectives."""
+        return fuse(graph, self.plan)
 
     def placed(self, mesh: Mesh) -> Micro:
         """The same where its ranks lie elsewhere: in a mesh with further axes between its own."""

@@ -95,7 +95,7 @@ def test_layouts_of_their_own_cost_the_same(split: Split) -> None:
 @pytest.mark.parametrize(("name", "split"), [*(("llama", split) for split in SPLITS), ("gpt", Split(2, True))])
 def test_less_a_layer(name: str, split: Split, recompute: str) -> None:
     found, less = layers(name), shallower(name).micro(split, LOW, recompute)
-    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW)), {}).cost(MACHINE, is_less=False)
+    row = Sheets.of(less, Rest.of(shallower(name).shallow(LOW)), {}).costs(MACHINE, has_less=False)[0]
     cost = found.cost(split, LOW, recompute)
     few_calls = 2 * (MACHINE.device.least_us + MACHINE.launch_us) + MACHINE.inside.start_us
     for what, value in row.items():  # outside of the layers layouts may differ with their number
@@ -113,8 +113,8 @@ def test_numbers_of_other_rows(split: Split, recompute: str) -> None:
     for rows in (16, 8):
         made = found.sheets(split, rows, recompute)
         own = Sheets.of(found.micros.micro(split, rows, recompute), found._rest, {})
-        for is_less in (False, True):
-            assert made.cost(MACHINE, is_less) == pytest.approx(own.cost(MACHINE, is_less), rel=1e-9)
+        for mine, its in zip(made.costs(MACHINE, True), own.costs(MACHINE, True), strict=True):
+            assert mine == pytest.approx(its, rel=1e-9)
         assert made.message == own.message
     if split == Split():  # beside collectives products are cut into more chunks, the more rows there are
         assert found._sheets[found.place(split), recompute, False].keys() == {LOW, HIGH}, "they were read off programs"
