@@ -11,9 +11,10 @@ from autopar.compiler.compile import batch_arguments, capture_step, lower
 from autopar.compiler.meshes import AXES, mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import TargetError, divisors, one_of
-from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, SHARDED, Mesh
 from autopar.machines import named
 from autopar.planning.batches import resized_call
+from autopar.planning.candidates import RESHARD
 from autopar.planning.decisions import PLANNED
 from autopar.report.instead import instead_text
 
@@ -33,6 +34,8 @@ def compared(
     if batch is not None:
         args, kwargs = resized_call(args, kwargs, {"b": batch})
     steps = [options_of(**each.step) for each in (job, replace(job, **changes))]
+    if changes.get(RESHARD) is False:
+        _check_gathers(steps[1].zero, other)
     captured = capture_step(job.model, job.loss_fn, args, kwargs, steps[0])
     before, after = (lower(captured, *pair) for pair in zip((first, other), steps, strict=True))
     words = " ".join(f"{name}={value}" for name, value in changes.items() if value is not None)
@@ -46,6 +49,16 @@ def _without_ranks(mesh: Mesh) -> dict[str, Any]:
         **({} if axes.intersection(GRADIENT_AXES) else {"zero": None}),
         **({} if "tp" in axes else {"sequence_parallel": False}),
     }
+
+
+def _check_gathers(zero: int | None, mesh: Mesh) -> None:
+    """Raise TargetError where `reshard_after_forward=false` changes nothing."""
+    gathers = zero == 3 or (zero is None and dict(mesh.axes).get(SHARDED, 1) > 1)
+    if not gathers:
+        raise TargetError(
+            f"--instead {RESHARD}=false: it keeps what zero=3 gathers, and the step has zero={zero or 0} on mesh "
+            f"'{mesh}'. Write --instead zero=3 beside it."
+        )
 
 
 def _read(instead: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:

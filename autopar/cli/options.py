@@ -104,7 +104,7 @@ class Options:
 def takes_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The parameter `options` of a command becomes those of `FLAGS`, but for the names in `without`. One that takes
     `mesh` takes `--plan` in its place, too."""
-    taken = [flag for flag in FLAGS if flag[0] not in without]
+    taken = [flag for flag in FLAGS if flag[0].removeprefix("no_") not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.compiler.meshes import AUTO, mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import TargetError
-from autopar.ir.options import StepKeywords
+from autopar.ir.options import StepKeywords, flag_name
 from autopar.planning.decisions import Decisions
 
 
@@ -32,7 +32,8 @@ def check_beside(plan: Decisions, flags: StepKeywords | Mapping[str, Any]) -> No
     for name in flags.keys() & plan.said.keys():
         given, decided = (getattr(options_of(**{name: of[name]}), name) for of in (flags, plan.said))  # type: ignore[literal-required, misc]
         if given != decided:
-            raise _two(f"--{name.replace('_', '-')} {given}", plan, f"{name} = {decided}")
+            flag = flag_name(name)
+            raise _two(flag if flag.startswith("--no-") else f"{flag} {given}", plan, f"{name} = {decided}")
 
 
 def _two(flag: str, plan: Decisions, decided: str) -> TargetError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -16,11 +17,12 @@ from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
+from autopar.planning.batch_sizes import read_batches
 from autopar.planning.batches import rows_of
 from autopar.planning.decisions import PLANNED, write_plan
 from autopar.planning.fixed import read_fixed, ways_text
 from autopar.planning.jobs import layers_of
-from autopar.planning.others import reasons, scales
+from autopar.planning.others import fastest, reasons, scales, with_batches
 from autopar.planning.plan import Asked, Planned, Tell, planned
 from autopar.report.page.plans import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
@@ -35,7 +37,10 @@ def plan_(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py:function or package.module:function")],
     gpus: Annotated[str, typer.Option(metavar="N|N,N,...", help="devices; of several, how the best plans scale")],
     batch: Annotated[
-        int | None, typer.Option(help="rows of a step, on all devices together; by default the job's batch", min=1)
+        str | None,
+        typer.Option(
+            metavar="N|N,N,...|N-N", help="rows of a step, on all devices together; by default the job's batch"
+        ),
     ] = None,
     machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="see `autopar machine show`")] = DEVICES,
     memory: Annotated[str | None, typer.Option(metavar="70GiB", help="what a rank may hold")] = None,
@@ -58,15 +63,23 @@ def plan_(
 ) -> None:
     """Find the fastest plan that fits: sizes and order of axes, ZeRO, recomputation, micro-batches, schedule."""
     sizes, amount = _sizes(gpus), _tokens(tokens)
+    rows = [] if batch is None else read_batches(batch, sizes[0])
+    _check_one(sizes, rows, batch)
     _check_files(sizes, out_file, html)
     fixed = dict(read_fixed(text) for text in fix or ())
     job = options.job(target)
-    rows = batch or rows_of(*batch_arguments(job.batch))
-    asked = Asked(sizes[0], rows, named(machine), _bytes(memory), fixed, top)
+    asked = Asked(sizes[0], rows_of(*batch_arguments(job.batch)), named(machine), _bytes(memory), fixed, top)
     layers = layers_of(job, asked.machine)
-    if len(sizes) > 1 or amount is not None:
-        show(scales_text(_with_bar("devices", lambda tell: scales(layers, asked, sizes, tell)), amount))
-        return
+    each = [replace(asked, gpus=size) for size in sizes]
+    if len(sizes) == 1:
+        each = with_batches(asked, layers, rows, is_range="-" in (batch or ""))
+    if len(each) > 1 or amount is not None:
+        made = _with_bar("best plans", lambda tell: scales(layers, each, tell))
+        show(scales_text(made, amount, "devices" if each[0].batch == each[-1].batch else "rows"))
+        if each[0].batch == each[-1].batch:
+            return
+        each = [fastest(made)]
+    (asked,) = each
     found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
     show(planned_text(found))
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
@@ -75,7 +88,7 @@ def plan_(
     if html is not None:
         write_text(html, _with_bar("page", lambda _: plans_page(found, target, lost)))
     if out_file is not None:
-        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {rows} --machine {machine}", fix)
+        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {asked.batch} --machine {machine}", fix)
         show(f"{out_file}: autopar run {target} --plan {out_file}")
 
 
@@ -91,6 +104,14 @@ def _sizes(text: str) -> list[int]:
     if not all(sizes):
         raise TargetError(f"--gpus {text}: write a number of 1 or more, or several with commas: 8,64,512.")
     return sizes
+
+
+def _check_one(sizes: Sequence[int], rows: Sequence[int], batch: str | None) -> None:
+    if len(sizes) > 1 and len(rows) > 1:
+        raise TargetError(
+            f"--batch {batch}: it is {len(rows)} batches, and there are {len(sizes)} numbers of devices behind --gpus. "
+            f"Write one of either."
+        )
 
 
 def _tokens(text: str | None) -> float | None:

@@ -11,6 +11,7 @@ from autopar.cli.options import Options
 from autopar.compiler.meshes import AUTO
 from autopar.errors import TargetError
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
+from autopar.ir.options import flag_name
 from autopar.job import Job
 from autopar.planning.decisions import PLANNED
 from autopar.settings import Settings
@@ -34,9 +35,9 @@ def check_auto(flags: Mapping[str, Any], machine: str | None, mesh: str) -> None
     if mesh != AUTO and machine is not None:
         raise TargetError(f"--machine {machine}: it is of --mesh {AUTO}, and the mesh is '{mesh}'. Leave it out.")
     for name in flags.keys() & (PLANNED.keys() | {"stages"}) if mesh == AUTO else ():
-        flag = f"--{name.replace('_', '-')}"
         raise TargetError(
-            f"{flag} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with `autopar plan --fix`."
+            f"{flag_name(name)} beside --mesh {AUTO}, which decides it: leave it out, or plan around it with "
+            f"`autopar plan --fix`."
         )
 
 

@@ -307,6 +307,12 @@ def option_texts() -> Mapping[str, str]:
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}
 
 
+def flag_name(name: str) -> str:
+    """How the command line spells an option; what is True by default is turned off: `--no-reshard-after-forward`."""
+    is_on = StepOptions.__dataclass_fields__[name].default is True
+    return f"--{'no-' * is_on}{name.replace('_', '-')}"
+
+
 def short_text(name: str) -> str:
     """The first sentence of what an option means, for the help of the command line."""
     return _SENTENCE_END.split(option_texts().get(name, ""))[0]

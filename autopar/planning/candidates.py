@@ -24,6 +24,7 @@ PIPELINES = (
 )  # fmt: skip
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
+RESHARD = "reshard_after_forward"
 DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
 
 
@@ -54,7 +55,7 @@ class Candidate:
     """A plan. rows: of a micro-batch on one rank; with cp of it its ranks, each of which has a part of every row.
     microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and replicated
     over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many layers are,
-    of recompute="layers"."""
+    of recompute="layers". reshard_after_forward: with zero=3, False gathers parameters once a step, as zero=2 does."""
 
     dp: int
     tp: int
@@ -70,6 +71,7 @@ class Candidate:
     order: tuple[str, ...] = ORDER
     chunks: int = 1
     again: Again | None = None
+    reshard_after_forward: bool = True
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -96,6 +98,11 @@ class Candidate:
         return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.zero else 1
 
     @property
+    def gathers_again(self) -> bool:
+        """True if parameters are gathered for each use, as `Plan.gathers_again` of a program."""
+        return self.zero == 3 and self.reshard_after_forward
+
+    @property
     def halves(self) -> bool:
         """True if gradients of weights are computed apart from those of inputs."""
         return self.schedule.startswith("zb")
@@ -105,6 +112,8 @@ class Candidate:
         found: dict[str, Any] = {"recompute": self.again.policies if self.again else self.recompute}
         if self.data > 1:
             found["zero"] = self.zero
+        if not self.reshard_after_forward:
+            found["reshard_after_forward"] = False
         if self.microbatches > 1:
             found["microbatches"] = self.microbatches
         if self.pp > 1:
@@ -117,6 +126,7 @@ class Candidate:
 
     def __str__(self) -> str:
         words = [self.mesh, f"zero={self.zero}" if self.data > 1 else "", SHORT[self.recompute]]
+        words += ["" if self.reshard_after_forward else "gathered once"]
         words += [str(self.again or "")]
         words += ["whole sequences" if self.tp > 1 and not self.sequence else ""]
         words += [f"{self.microbatches} x {self.rows} rows", self.schedule if self.pp > 1 else ""]
@@ -161,6 +171,9 @@ class Space:
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in no order that means anything.
 
+        A plan with zero=3 has `reshard_after_forward=False` only where that is decided: the compiler emits the programs
+        of zero=2 then, which are there already.
+
         A part of several rows is in no plan: where each of g ranks of cp has a part of g rows, it could as well have
         one of them whole, as a rank of dp, with the same work, the same memory, and no collective within a row.
         """
@@ -185,10 +198,11 @@ class Space:
         own = self.batch // sizes["dp"] // sizes["fsdp"]
         is_split = sizes["dp"] * sizes["cp"] > 1
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
+        reshard = self._may(RESHARD, True)
         pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
         of_axes = list(
             product(
-                self._open("zero", zero),
+                self._open("zero", zero if reshard else set(zero) & {3}),
                 self._open("recompute", RECOMPUTE if self.model.again and sizes["pp"] == 1 else RECOMPUTE[:-1]),
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
@@ -202,7 +216,7 @@ class Space:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
                             sequence, sizes["fsdp"], sizes["cp"], order, chunks,
-                            self.model.again if recompute == LAYERS else None,
+                            self.model.again if recompute == LAYERS else None, reshard,
                         )  # fmt: skip
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:

@@ -103,7 +103,7 @@ def _waits(candidate: Candidate, moved: Moved, machine: Machine) -> float:
     if not candidate.zero:
         scattered, summed = summed, 0.0
     last = moved.last * scattered
-    if candidate.zero == 3:
+    if candidate.gathers_again:
         outside = us("all_gather", moved.parameters - moved.layers * moved.each)
         gathered = 2 * (moved.layers * us("all_gather", moved.each) + outside)  # for each pass
         hidden = count * (moved.forward + moved.backward)
@@ -111,7 +111,7 @@ def _waits(candidate: Candidate, moved: Moved, machine: Machine) -> float:
     gathered = us("all_gather", moved.parameters)
     if count == 1:
         gathered = _longer(gathered, moved.forward, 0.0, machine)
-    if count == 1 or candidate.zero == 2:
+    if count == 1 or candidate.zero >= 2:
         scattered = _longer(count * scattered, count * moved.backward, last, machine)
     return scattered + summed + gathered
 

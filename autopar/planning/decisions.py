@@ -18,8 +18,8 @@ from autopar.ir.options import DTYPES, StepOptions
 
 # What a plan decides, each as it is where no plan says otherwise.
 PLANNED: Mapping[str, Any] = {
-    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "recompute": "none",
-    "sequence_parallel": False, "stage_memory": None,
+    "microbatches": None, "slices": 1, "schedule": "1f1b", "chunks": None, "zero": None, "reshard_after_forward": True,
+    "recompute": "none", "sequence_parallel": False, "stage_memory": None,
 }  # fmt: skip
 _OF_PIPELINES = ("schedule", "chunks", "stage_memory")
 
@@ -83,6 +83,11 @@ def _check(path: str, mesh: Mesh, said: Mapping[str, Any], options: StepOptions)
         raise PlanError(
             f"plan '{path}': zero = 0 splits no states, and axis 'fsdp' of mesh '{mesh}' is there to split them over "
             f"{axes['fsdp']} ranks. Write zero = 1, 2 or 3, or {DATA_AXES[0]} in place of fsdp."
+        )
+    if not options.reshard_after_forward and options.zero != 3 and (options.zero is not None or "fsdp" not in axes):
+        raise PlanError(
+            f"plan '{path}': reshard_after_forward = false keeps what zero = 3 gathered, and the plan has zero = "
+            f"{options.zero or 0}, which gathers for no use alone. Leave it out, or write zero = 3."
         )
     if options.sequence_parallel is True and "tp" not in axes:
         raise PlanError(

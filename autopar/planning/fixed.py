@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.planning.candidates import PIPELINES, RECOMPUTE
+from autopar.planning.candidates import PIPELINES, RECOMPUTE, RESHARD
 from autopar.planning.orders import ORDER
 
 
@@ -19,8 +19,12 @@ class Way:
     read: Callable[[str], Any]
 
 
-def _count(text: str) -> int | None:
+def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
+
+
+def _count(text: str) -> int | None:
+    return _number(text) or None
 
 
 def _order(text: str) -> tuple[str, ...] | None:
@@ -33,9 +37,10 @@ def _word(*words: str) -> Way:
 
 
 WAYS: Mapping[str, Way] = {
-    **dict.fromkeys(("dp", "fsdp", "cp", "tp", "pp", "zero", "rows", "microbatches", "chunks"), Way("N", _count)),
+    **dict.fromkeys(("dp", "fsdp", "cp", "tp", "pp"), Way("N", _count)), "zero": Way("N", _number),
+    **dict.fromkeys(("rows", "microbatches", "chunks"), Way("N", _count)),
     "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES)),
-    "sequence": Way("true|false", {"true": True, "false": False}.get),
+    **dict.fromkeys(("sequence", RESHARD), Way("true|false", {"true": True, "false": False}.get)),
     "order": Way("AXIS,AXIS,...", _order),  # outermost first; axes that are not named lie anywhere
 }  # fmt: skip
 

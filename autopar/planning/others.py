@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.measure import human
 from autopar.ir.mesh import CONTEXT
+from autopar.planning.batch_sizes import batches_of
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER
-from autopar.planning.plan import Asked, Planned, Tell, candidates_of, planned
+from autopar.planning.plan import Asked, Planned, Tell, candidates_of, is_divided, planned
 from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
 from autopar.planning.search import Found, search
@@ -65,9 +66,11 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
             yield f"tp={tp}", {"tp": tp}
     if best.cp > 1:
         yield "no context parallelism", {"cp": 1}
-    if best.data > 1:
+    if best.data > 1 and best.reshard_after_forward:
         other = 0 if best.zero else 3
         yield f"zero={other}", {"zero": other}
+    if best.gathers_again:
+        yield "parameters gathered once a step (zero=2)", {"zero": 2}
     yield from _placings(best, found)
     if best.pp > 1:
         schedule = "zb-h1" if best.schedule == "1f1b" else "1f1b"
@@ -144,25 +147,43 @@ def _why(name: str, candidate: Candidate, found: Planned) -> str:
     return ""
 
 
-# -- more devices ---------------------------------------------------------------------------------------------------
+# -- other devices, other batches -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The best plan for a number of devices; or why there is none."""
+    """The best plan for what is asked; or why there is none."""
 
-    gpus: int
+    asked: Asked
     found: Planned | None
     fault: str = ""
 
 
-def scales(layers: Layers, asked: Asked, sizes: Sequence[int], tell: Tell = lambda done, all_: None) -> list[Scale]:
-    """The best plan for each number of devices, at one batch."""
+def with_batches(asked: Asked, layers: Layers, rows: Sequence[int], is_range: bool) -> list[Asked]:
+    """What is asked, for each of several batches. rows: of these; is_range: without those that no plan divides. If
+    there are none, the batches that a fixed number of micro-batches of fixed rows make; else the one that is asked."""
+    found = [replace(asked, batch=each) for each in rows or batches_of(asked.fixed, asked.gpus) or [asked.batch]]
+    if rows and not is_range:
+        return found
+    return [each for each in found if is_divided(each, layers)] or found[:1]
+
+
+def scales(layers: Layers, asked: Sequence[Asked], tell: Tell = lambda done, all_: None) -> list[Scale]:
+    """The best plan for each of what is asked: numbers of devices, or batches."""
     made = []
-    for i, gpus in enumerate(sizes):
-        tell(i, len(sizes))
+    for i, each in enumerate(asked):
+        tell(i, len(asked))
         try:
-            made.append(Scale(gpus, planned(layers, replace(asked, gpus=gpus, top=1))))
+            made.append(Scale(each, planned(layers, replace(each, top=1))))
         except AutoparError as error:
-            made.append(Scale(gpus, None, str(error).splitlines()[0]))
+            made.append(Scale(each, None, str(error).splitlines()[0]))
     return made
+
+
+def fastest(made: Sequence[Scale]) -> Asked:
+    """Of what was asked, that with the most tokens a second. Raises PlanError where there is no plan for any."""
+    rates = {scale.asked.batch: scale.found.rate for scale in made if scale.found is not None}
+    if not rates:
+        rows = [scale.asked.batch for scale in made]
+        raise PlanError(f"none of {len(rows)} batches from {min(rows)} to {max(rows)} rows has a plan: {made[0].fault}")
+    return next(scale.asked for scale in made if scale.asked.batch == max(rates, key=lambda rows: rates[rows]))

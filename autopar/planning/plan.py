@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from autopar.ir.measure import human
 from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
-from autopar.planning.candidates import LAYERS, Candidate, Model, Space
+from autopar.planning.batch_sizes import OF_A_BATCH
+from autopar.planning.candidates import LAYERS, RESHARD, Candidate, Model, Space
 from autopar.planning.captures import LEAST_ROWS
 from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
@@ -53,6 +55,11 @@ class Planned:
     programs: Layers
 
     @property
+    def rate(self) -> float:
+        """Tokens that the best plan trains on in a second."""
+        return self.tokens / self.found.best[0].total * 1e6
+
+    @property
     def certificate(self) -> str:
         """How many candidates there were, what became of them, and what none of them has."""
         none = {"cp": self.model.whole, "micro-batches or pp": first_sentence(self.model.coupled)}
@@ -72,7 +79,7 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     Raises PlanError if no plan fits, with the least memory that any would take, and for a batch that no number of
     devices divides.
     """
-    model = Model(layers.equal, _no_context(layers, asked), layers.micros.coupled, layers.first)
+    model = model_of(layers, asked)
     work = _work(layers.whole, layers, asked)
     candidates = candidates_of(asked, model)
     if not candidates:
@@ -85,7 +92,21 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
 
 def candidates_of(asked: Asked, model: Model) -> list[Candidate]:
     """All plans for what is asked."""
-    return list(Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed).candidates())
+    return list(_space(asked, model).candidates())
+
+
+def is_divided(asked: Asked, layers: Layers) -> bool:
+    """True if there is a plan that divides the batch, whether it fits or not."""
+    return next(_space(asked, model_of(layers, asked)).candidates(), None) is not None
+
+
+def _space(asked: Asked, model: Model) -> Space:
+    return Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed)
+
+
+def model_of(layers: Layers, asked: Asked) -> Model:
+    """What of the model says which plans there are."""
+    return Model(layers.equal, _no_context(layers, asked), layers.micros.coupled, layers.first)
 
 
 def _no_context(layers: Layers, asked: Asked) -> str:
@@ -132,10 +153,26 @@ def _room(asked: Asked, model: Model) -> str:
 
 
 def _part(asked: Asked, model: Model) -> str:
-    """What it takes to compute a part of the layers again, where that is fixed."""
-    if asked.fixed.get("recompute") != LAYERS:
-        return ""
-    return f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
+    """What it takes to decide what is of some plans alone, where that is fixed."""
+    found = ""
+    if asked.fixed.get("recompute") == LAYERS:
+        found += (
+            f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
+        )
+    if not asked.fixed.get(RESHARD, True):
+        found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp and cp together."
+    return found + _rows_text(asked)
+
+
+def _rows_text(asked: Asked) -> str:
+    """Which batches have the micro-batches that are fixed."""
+    given = {name: asked.fixed[name] for name in OF_A_BATCH if name in asked.fixed}
+    words, unit = fixed_text(given), math.prod(given.values())
+    if len(given) == len(OF_A_BATCH):
+        return f" With {words} it is {unit} rows for each rank of dp and fsdp: leave --batch out, and it follows."
+    if asked.batch % unit:
+        return f" With {words} it is a multiple of {unit}, as {-(-asked.batch // unit) * unit} is."
+    return ""
 
 
 def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
@@ -159,8 +196,9 @@ def _none_fits(asked: Asked, found: Found, model: Model) -> PlanError:
 
 def _freed(asked: Asked, found: Found) -> str:
     """What is fixed and takes memory."""
-    recompute = asked.fixed.get("recompute", "full")
-    return f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
+    recompute, reshard = asked.fixed.get("recompute", "full"), asked.fixed.get(RESHARD, True)
+    text = f" recompute={recompute} is fixed: full keeps less." if recompute not in ("full", LAYERS) else ""
+    return text if reshard else f"{text} {RESHARD}=false is fixed: true keeps less."
 
 
 def _capital(text: str) -> str:

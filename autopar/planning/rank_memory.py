@@ -37,7 +37,9 @@ def _others(stage: Stage) -> float:
 def _copies(candidate: Candidate, rank: Stage) -> float:
     """Bytes of the parameters as a step reads them: in another dtype, and gathered."""
     cost, layers = rank.cost, rank.share.stored.layers
-    if candidate.zero == 3:  # of the layer at work and of the next one, and what is largest of gradients on their way
+    if (
+        candidate.gathers_again
+    ):  # of the layer at work and of the next one, and what is largest of gradients on their way
         on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.gradients.entry)
         return 2 * (cost.copies.each + cost.plain.each) + on_way
     gathered = 0.0

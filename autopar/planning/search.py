@@ -158,7 +158,7 @@ class Bounds:
         return busy + self._data_us(candidate)
 
     def _data_us(self, candidate: Candidate) -> float:
-        key = candidate.axes, candidate.zero, candidate.microbatches
+        key = candidate.axes, candidate.zero, candidate.gathers_again, candidate.microbatches
         if key not in self._data:
             self._data[key] = least_data_us(candidate, self._whole, self.equal, self.rising)
         return self._data[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from autopar.ir.measure import human
 from autopar.planning.others import Scale
@@ -23,7 +24,7 @@ def plan_line(planned: Planned) -> str:
     """What is predicted of the best plan."""
     best, asked = planned.found.best[0], planned.asked
     return (
-        f"predicted on {asked.machine.name}: {time_text(best.total)} a step, {planned.tokens / best.total * 1e6:,.0f} "
+        f"predicted on {asked.machine.name}: {time_text(best.total)} a step, {planned.rate:,.0f} "
         f"tokens a second, MFU {_mfu(planned, best):.1%}, {human(best.memory)} of {human(asked.limit)} a device"
     )
 
@@ -37,32 +38,33 @@ def reason_line(planned: Planned) -> str:
     return "; ".join((found, *others, planned.certificate))
 
 
-SCALE_HEADS = ("devices", "plan", "step", "tokens/s", "a device", "MFU", "memory")
+SCALE_HEADS = ("plan", "step", "tokens/s", "a device", "MFU", "memory")
 
 
-def scales_text(scales: Sequence[Scale], tokens: float | None) -> str:
-    """The best plan for each number of devices. tokens: of a training, for its days and its hours of devices."""
+def scales_text(scales: Sequence[Scale], tokens: float | None, of: Literal["devices", "rows"] = "devices") -> str:
+    """The best plan for each number of devices, or of rows a step. tokens: of a training, for its days and its hours of
+    devices."""
     more = () if tokens is None else (f"days for {tokens:.3g} tokens", "device hours")
-    heads = (*SCALE_HEADS, *more)
-    rows = [_scale_row(each, tokens) for each in scales]
-    faults = [f"{each.gpus} devices: {each.fault}" for each in scales if each.fault]
-    return "\n".join([table_text(heads, [row for row in rows if row]), *faults])
+    heads = (of, *SCALE_HEADS, *more)
+    rows = [(f"{_count(each, of)}", *_scale_row(each.found, tokens)) for each in scales if each.found is not None]
+    faults = [f"{_count(each, of)} {of}: {each.fault}" for each in scales if each.fault]
+    return "\n".join([table_text(heads, rows), *faults])
 
 
-def _scale_row(scale: Scale, tokens: float | None) -> tuple[str, ...]:
-    """Empty where no plan is."""
-    if scale.found is None:
-        return ()
-    found, best = scale.found, scale.found.found.best[0]
-    rate = found.tokens / best.total * 1e6
+def _count(scale: Scale, of: str) -> int:
+    return scale.asked.gpus if of == "devices" else scale.asked.batch
+
+
+def _scale_row(found: Planned, tokens: float | None) -> tuple[str, ...]:
+    best, gpus, rate = found.found.best[0], found.asked.gpus, found.rate
     row = (
-        str(scale.gpus), str(best.candidate), time_text(best.total), f"{rate:,.0f}", f"{rate / scale.gpus:,.0f}",
-        f"{_mfu(found, best):.1%}", human(best.memory),
+        str(best.candidate), time_text(best.total), f"{rate:,.0f}", f"{rate / gpus:,.0f}", f"{_mfu(found, best):.1%}",
+        human(best.memory),
     )  # fmt: skip
     if tokens is None:
         return row
     hours = tokens / rate / 3600
-    return (*row, f"{hours / 24:,.1f}", f"{hours * scale.gpus:,.0f}")
+    return (*row, f"{hours / 24:,.1f}", f"{hours * gpus:,.0f}")
 
 
 def _longer(found: Prediction, best: Prediction) -> str:

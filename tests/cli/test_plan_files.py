@@ -27,9 +27,14 @@ WRONG = {
     "explain JOB --plan PLAN --instead tp=3": "--instead tp=3: the 2 ranks of mesh 'dp=2' stay, and 'tp=3' does not",
     "explain JOB --plan PLAN --instead tq=2": "--instead tq=2: write cp=N, dp=N,",
     "explain JOB --plan PLAN --instead zero=x": "--instead zero=x: write zero=0-3.",
+    "explain JOB --plan PLAN --instead reshard_after_forward=false": "--instead reshard_after_forward=false: it keeps "
+    "what zero=3 gathers, and the step has zero=1 on mesh 'dp=2'. Write --instead zero=3 beside it.",
+    "run JOB --mesh auto --no-reshard-after-forward": "--no-reshard-after-forward beside --mesh auto, which dec",
     "explain JOB --plan PLAN --instead zero=7": "zero=7: write 0, 1 ",
     "plan JOB --gpus 0": "--gpus 0: write a number of 1 or more, or several with commas: 8,64,512.",
     "plan JOB --gpus 2,4 --out PLAN": "--out PLAN: it is of one number of devices, and there are 2 behind --gpus.",
+    "plan JOB --gpus 2 --batch 9-8": "--batch 9-8: the range ends with 8 rows, before it begins. Write 8-9.",
+    "plan JOB --gpus 2,4 --batch 8,16": "--batch 8,16: it is 2 batches, and there are 2 numbers of devices behind -",
     "plan JOB --gpus 2 --html SAVED/no/page.html": "--html SAVED/no/page.html: there is no folder 'SAVED/no'; make it",
     "plan JOB --gpus 2 --tokens many": "--tokens many: write a number above 0, such as 15T, 300B or 1.5e12.",
     "plan JOB --gpus 2 --fix tp=x": "--fix tp=x: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N",
@@ -65,7 +70,10 @@ def test_what_says_another_thing_than_the_plan(line: str, places: dict[str, str]
 def test_what_another_plan_would_change(places: dict[str, str]) -> None:
     """Also where the options of the plan have no ranks there."""
     found = []
-    for instead in ("--instead tp=2 --instead recompute=full", "--instead microbatches=4", "--instead zero=1"):
+    for instead in (
+        "--instead tp=2 --instead recompute=full", "--instead microbatches=4", "--instead zero=1",
+        "--instead zero=3 --instead reshard_after_forward=false",
+    ):  # fmt: skip
         code, shown, said = call(filled(f"explain JOB --plan PLAN --machine cpu --batch 16 {instead}", places))
         assert code == 0, said
         found.append(shown.splitlines())
@@ -74,6 +82,7 @@ def test_what_another_plan_would_change(places: dict[str, str]) -> None:
     assert step.endswith("%") and "moves 0 B, then " in tp, found[0]
     assert any("calls, then" in line for line in found[1]) and found[1][1] != found[2][1]
     assert all(line.split()[-1][0] not in "+-" for line in found[2][1:]), "the same plan: nothing changes"
+    assert "zero=3 reshard_after_forward=False" in found[3][0], found[3]
 
 
 def test_what_says_the_same_as_the_plan_may_stay(places: dict[str, str]) -> None:

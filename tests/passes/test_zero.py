@@ -24,6 +24,7 @@ from autopar.ir.measure import local_bytes, local_type
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes, record
+from autopar.ir.text import print_program
 from autopar.passes.zero import stored_layout
 from autopar.runtime import mesh_ops, virtual
 from autopar.verification.verify import verify_compiled
@@ -169,6 +170,18 @@ def test_bytes_are_those_of_the_paper():
     assert moved(found, "reduce_scatter") == PARAMETERS
     kept = rows(3, reshard_after_forward=False)
     assert moved(kept, "all_gather") == PARAMETERS
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"mesh": "pp=2,dp=2", "microbatches": 2}], ids=str)
+def test_without_resharding_zero_3_is_the_programs_of_zero_2(options: dict[str, Any]):
+    """`plan` has but one of the two."""
+
+    def texts(found: Compiled) -> list[str]:
+        graphs = {} if found.pipeline is None else found.pipeline.graphs
+        return [print_program(each) for each in (found.program, *graphs.values())]
+
+    assert texts(rows(3, reshard_after_forward=False, **options)) == texts(rows(2, **options))
+    assert texts(rows(3, **options)) != texts(rows(2, **options))
 
 
 def test_a_step_of_micro_batches_reduces_once_or_each_time():

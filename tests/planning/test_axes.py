@@ -99,14 +99,16 @@ def read_all(*texts: str) -> dict[str, object]:
     return dict(map(read_fixed, texts))
 
 
-@pytest.mark.parametrize("text", ["tp=x", "sequence=1", "order=tp,tp", "order=ep", "chunks", "recompute=half"])
+@pytest.mark.parametrize(
+    "text", ["tp=x", "rows=0", "sequence=1", "order=tp,tp", "order=ep", "chunks", "recompute=half"]
+)
 def test_what_cannot_be_decided(text: str) -> None:
     with pytest.raises(PlanError) as raised:
         read_fixed(text)
     assert str(raised.value) == (
         f"--fix {text}: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
         f"chunks=N, recompute=none|selective|full|layers, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v, "
-        f"sequence=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, tp."
+        f"sequence=true|false, reshard_after_forward=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, tp."
     )
 
 

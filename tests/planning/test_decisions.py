@@ -21,6 +21,8 @@ WRONG = {
     'mesh = "dp=2"\nzero = 7': "plan 'FILE': zero=7: write 0, 1 ",
     'mesh = "tp=2"\nzero = 1': "plan 'FILE': zero = 1 splits states over the ranks of dp, fsdp or cp",
     'mesh = "fsdp=2"\nzero = 0': "plan 'FILE': zero = 0 splits no states, and axis 'fsdp' of mesh 'fsdp=2'",
+    'mesh = "dp=2"\nzero = 1\nreshard_after_forward = false': "plan 'FILE': reshard_after_forward = false "
+    "keeps what zero = 3 gathered, and the plan has zero = 1,",
     'mesh = "dp=2"\nschedule = "1f1b"': "plan 'FILE': schedule = \"1f1b\" is of a pipeline, and mesh 'dp=2' has 1 rank",
     'mesh = "dp=2"\nchunks = 2': "plan 'FILE': chunks = 2 is of a pipeline, and mesh 'dp=2' has 1 rank on axis 'pp'",
     'mesh = "dp=2"\nsequence_parallel = true': "plan 'FILE': sequence_parallel = true splits over tp, and mesh 'dp=2'",
@@ -45,6 +47,7 @@ def test_what_is_wrong_in_a_plan(text: str | None, tmp_path: Path) -> None:
 def test_every_candidate_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     some = list(Space(8, 16, 8, Model(8), {}).candidates())[::7]
+    some += list(Space(8, 16, 8, Model(8), {"reshard_after_forward": False}).candidates())[::50]
     assert {each.pp > 1 for each in some} == {each.dp > 1 for each in some} == {True, False}
     for candidate in some:
         write_plan(file, candidate.mesh, candidate.options(), ["a note"])
@@ -55,9 +58,10 @@ def test_every_candidate_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_all_kinds_of_values(tmp_path: Path) -> None:
     said = {"recompute": {"blocks.0-3": "full", "*": 0.5}, "slices": [512, 256], "schedule": "seq1f1b", "chunks": 1}
-    write_plan(tmp_path / "plan.toml", "pp=2", {**said, "reduce_dtype": "bf16", "reshard_after_forward": False})
+    said |= {"zero": 3, "reshard_after_forward": False}
+    write_plan(tmp_path / "plan.toml", "pp=2,dp=2", {**said, "reduce_dtype": "bf16"})
     found = read_plan(tmp_path / "plan.toml")
-    assert found.said == {**said, "reduce_dtype": torch.bfloat16, "reshard_after_forward": False}
+    assert found.said == {**said, "reduce_dtype": torch.bfloat16}
 
 
 def test_a_plan_for_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from autopar.machines import Machine
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.micro import Micros, Split
-from autopar.planning.others import LESS, best_with, frontier, reasons, scales
+from autopar.planning.others import LESS, best_with, fastest, frontier, reasons, scales, with_batches
 from autopar.planning.plan import Asked, Planned, candidates_of, planned
 from autopar.planning.predict import Prediction, predict
 from autopar.report.plans import scales_text
@@ -101,8 +102,8 @@ def test_a_wide_tp_crosses_nodes() -> None:
 
 
 def test_how_plans_scale() -> None:
-    made = scales(layers(), ASKED, [1, 4, 7])
-    assert [each.gpus for each in made] == [1, 4, 7] and made[2].found is None
+    made = scales(layers(), [replace(ASKED, gpus=gpus) for gpus in (1, 4, 7)])
+    assert [each.asked.gpus for each in made] == [1, 4, 7] and made[2].found is None
     text = scales_text(made, 1e9)
     head, one, four, fault = text.splitlines()
     assert head.split()[:4] == ["devices", "plan", "step", "tokens/s"] and head.endswith("device hours")
@@ -111,6 +112,51 @@ def test_how_plans_scale() -> None:
     hours = 1e9 / (8 / best.total * 1e6) / 3600
     assert four.split()[-2:] == [f"{hours / 24:,.1f}", f"{hours * 4:,.0f}"] and one.startswith("1 ")
     assert fault.startswith("7 devices: no plan for 7 devices")
+
+
+def test_the_best_of_several_batches() -> None:
+    refused = replace(ASKED, batch=7, fixed={**ASKED.fixed, "dp": 4})
+    made = scales(layers(), [*(replace(ASKED, batch=batch) for batch in (8, 16)), refused])
+    best = [each.found.found.best[0] for each in made[:2] if each.found is not None]
+    alone = planned(layers(), replace(ASKED, batch=16)).found.best[0]
+    assert best[1] == alone and best[0].total / 8 > alone.total / 16, "rows of a step cost less of a larger one"
+    assert fastest(made) == fastest(made[::-1]) == replace(ASKED, batch=16)
+    head, eight, sixteen, fault = scales_text(made, None, "rows").splitlines()
+    assert head.split()[:4] == ["rows", "plan", "step", "tokens/s"] and eight.startswith("8 ")
+    assert f"{16 / alone.total * 1e6:,.0f}" in sixteen and fault.startswith("7 rows: no plan for 4 devices and 7 r")
+    with pytest.raises(PlanError, match="none of 1 batches from 7 to 7 rows has a plan: no plan for 4 devices and 7"):
+        fastest(made[2:])
+
+
+def batches(named: Sequence[int] = (), is_range: bool = False, **fixed: int) -> list[int]:
+    asked = replace(ASKED, fixed={**ASKED.fixed, **fixed})
+    return [each.batch for each in with_batches(asked, layers(), named, is_range)]
+
+
+def test_which_batches_are_planned_for() -> None:
+    assert batches() == [8] and batches([4, 7]) == [4, 7]
+    assert batches([4, 6, 8], is_range=True, dp=4) == [4, 8], "those that a plan divides"
+    assert batches([6, 7], is_range=True, dp=4) == [6], "of none the first, which says why"
+    assert batches(rows=2) == batches(microbatches=2) == [8], "that of the job"
+    assert batches(rows=2, microbatches=3) == [6, 12, 24] and batches(rows=2, microbatches=3, tp=2) == [6, 12]
+    assert batches([12], rows=2, microbatches=3) == [12]
+
+
+@pytest.mark.parametrize(
+    ("batch", "fixed", "words"),
+    [
+        (8, {"rows": 3}, " With rows=3 it is a multiple of 3, as 9 is."),
+        (
+            8,
+            {"rows": 2, "microbatches": 3},
+            " With rows=2, microbatches=3 it is 6 rows for each rank of dp and fsdp: l",
+        ),
+    ],
+)
+def test_a_batch_without_the_micro_batches_that_are_fixed(batch: int, fixed: dict[str, int], words: str) -> None:
+    with pytest.raises(PlanError, match="no plan for 4 devices and 8 rows a step with recompute=none, ") as raised:
+        planned(layers(), replace(ASKED, batch=batch, fixed={**ASKED.fixed, **fixed}))
+    assert "Change the batch or what is fixed." + words in str(raised.value)
 
 
 def test_more_devices_than_the_model_can_use() -> None:

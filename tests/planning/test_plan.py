@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def test_what_is_fixed_stays(planned: Planned) -> None:
     "candidate",
     [
         Candidate(2, 1, 1, 0, "none", 1, 2), Candidate(1, 4, 1, 0, "full", 2, 2), Candidate(2, 2, 1, 3, "none", 1, 2),
+        Candidate(2, 1, 1, 3, "none", 1, 2, reshard_after_forward=False),
         Candidate(1, 2, 1, 0, "none", 1, 4, sequence=True),
     ],
     ids=str,
@@ -113,6 +115,21 @@ def test_a_pipeline_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
     )
     near = 0.08 if candidate.schedule == "zb-h1" else 0.05  # 6.4 % too fast over tp
     assert predict(candidate, layers(), MACHINE).total == pytest.approx(compiled.time(MACHINE).total, rel=near)
+
+
+def test_parameters_that_are_gathered_once(planned: Planned) -> None:
+    """With zero=3, and of no plan where it is not decided: the programs are those of zero=2, which are there."""
+    assert {each.candidate.reshard_after_forward for each in planned.found.tried} == {True}
+    found, two = (
+        planned_for(fixed={**PLAIN, **fixed, "dp": 2}).found.best
+        for fixed in ({"reshard_after_forward": False}, {"zero": 2})
+    )
+    assert [replace(each.candidate, zero=2, reshard_after_forward=True) for each in found] == [e.candidate for e in two]
+    assert [(each.total, each.memory) for each in found] == [(each.total, each.memory) for each in two]
+    with pytest.raises(PlanError, match="reshard_after_forward=false is of plans with zero=3, over 2 or more ranks of"):
+        planned_for(fixed={"zero": 1, "reshard_after_forward": False})
+    with pytest.raises(PlanError, match=r"no plan fits in 1 MB .* reshard_after_forward=false is fixed: true keeps"):
+        planned_for(memory=1e6, fixed={**PLAIN, "reshard_after_forward": False})
 
 
 def test_no_plan_fits() -> None:
@@ -151,3 +168,10 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert re.search(r"4 devices of a100-80g, 8 rows \(8 tokens\) a step, at most 79 GB a device", said)
     assert re.search(r"\d+ candidates: ", said) and "dp=4" in said
     assert named("a100-80g").device.memory == 85.9e9
+    out = tmp_path / "plan.toml"
+    cli.app([*words[:4], "--batch", "4-16", *words[6:], "--fix", "tp=1", "--out", str(out)], standalone_mode=False)
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[:5]] == ["rows", "4", "8", "12", "16"], table
+    best = max(table[1:5], key=lambda line: float(re.findall(r"([\d,]+)  ", line)[1].replace(",", "")))
+    assert table[5].startswith(f"4 devices of a100-80g, {best.split()[0]} rows (") and table[7].split()[0] in best
+    assert f" --batch {best.split()[0]} " in out.read_text().splitlines()[0]
