@@ -22,6 +22,8 @@ LOOKUPS = frozenset(
 # a piece of rows once or twice, and writes exponentials into a buffer. What it does there finds the buffer in a cache.
 PASSES: Mapping[Any, int] = MappingProxyType({op("logsumexp"): 3, op("cross_entropy_backward"): 3})
 WIDE = 4
+# Gradients that are written over an operand, of which nothing else is left: they need no memory of their own.
+OVER = frozenset((op("cross_entropy_backward"),))
 
 
 def moved_bytes(node: fx.Node, sizes: Mapping[fx.Node, int]) -> float:

@@ -16,7 +16,7 @@ from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
 from autopar.machines.model import FRESH, MESSAGE, Group
 from autopar.passes.causal import causal_pairs
-from autopar.passes.moved import moved_bytes
+from autopar.passes.moved import OVER, moved_bytes
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
@@ -152,6 +152,8 @@ def least_flops(node: fx.Node, mesh: Mesh) -> float:
 
 
 def _results(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> tuple[float, ...]:
+    if node.target in OVER:
+        return ()
     if len(record(node).types) == 1:
         return (sizes[node],)
     return tuple(type_.bytes_ for type_ in local_types(node, mesh))

@@ -1,4 +1,4 @@
-"""How many bytes calls read and write: their operands and results, but for lookups and for kernels of several passes."""
+"""How many bytes calls read and write: operands and results, but for lookups and for kernels of several passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import autopar
 from autopar.ir.measure import local_bytes
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes
-from autopar.passes.moved import LOOKUPS, PASSES
+from autopar.passes.moved import LOOKUPS, OVER, PASSES
 from autopar.passes.node_costs import loads_of
 
 ROWS, WORDS, WIDTH = 6, 50, 8
@@ -38,10 +38,11 @@ def test_what_calls_move() -> None:
     for node, load in loads.items():
         seen.add(node.target)
         every = sizes[node] + sum(sizes[operand] for operand in operand_nodes(node))
+        assert (load.results == ()) == (node.target in OVER)
         if node.target in PASSES:
             assert load.moved == 3 * ROWS * WORDS * 4, node
         elif node.target in LOOKUPS:
-            table, *others = operand_nodes(node)
+            _, *others = operand_nodes(node)
             assert load.moved == 2 * sizes[node] + sum(sizes[other] for other in others) < every, node
         else:
             assert load.moved == every, node
