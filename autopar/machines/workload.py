@@ -18,7 +18,6 @@ KINDS = (*COLLECTIVES, MESSAGE)
 SHAPES: dict[str, Callable[[int], tuple[int, int, int, int]]] = {
     "square": lambda n: (1, n, n, n),
     "many rows": lambda n: (1, 4 * n, n // 2, n // 2),  # tokens through a weight
-    "wide": lambda n: (1, n // 4, n // 2, 8 * n),  # few tokens through the head of a language model
     "long sums": lambda n: (1, n // 2, 4 * n, n // 2),  # the gradient of a weight
     "batched": lambda n: (8, n // 2, n // 2, n // 2),  # heads
 }
