@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import Mesh, is_in_time
-from autopar.ir.program import CAST, Program, operand_nodes, root_of
+from autopar.ir.program import CAST, Program, operand_nodes, record, root_of
 from autopar.machines import Machine
-from autopar.passes.node_costs import RING, TURNS, Load, load_us, loads_of
+from autopar.passes.node_costs import RING, TURNS, Load, least_flops, load_us, loads_of
 from autopar.passes.streams import launches_of
 from autopar.planning.depth import Rest
 from autopar.planning.stage import Micro
@@ -38,7 +40,9 @@ class Ask:
         moved = self.fixed + (load.moved - self.fixed) * share
         results = tuple([result * share for result in load.results])
         sent = tuple([(times, size * share) for times, size in load.sent])
-        return replace(load, flops=load.flops * share, moved=moved, results=results, sent=sent)
+        return replace(
+            load, flops=load.flops * share, squares=load.squares * share, moved=moved, results=results, sent=sent
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,12 @@ class Floor:
 def _sums(asks: Sequence[Ask], times: Sequence[float]) -> tuple[float, float]:
     """Of all, and of those that are none of the layer that is left out."""
     return sum(times), sum([time for time, ask in zip(times, asks, strict=True) if ask.stays])
+
+
+def rank_flops(program: Program, counts: Callable[[fx.Node], bool] | None = None) -> float:
+    """The FLOPs that one rank's products compute at least. counts: says which calls; None for all."""
+    products = (node for node in program.calls() if record(node).flops and (counts is None or counts(node)))
+    return sum(least_flops(node, program.mesh) for node in products)
 
 
 def _casts(prologue: Program) -> Iterator[str]:

@@ -19,7 +19,7 @@ from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.cost import Cost, Linear
 from autopar.planning.deal import Sections, Share
 from autopar.planning.depth import Rest
-from autopar.planning.floor import Floor
+from autopar.planning.floor import Floor, rank_flops
 from autopar.planning.micro import HIGH, Micros
 from autopar.planning.sheets import Known, Sheets
 from autopar.planning.split import Split
@@ -37,6 +37,7 @@ class Layers:
         self.micros = Micros(captures, options, machine)
         self._floors: dict[tuple[Split, int], Floor] = {}
         self._least: dict[tuple[Place, Split, int, float], tuple[float, float]] = {}
+        self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
@@ -113,21 +114,33 @@ class Layers:
             self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
         key = self.place(split), of, rows, share
         if key not in self._least:
-            self._least[key] = self._floors[of, rows].us(self._rising, split.placed, share, self._line_us)
+            self._least[key] = self._floors[of, rows].us(self._rising, split.placed, share, self._of_model)
         return self._least[key]
+
+    def flops_again(self, recompute: str) -> float:
+        """The FLOPs of the products that are computed again of a row."""
+        if recompute not in self._flops_again:
+            self._flops_again[recompute] = self._flops(recompute) - self._flops("none")
+        return self._flops_again[recompute]
+
+    def _flops(self, recompute: str) -> float:
+        """Of the products of a row on one rank."""
+        graphs = self.micros.micro(Split(), self.micros.low, recompute).graphs.values()
+        whole, less = (sum(rank_flops(graph, counts) for graph in graphs) for counts in (None, self._rest.counts))
+        return self._of_model(whole, less) / self.micros.low
 
     @cached_property
     def _rising(self) -> Machine:
         return self.micros.machine.rising()
 
-    def _line_us(self, whole: float, less: float) -> float:
+    def _of_model(self, whole: float, less: float) -> float:
         return self._line(whole, less)(self.equal)
 
     def part(self, split: Split) -> float:
         """The part of the products of a micro-batch that each rank of a split computes."""
         low = self.micros.low
-        whole = _products(self.micros.local(Split(), low).program)
-        return _products(self.micros.local(split, low).program) / whole if whole else 1.0
+        whole = rank_flops(self.micros.local(Split(), low).program)
+        return rank_flops(self.micros.local(split, low).program) / whole if whole else 1.0
 
     @cached_property
     def _rest(self) -> Rest:
@@ -165,8 +178,3 @@ class Layers:
             self._made[key] = make()
         found: T = self._made[key]
         return found
-
-
-def _products(program: Program) -> float:
-    """The FLOPs of the products of one rank."""
-    return sum(least_flops(node, program.mesh) for node in program.calls() if record(node).flops)

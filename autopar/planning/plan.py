@@ -14,12 +14,13 @@ from autopar.ir.program import Program, record
 from autopar.job import Job
 from autopar.machines import Machine
 from autopar.planning.batch_sizes import OF_A_BATCH
+from autopar.planning.bounds import Work
 from autopar.planning.candidates import LAYERS, RESHARD, Candidate, Model, Space
 from autopar.planning.captures import LEAST_ROWS
 from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
-from autopar.planning.search import FITS, SAME, Found, Work, search
+from autopar.planning.search import FITS, SAME, Found, search
 from autopar.planning.split import Split
 from autopar.planning.step_time import tokens_of
 

@@ -5,37 +5,31 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from itertools import chain, count, groupby
+from operator import attrgetter
 
 from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
+from autopar.planning.bounds import Bounds, Work
 from autopar.planning.budget import with_fewest
 from autopar.planning.candidates import Candidate
-from autopar.planning.cost import Cost
-from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
-from autopar.planning.micro import HIGH
 from autopar.planning.predict import Prediction, predict
-from autopar.planning.split import Split
-from autopar.planning.states import MOMENTS
 
-LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
+SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
+Alike = tuple[Candidate, ...]
+OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
+# By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
+ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
+    0: attrgetter("dp", "fsdp", "cp", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
+    1: attrgetter(*(each.name for each in fields(Candidate) if each.name not in OWN)),
+    3: lambda candidate: candidate,
+}
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
-    mask of causal attention hides. parameters: their bytes. dtype: of most products."""
-
-    flops: float
-    least: float
-    parameters: float
-    dtype: str
 
 
 @dataclass(slots=True)
@@ -63,35 +57,54 @@ def search(
     """The `top` fastest candidates whose memory is at most `limit` bytes. equal: layers of the model that are equal.
 
     Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
-    no other candidate has a lower one: the first costs nothing, the last a program for each number of rows. When the
-    lowest bound is above the time of the last of `top`, no other can be among them. tell: of progress, (done, all).
+    no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
+    cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
+    can be among them. tell: of progress, (done, all).
     """
-    found, bounds, known = Found(), Bounds(layers, work, machine, equal), list(candidates)
-    queue = [(bounds.products(candidate), i, 1) for i, candidate in enumerate(known)]
+    found, bounds = Found(), Bounds(layers, work, machine, equal)
+    known = [tuple(alike) for _, alike in groupby(candidates, ALIKE[0])]
+    queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
     heapq.heapify(queue)
-    total = len(queue)
+    total = left = sum(map(len, known))
+    number = count(len(queue))  # of what has the same bound, what was there before comes first
     while queue:
-        bound, i, step = heapq.heappop(queue)
-        tell(total - len(queue), total)
+        bound, _, step, alike = heapq.heappop(queue)
         slowest = found.best[-1].total if len(found.best) >= top else math.inf
         if bound >= slowest:
-            found.counts["slower by a bound"] += len(queue) + 1
+            found.counts["slower by a bound"] += left
             break
-        try:
-            if step == 1 and bounds.memory(known[i]) > limit:
-                found.counts["larger by a bound"] += 1
-            elif step < len(bounds.steps):
-                heapq.heappush(queue, (max(bound, bounds.steps[step](known[i])), i, step + 1))
-            else:
-                _try(known[i], found, layers, machine, limit, top, equal, slowest)
-        except AutoparError as error:
-            found.counts[f"refused ({first_sentence(str(error))})"] += 1
-    if not found.best and found.least is None and known:
-        small = min(known, key=bounds.memory)
-        with suppress(AutoparError):  # it is counted already
-            decided = with_fewest(small, layers, machine, limit)
-            found.least = None if decided is None else predict(decided, layers, machine)
+        left -= len(alike)
+        for each in _parts(alike, step):
+            try:
+                if step in ALIKE and all(bounds.memory(one) > limit for one in reversed(each)):
+                    found.counts["larger by a bound"] += len(each)
+                elif step < len(bounds.steps):
+                    more = max(bound, bounds.steps[step](each[0]))
+                    heapq.heappush(queue, (more, next(number), step + 1, each))
+                    left += len(each)
+                else:
+                    _try(each[0], found, layers, machine, limit, top, equal, slowest)
+            except AutoparError as error:
+                found.counts[f"refused ({first_sentence(str(error))})"] += len(each)
+        tell(total - left, total)
+    if not found.best and found.least is None:
+        for small in heapq.nsmallest(SMALL, chain.from_iterable(known), key=bounds.memory):
+            with suppress(AutoparError):  # it is counted already
+                decided = with_fewest(small, layers, machine, limit)
+                if decided is not None:
+                    _keep_least(found, predict(decided, layers, machine))
     return found
+
+
+def _parts(alike: Alike, step: int) -> Iterator[Alike]:
+    """Those of some candidates that a step cannot tell apart."""
+    if step not in ALIKE or len(alike) == 1:
+        yield alike
+        return
+    found: dict[Hashable, list[Candidate]] = {}
+    for one in alike:
+        found.setdefault(ALIKE[step](one), []).append(one)
+    yield from map(tuple, found.values())
 
 
 def _try(
@@ -105,8 +118,7 @@ def _try(
     made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found.tried.append(made)
-    if found.least is None or made.memory < found.least.memory:
-        found.least = made
+    _keep_least(found, made)
     if made.memory > limit:
         found.counts["larger than the memory"] += 1
         return
@@ -114,79 +126,6 @@ def _try(
     found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
 
 
-class Bounds:
-    """What no plan falls below. equal: layers of the model that are equal."""
-
-    def __init__(self, layers: Layers, work: Work, machine: Machine, equal: int) -> None:
-        self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
-        self.rising = machine.rising()
-        flops = machine.device.flops
-        best = max(share for _, share in machine.device.products.points)
-        self._alone_us = work.least / (flops.get(work.dtype, flops["float32"]) * best) * 1e6
-        self._data: dict[Hashable, float] = {}
-
-    def products(self, candidate: Candidate) -> float:
-        """us of the products of a step at the best share of the peak that the machine reaches."""
-        return self._alone_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
-
-    def rows(self, candidate: Candidate) -> float:
-        """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
-        computed again and collectives were hidden as well as can be; and of its data axes."""
-        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows))
-
-    def parts(self, candidate: Candidate) -> float:
-        """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
-        if candidate.cp == 1:
-            return 0.0
-        low = self.layers.micros.low
-        return self._least(candidate, candidate.split.near, low if candidate.rows == low else max(HIGH, candidate.rows))
-
-    def _least(self, candidate: Candidate, of: Split, rows: int) -> float:
-        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
-        share = candidate.rows / rows * of.cp / candidate.cp
-        forward, backward = self.layers.least_us(candidate.split, of, rows, share)
-        return self._step(candidate, forward + backward, forward / (forward + backward))
-
-    def calls(self, candidate: Candidate) -> float:
-        """us of the calls of a step, as if pp divided them without a rest and nothing was computed again."""
-        cost = self.layers.cost(candidate.split, candidate.rows, "none")
-        micro_us = cost.forward(self.equal) + cost.backward(self.equal)
-        return self._step(candidate, micro_us, cost.forward(self.equal) / micro_us)
-
-    def _step(self, candidate: Candidate, micro_us: float, forward: float) -> float:
-        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward)
-        return busy + self._data_us(candidate)
-
-    def _data_us(self, candidate: Candidate) -> float:
-        key = candidate.axes, candidate.zero, candidate.gathers_again, candidate.microbatches
-        if key not in self._data:
-            self._data[key] = least_data_us(candidate, self._whole, self.equal, self.rising)
-        return self._data[key]
-
-    @property
-    def steps(self) -> tuple[Callable[[Candidate], float], ...]:
-        """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.parts, self.calls
-
-    def memory(self, candidate: Candidate) -> float:
-        """Bytes of a rank's part of parameters, states, and of gradients or what a micro-batch keeps at least."""
-        part = self.work.parameters / candidate.tp / candidate.pp
-        stored = (1 + MOMENTS) * part / candidate.shards
-        gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
-        ranks = candidate.tp * candidate.pp * candidate.cp
-        saved = self._whole.saved.each * self.equal * candidate.rows / self.layers.micros.low
-        return stored + max(gradients, saved / ranks)
-
-    @cached_property
-    def _whole(self) -> Cost:
-        """Of the fewest rows on one rank that keeps as little as it can."""
-        return self.layers.cost(Split(), self.layers.micros.low, "full")
-
-
-def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:
-    """How much longer a pipeline takes at least that fills and empties. forward: the part of a micro-batch's time that
-    its forward pass takes. 1F1B: (m + (p - 1) / v) / m. Where gradients of weights fill the bubble, ranks begin one
-    after the other: the mean of them waits for the forward passes of half of the stages before the last one.
-    """
-    waits = forward / 2 if candidate.halves else 1.0
-    return 1 + waits * (candidate.pp - 1) / candidate.chunks / candidate.microbatches
+def _keep_least(found: Found, made: Prediction) -> None:
+    if found.least is None or made.memory < found.least.memory:
+        found.least = made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import CONTEXT, Mesh
@@ -22,10 +23,11 @@ class Split:
     cp: int = 1
     around: Axes = ()
 
-    @classmethod
-    def of(cls, tp: int, sequence: bool, cp: int, axes: Axes) -> Split:
+    @staticmethod
+    @cache  # many plans differ in nothing else
+    def of(tp: int, sequence: bool, cp: int, axes: Axes) -> Split:
         """As it lies in a mesh of these axes, outermost first."""
-        found = cls(tp, sequence, cp)
+        found = Split(tp, sequence, cp)
         inner = tuple(_inner(axes)) if tp * cp > 1 else ()
         return found if not inner or inner == found.mesh.axes else replace(found, around=inner)
 

@@ -18,6 +18,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
 from autopar.planning import budget
+from autopar.planning.bounds import Bounds
 from autopar.planning.budget import MIXES, with_fewest
 from autopar.planning.candidates import LAYERS, Again, Candidate, Model, Space
 from autopar.planning.decisions import PLANNED, read_plan, write_plan
@@ -25,7 +26,7 @@ from autopar.planning.layers import Layers
 from autopar.planning.others import frontier
 from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
 from autopar.planning.predict import Prediction, predict
-from autopar.planning.search import SAME, Bounds
+from autopar.planning.search import SAME
 
 MACHINE = Machine.flat(1e6, 1e5, 1e3, 2.0, 1.0)
 LENGTH, EQUAL, ROWS = 256, 6, 4
@@ -170,7 +171,7 @@ def test_what_is_fixed(found: Planned) -> None:
     with pytest.raises(PlanError, match=r"recompute=layers is of plans with pp=1 .* equal layers \(6 here\)\."):
         planned_for(math.inf, recompute=LAYERS, pp=2)
     with pytest.raises(
-        PlanError, match=r"no plan fits in .*, with dp=2 zero=2 recompute 5 of 6 layers, selective others "
+        PlanError, match=r"no plan fits in .*, with dp=2 zero=3 recompute 5 of 6 layers, selective others "
     ):
         planned_for(1e3, recompute=LAYERS)
 

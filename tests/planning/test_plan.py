@@ -17,11 +17,11 @@ import autopar
 from autopar.cli import commands as cli
 from autopar.errors import PlanError
 from autopar.machines import Machine, named
+from autopar.planning.bounds import Bounds
 from autopar.planning.candidates import Candidate, Space
 from autopar.planning.layers import Layers
 from autopar.planning.plan import Asked, Planned, layers_of, plan
 from autopar.planning.predict import predict
-from autopar.planning.search import Bounds
 
 ROWS, GPUS = 4, 4
 PLAIN = {"recompute": "none"}  # so that there are few programs to make

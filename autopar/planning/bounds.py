@@ -1,0 +1,126 @@
+"""What no plan falls below: bounds of its time, each of which takes more to know than the one before, and of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from autopar.machines import Machine
+from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost
+from autopar.planning.data_time import least_data_us
+from autopar.planning.layers import Layers
+from autopar.planning.micro import HIGH
+from autopar.planning.split import Split
+from autopar.planning.states import MOMENTS
+
+LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
+    mask of causal attention hides. parameters: their bytes. dtype: of most products."""
+
+    flops: float
+    least: float
+    parameters: float
+    dtype: str
+
+
+class Bounds:
+    """What no plan falls below. equal: layers of the model that are equal."""
+
+    def __init__(self, layers: Layers, work: Work, machine: Machine, equal: int) -> None:
+        self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
+        self.rising = machine.rising()
+        flops = machine.device.flops
+        best = max(share for _, share in machine.device.products.points)
+        self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
+        self._data: dict[Hashable, float] = {}
+
+    def products(self, candidate: Candidate) -> float:
+        """us of the products of a step at the best share of the peak that the machine reaches."""
+        return self.work.least * self._flop_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
+
+    def rows(self, candidate: Candidate, is_again: bool = False) -> float:
+        """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
+        computed again and collectives were hidden as well as can be; and of its data axes."""
+        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
+
+    def parts(self, candidate: Candidate, is_again: bool = False) -> float:
+        """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
+        if candidate.cp == 1:
+            return 0.0
+        rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
+        return self._least(candidate, candidate.split.near, rows, is_again)
+
+    def again(self, candidate: Candidate) -> float:
+        """The greater of these, with the products that are computed again at the best share of the peak."""
+        return max(self.rows(candidate, is_again=True), self.parts(candidate, is_again=True))
+
+    def calls(self, candidate: Candidate) -> float:
+        """us of the calls of a step, as if pp divided them without a rest. Where a part of the layers is computed
+        again, the least of what none, all or some of it take."""
+        if candidate.again is None:
+            return self._of_policy(candidate, candidate.recompute)
+        none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
+        return min(*none, self.again(replace(candidate, recompute="full", again=None)))
+
+    def _of_policy(self, candidate: Candidate, policy: str) -> float:
+        cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
+        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal))
+
+    def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
+        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
+        share = candidate.rows / rows * of.cp / candidate.cp
+        forward, backward = self.layers.least_us(candidate.split, of, rows, share)
+        if is_again and candidate.again is None:
+            flops = self.layers.flops_again(candidate.recompute) * candidate.rows
+            backward += flops / (candidate.tp * candidate.cp) * self._flop_us
+        return self._step(candidate, forward, backward)
+
+    def _step(self, candidate: Candidate, forward: float, backward: float) -> float:
+        micro_us = forward + backward
+        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward / micro_us)
+        return busy + self._data_us(candidate)
+
+    def _data_us(self, candidate: Candidate) -> float:
+        key = candidate.axes, candidate.zero, candidate.gathers_again, candidate.microbatches
+        if key not in self._data:
+            self._data[key] = least_data_us(candidate, self._whole("full"), self.equal, self.rising)
+        return self._data[key]
+
+    @property
+    def steps(self) -> tuple[Callable[[Candidate], float], ...]:
+        """One after the other, each takes more to know than the one before."""
+        return self.products, self.rows, self.parts, self.again, self.calls
+
+    def memory(self, candidate: Candidate) -> float:
+        """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
+        least: that of the mean rank."""
+        whole, layers = self._whole("full" if candidate.again else candidate.recompute), self.equal
+        part = self.work.parameters / candidate.tp / candidate.pp
+        stored = (1 + MOMENTS) * part / candidate.shards
+        copies = whole.copies(layers) / candidate.tp / candidate.pp
+        if candidate.zero == 3:  # of the layer at work and of the next one, with their gradients on the way
+            copies = 2 * (whole.copies.each + whole.plain.each + whole.gradients.each) / candidate.tp
+        gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
+        ranks = candidate.tp * candidate.pp * candidate.cp
+        saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
+        if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients
+            return stored + copies + gradients + saved
+        return stored + copies + max(gradients, saved)
+
+    def _whole(self, policy: str) -> Cost:
+        """Of the fewest rows on one rank."""
+        return self.layers.cost(Split(), self.layers.micros.low, policy)
+
+
+def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:
+    """How much longer a pipeline takes at least that fills and empties. forward: the part of a micro-batch's time that
+    its forward pass takes. 1F1B: (m + (p - 1) / v) / m. Where gradients of weights fill the bubble, ranks begin one
+    after the other: the mean of them waits for the forward passes of half of the stages before the last one.
+    """
+    waits = forward / 2 if candidate.halves else 1.0
+    return 1 + waits * (candidate.pp - 1) / candidate.chunks / candidate.microbatches
