@@ -35,14 +35,21 @@ def _others(stage: Stage) -> float:
 
 
 def _copies(candidate: Candidate, rank: Stage) -> float:
-    """Bytes of the parameters as a step reads them: in another dtype, and gathered."""
+    """Bytes of the parameters as a step reads them, in another dtype and gathered, and of gradients on their way."""
     cost, layers = rank.cost, rank.share.stored.layers
-    if (
-        candidate.gathers_again
-    ):  # of the layer at work and of the next one, and what is largest of gradients on their way
-        on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.gradients.entry)
+    on_way = _on_way(candidate, rank)
+    if candidate.gathers_again:  # of the layer at work and of the next one
         return 2 * (cost.copies.each + cost.plain.each) + on_way
     gathered = 0.0
     if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
-        gathered = cost.plain(layers) - (cost.parameters.entry if candidate.microbatches <= 2 else 0.0)
-    return cost.copies(layers) + max(0.0, gathered)
+        gathered = cost.plain(layers) - (cost.plain.entry if candidate.microbatches <= 2 else 0.0)
+    return cost.copies(layers) + max(0.0, gathered) + on_way
+
+
+def _on_way(candidate: Candidate, rank: Stage) -> float:
+    """Bytes of the largest gradients that are scattered while a backward pass runs: whole, and as one piece. On a rank
+    that has all of the model, other moments hold more."""
+    each, outside = rank.cost.gradients.each, rank.cost.gradients.outside
+    if candidate.pp > 1:
+        return 2 * max(each, outside) if candidate.zero >= 2 else 0.0
+    return max(2 * each, outside - rank.cost.gradients.entry) if candidate.gathers_again else 0.0
