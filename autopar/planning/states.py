@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.measure import local_bytes
@@ -35,11 +35,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Bytes of a program's parameters and of their gradients, by name. entry: the names of those that the forward pass
-    reads before the equal layers alone."""
+    """Bytes of a program's parameters and of their gradients, by name. first: the names of those that the forward pass
+    reads before the equal layers, where the compiler keeps them (`_owners` of pipeline/stages.py); entry: of those that
+    it reads nowhere else."""
 
     parameters: Mapping[str, int]
     gradients: Mapping[str, int]
+    first: frozenset[str]
     entry: frozenset[str]
 
     @classmethod
@@ -52,7 +54,7 @@ class Stored:
             for node, out in program.leaving
             if out.kind == "gradient" and node is not None and rest.has(out.name)
         }
-        return cls(stored, gradients, frozenset(_entry(program, rest)))
+        return cls(stored, gradients, *map(frozenset, _entry(program, rest)))
 
 
 def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
@@ -71,8 +73,8 @@ def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
 
 def held_of_entry(stored: Stored, sheets: Mapping[str, Sheet]) -> dict[str, float]:
     """The part of some fields of `Held` that belongs to what comes before the equal layers."""
-    own = sum(size for name, size in stored.parameters.items() if name in stored.entry)
-    gradients = sum(size for name, size in stored.gradients.items() if name in stored.entry)
+    own = sum(size for name, size in stored.parameters.items() if name in stored.first)
+    gradients = sum(size for name, size in stored.gradients.items() if name in stored.first)
     plain = _read(stored, [sheet for kind, sheet in sheets.items() if kind in "FBIW"], stored.entry)
     copies = sheets["P"].left[2] if "P" in sheets else 0.0
     return {
@@ -95,12 +97,16 @@ def _read(stored: Stored, sheets: Iterable[Sheet], names: Collection[str]) -> fl
     return sum(size for name, size in stored.parameters.items() if name in read and name in names)
 
 
-def _entry(program: Program, rest: Rest) -> Iterator[str]:
-    """The parameters that nothing in the forward pass reads but what comes before the first of the equal layers."""
+def _entry(program: Program, rest: Rest) -> tuple[list[str], list[str]]:
+    """The parameters that the forward pass reads before the first of the equal layers, and those of them that nothing
+    else in it reads."""
     place = {node: i for i, node in enumerate(program.calls())}
     first = min((i for node, i in place.items() if rest.first and rest.layer(node) == rest.first), default=0)
+    found: tuple[list[str], list[str]] = [], []
     for node, entry in program.parameters():
         readers = [reader for user in node.users for reader in ([user] if user.target is not CAST else user.users)]
         places = [place[reader] for reader in readers if reader in place and not record(reader).is_backward]
-        if places and max(places) < first:
-            yield entry.name
+        for names, reader_at in zip(found, (min, max), strict=True):
+            if places and reader_at(places) < first:
+                names.append(entry.name)
+    return found

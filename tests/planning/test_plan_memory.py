@@ -12,17 +12,22 @@ import autopar
 from autopar.machines import named
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
+from autopar.planning.pipelined import pipelined
 from autopar.planning.plan import layers_of
 from autopar.planning.predict import predict
+from autopar.planning.rank_memory import rank_bytes
 
 MACHINE = named("h100-80g")
 EXACT, NEAR = 1e-3, 0.04  # ZeRO-3 and gradients that leave as parts of larger values are not said to the byte
 CUT = 0.03  # stages are cut inside layers
+TIED = 0.09  # of a tied embedding the last stage has a copy, and a gradient that it sends
 
 
-def job(rows: int) -> autopar.Job:
+def job(rows: int, is_tied: bool = False) -> autopar.Job:
     with torch.device("meta"):
         model = Llama(8, 1024, 8, 8, 2816, 32000, 512)
+        if is_tied:
+            model.head.weight = model.tokens.weight
         ids = torch.empty(rows, 512, dtype=torch.int64)
     return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
 
@@ -41,7 +46,8 @@ def layers() -> Layers:
         (Candidate(2, 1, 1, 3, "none", 2, 2), NEAR), (Candidate(2, 1, 1, 3, "none", 2, 1), NEAR),
         (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
         (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
-        (Candidate(1, 1, 4, 0, "none", 1, 8), CUT),
+        (Candidate(1, 1, 4, 0, "none", 1, 8), CUT), (Candidate(2, 1, 2, 2, "none", 1, 4), CUT),
+        (Candidate(2, 1, 2, 3, "none", 1, 4), CUT),
         (Candidate(2, 1, 1, 1, "none", 2, 2, fsdp=2), EXACT), (Candidate(2, 1, 1, 1, "none", 1, 2, cp=2), NEAR),
         (Candidate(1, 1, 4, 0, "none", 1, 8, "zb-h1"), NEAR), (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-h2"), CUT),
         (Candidate(1, 1, 2, 0, "none", 1, 6, "zb-v", chunks=2), CUT),
@@ -55,3 +61,14 @@ def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: flo
     )
     emitted = max(compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike)
     assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)
+
+
+def test_a_tied_embedding_lies_on_the_first_stage() -> None:
+    """Red before: it was counted on the last one, so that no rank was said to hold what the first one does."""
+    candidate, given = Candidate(1, 1, 2, 0, "none", 2, 4), job(8, is_tied=True)
+    compiled = autopar.compile(
+        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
+    )
+    emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
+    made = pipelined(candidate, layers_of(given, MACHINE))
+    assert [rank_bytes(candidate, made, rank) for rank in (0, 1)] == pytest.approx(emitted, rel=TIED)
