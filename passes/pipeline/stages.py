@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import backward_nodes, place_backward, weight_nodes, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_reductions
+from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_casts_of_terms, with_reductions
 from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
 
 
@@ -141,6 +141,7 @@ def _keep_across(staged: _Staged) -> _Staged:
 def _accumulate_per_stage(staged: _Staged, plan: Plan) -> _Staged:
     """Let each stage add up its own micro-batches before stages add to one another."""
     times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
+    staged = replace(staged, backward=with_casts_of_terms(times, staged.backward))
     return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
 
 

@@ -13,7 +13,7 @@ from autopar.ir.program import Builder, Program, Record, record, set_record
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.when import Times, When, is_join, times_of
 
-ADD = torch.ops.aten.add.Tensor
+ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 
 
 def reduction_of(node: fx.Node) -> Reduction:
@@ -114,17 +114,43 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
     return build.rewrite(program, put, later=late), build.value
 
 
+def with_casts_of_terms(times: Times, stages: Stages) -> Stages:
+    """The stages, with the cast of each term of a sum over micro-batches and stages where its operand is: a term that
+    is added up there leaves once a step, and the fewer bytes of what a cast widens would for every micro-batch."""
+    found = dict(stages)
+    for join in times.reductions:
+        part = join.args[0]
+        terms = _terms(_added(part)) if isinstance(part, fx.Node) else set()
+        for term in terms:
+            if term.target is CAST and len(term.users) == 1 and term in found:
+                found[term] = found.get(term.all_input_nodes[0], found[term])
+    return found
+
+
 def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
     """The sums of terms of different stages, that nothing but a join and one another reads."""
     left, right = (*node.args, None, None)[:2]
-    plain = node.target is ADD and not node.kwargs and len(node.users) == 1
-    if not (plain and isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right):
+    if not _is_sum(node) or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return []
-    inner = [*_additions(left, stages), *_additions(right, stages)]
-    terms = {arg for one in (node, *inner) for arg in one.all_input_nodes} - set(inner)
+    found = [node, *_additions(left, stages), *_additions(right, stages)]
+    terms = _terms(found)
     if len({stages.get(term) for term in terms}) == 1 or not all(term in stages for term in terms):
         return []
-    return [node, *inner]
+    return found
+
+
+def _added(node: fx.Node) -> list[fx.Node]:
+    """The sums of terms, that nothing but a join and one another reads."""
+    return [node, *(one for arg in node.all_input_nodes for one in _added(arg))] if _is_sum(node) else []
+
+
+def _is_sum(node: fx.Node) -> bool:
+    is_plain = node.target is ADD and not node.kwargs and len(node.users) == 1
+    return is_plain and len(node.all_input_nodes) == 2
+
+
+def _terms(sums: list[fx.Node]) -> set[fx.Node]:
+    return {arg for one in sums for arg in one.all_input_nodes} - set(sums)
 
 
 def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
