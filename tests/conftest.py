@@ -24,7 +24,7 @@ for folder in (
         sys.path.insert(0, str(folder))
 
 from off_host import off_host  # noqa: E402  # these lie in one of the folders
-from processes import Ranks, ranks_of  # noqa: E402
+from processes import Ranks, collect_rarely, ranks_of  # noqa: E402
 
 # pytest listens to every logger that does not propagate; of this one torch takes a listener as the wish for a trace of
 # all tensors that a capture meets, each with its stack.
@@ -75,9 +75,8 @@ def six() -> Iterator[Ranks]:
 
 
 def pytest_collection_finish() -> None:
-    """What torch and pytest made at their imports stays: each full collection would look at all of it again."""
     gc.collect()
-    gc.freeze()
+    collect_rarely()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,13 +24,14 @@ class Solution:
     """What the search of one axis found: of each class its options, with their costs, and the index of the chosen one.
 
     strict: no prohibition of the intent was broken. whole_weights: no plan splits every weight, so that some stay
-    whole.
+    whole. above: by which share of its cost the plan may lie above the cheapest, where the search was cut short.
     """
 
     options: Options
     chosen: list[int]
     strict: bool = True
     whole_weights: bool = False
+    above: float = 0.0
 
     def strategy(self, number: int) -> Strategy:
         """The chosen strategy of a class."""
@@ -67,7 +68,7 @@ class AxisSearch:
         return problem_of(self.classes, options, self.size, self.intent, dict(self.mesh.axes), strict)
 
     def solve(self) -> Solution:
-        """Find the cheapest plan.
+        """Find the cheapest plan, or one that is not far from it (see `solve`).
 
         Where no plan splits every weight that the intent would split, those stay replicated that must; where there is
         none within the intent, its prohibitions are broken.
@@ -76,9 +77,9 @@ class AxisSearch:
             return Solution([[(_whole(item), 0.0)] for item in self.classes.items], [0] * len(self.classes.items))
         for whole_weights, strict in ((False, True), (True, True), (True, False)):
             options = self.options(self.pins, whole_weights)
-            chosen = solve(self.problem(options, strict))
-            if chosen is not None:
-                return Solution(options, chosen, strict, whole_weights)
+            choice = solve(self.problem(options, strict))
+            if choice is not None:
+                return Solution(options, choice.strategies, strict, whole_weights, choice.above)
         raise AssertionError("every call may run whole, so a plan exists")
 
     def take(self, solution: Solution) -> None:

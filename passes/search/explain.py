@@ -223,7 +223,9 @@ class _Question:
         if possible:
             nearest = min(possible, key=lambda one: one.cost or 0.0)
             tie = "" if nearest.cost else " (equally cheap: the first is taken)"
-            return COST, f"the cheapest of {len(possible) + 1} states within the intent{tie}"
+            above = self.solution.above
+            cut = f", as far as was searched: a plan may cost up to {100 * above:.2g} % less" if above else ""
+            return COST, f"the cheapest of {len(possible) + 1} states within the intent{tie}{cut}"
         only = [strategy.results[self.result] for strategy, _ in self.options[self.number]]
         if self.entry is not None and only == [None]:
             return self.unsplit()
@@ -295,8 +297,8 @@ class _Plan:
         if breach:
             pairs = zip(plain.edges, problem.edges, strict=True)
             problem = replace(problem, edges=[_breached(free, bound) for free, bound in pairs])
-        chosen = solve(problem)
-        return None if chosen is None else cls._priced(axis, plain, problem, allowed, chosen)
+        choice = solve(problem)
+        return None if choice is None else cls._priced(axis, plain, problem, allowed, choice.strategies)
 
     @classmethod
     def of(cls, axis: AxisSearch, options: Options, chosen: list[int], strict: bool) -> _Plan:

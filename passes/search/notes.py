@@ -26,6 +26,11 @@ def axis_notes(search: AxisSearch, solution: Solution) -> list[str]:
         notes.append(
             f"axis '{search.axis}': no plan keeps all weights in place; some are gathered (see the collectives)"
         )
+    if solution.above:
+        notes.append(
+            f"axis '{search.axis}' (size {search.size}): the search for layouts was cut short; "
+            f"as it weighs them, the cheapest may cost up to {100 * solution.above:.2g} % less"
+        )
     if search.intent.only_heads:
         _check_heads(search, solution)
     notes += _unbalanced(search, solution)

@@ -51,7 +51,7 @@ def parts_of(
     variables closed that were closed in `found`, they add up to its cost. Without `found` nothing has a price.
     """
     if found is None:
-        found = Found(np.zeros(len(whole.costs)), 0.0, np.zeros(len(whole.low)))
+        found = Found(np.zeros(len(whole.costs)), 0.0, 0.0, np.zeros(len(whole.low)))
     nearest_ = np.array(nearest(neighbours, seeds))
     of_variable = nearest_[owner]
     entries = whole.matrix.tocoo()

@@ -15,8 +15,9 @@ has a variable for each pair of states of each edge; these rows give the same bo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
@@ -27,15 +28,21 @@ from autopar.passes.search.problem import Edge, Problem
 OPTIMAL, INFEASIBLE = 0, 2  # what scipy says
 WHOLE = 1 - 1e-5  # a share above this is 1, within the solver's tolerance
 LARGEST = 1e6  # the largest cost, as HiGHS sees it
+# Variables that are to be whole in one programme. HiGHS has limits of time and of nodes alone, and works for half a
+# minute on the first node of some that have more. They are then decided some at a time, PIECE variables each.
+MOST, PIECE = 300, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A solution of a programme: the shares of its variables, and the cost as HiGHS sees it. prices: of a relaxation,
-    what the cost would grow by for each unit on the right of a row."""
+    """A solution of a programme: the shares of its variables, and the cost as HiGHS sees it. bound: none costs less.
+    prices: of a relaxation, what the cost would grow by for each unit on the right of a row.
+
+    A cost of infinity: none was found, though there may be some that cost `bound` or more."""
 
     shares: np.ndarray
     cost: float
+    bound: float
     prices: np.ndarray
 
 
@@ -71,22 +78,34 @@ class Programme:
             return None
         prices = np.zeros(len(self.low))
         prices[equal], prices[at_most] = result.eqlin.marginals, result.ineqlin.marginals
-        return Found(result.x, float(result.fun), prices)
+        return Found(result.x, float(result.fun), float(result.fun), prices)
 
     def solve(self, closed: Collection[int] = ()) -> Found | None:
-        """The optimum: whole in what decides at first, then also in what comes out divided."""
-        whole = set(self.deciding)
-        while True:
-            integrality = np.zeros(len(self.costs))
-            for item in whole:
-                integrality[self.chosen[item]] = 1
-            found = self._milp(integrality, closed)
-            if found is None:
-                return None
-            divided = self.divided(found) - whole
-            if not divided:
-                return found
-            whole |= divided
+        """The optimum: whole in what decides at first, then also in what comes out divided.
+
+        Once that would be more than MOST variables, what was whole stays as it came out, and the plan may cost more
+        than its `bound`."""
+        whole, least = set(self.deciding), None
+        found = self._milp(whole, closed)
+        while found is not None and (divided := sorted(self.divided(found) - whole)):
+            most = MOST if least is None else PIECE
+            if whole and self._size({*whole, *divided}) > most:
+                least = least or found
+                kept = (self.chosen[item] for item in whole)
+                closed = {*closed, *(variable for own in kept for variable in own[found.shares[own] < WHOLE].tolist())}
+                whole = set()
+            else:
+                sizes = itertools.accumulate(len(self.chosen[item]) for item in divided)
+                fitting = [item for item, size in zip(divided, sizes, strict=True) if size <= most]
+                whole.update(fitting or divided[:1])
+            found = self._milp(whole, closed)
+        if least is None:
+            return found
+        return replace(found, bound=least.cost) if found else replace(least, cost=np.inf)
+
+    def _size(self, items: Collection[int]) -> int:
+        """The number of their variables."""
+        return sum(len(self.chosen[item]) for item in items)
 
     def divided(self, found: Found) -> set[int]:
         """The items of which a solution takes several strategies in part."""
@@ -107,7 +126,11 @@ class Programme:
         """The strategy of each item in a solution that divides none."""
         return [int(np.argmax(found.shares[variables])) for variables in self.chosen]
 
-    def _milp(self, integrality: np.ndarray, closed: Collection[int]) -> Found | None:
+    def _milp(self, whole: Collection[int], closed: Collection[int]) -> Found | None:
+        """The optimum among those that divide none of the items in `whole`."""
+        integrality = np.zeros(len(self.costs))
+        for item in whole:
+            integrality[self.chosen[item]] = 1
         result = milp(
             self.costs,
             constraints=LinearConstraint(self.matrix, self.low, self.high),
@@ -116,7 +139,9 @@ class Programme:
             options={"mip_rel_gap": 0.0},  # no time limit: a plan must not depend on the machine
         )
         assert result.status in (OPTIMAL, INFEASIBLE), result.message
-        return None if result.x is None else Found(result.x, float(result.fun), np.zeros(len(self.low)))
+        if result.x is None:
+            return None
+        return Found(result.x, float(result.fun), float(result.fun), np.zeros(len(self.low)))
 
     def _highest(self, closed: Collection[int]) -> np.ndarray:
         highest = np.ones(len(self.costs))

@@ -1,4 +1,4 @@
-"""The cheapest choice of one strategy per item, exactly: branch and bound over linear relaxations (Land and Doig 1960).
+"""The cheapest choice of one strategy per item: branch and bound over linear relaxations (Land and Doig 1960).
 
 Most choices follow from a few: once the matrix products have theirs, the linear relaxation of the rest is mostly whole
 by itself. What is not is solved as a 0-1 programme, group by group.
@@ -7,7 +7,11 @@ A weight that many products share (the steps of a recurrent layer) is where that
 by rows and half by columns, each step takes the half that suits it, and cuts close the gap step by step. So a strategy
 is guessed for each such `shared` item. With these the relaxation is a plan, and its prices bound all others: the items
 nearest to each weight are cut out, and relaxed alone with that weight's strategy forbidden. Where no part gets cheaper,
-the plan is the optimum, however many weights there are. Where one does, its other strategies are tried.
+the plan is the optimum, however many weights there are. Where one does, its other strategies are tried, those that
+promise most first; what a relaxation divides is made whole only where nothing else promises more.
+
+No search is endless: after ENOUGH relaxations the best plan is taken, and of a programme that has more than MOST
+variables to be made whole, some are at a time (relax and fix). By how much such a plan may be too dear is known.
 """
 
 from __future__ import annotations
@@ -25,16 +29,30 @@ from autopar.passes.search.programme import WHOLE, Found, programme_of
 
 EQUAL = 1e-6  # costs that differ by no more are the same: HiGHS's absolute gap
 REACHES = 2, 8  # how far around a misfit strategies are chosen again
+# Variables of all relaxations of the whole, after which no cheaper plan is looked for: some 20 s. Counted, not timed: a
+# plan must not depend on the machine.
+ENOUGH = 400_000
 
 Closed = frozenset[int]  # variables that may not be taken
 Taken = Mapping[int, int]  # by shared item, the variable of the strategy that is taken
 
 
-def solve(problem: Problem) -> list[int] | None:
-    """The index of the chosen strategy of each item, or None if no choice is possible."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan. strategies: of each item, the index of the one that is taken. above: the share of its cost by which it
+    may be dearer than the cheapest, where the search was cut short, or 0. visited: the nodes of the search."""
+
+    strategies: list[int]
+    above: float = 0.0
+    visited: int = 0
+
+
+def solve(problem: Problem) -> Choice | None:
+    """The cheapest plan, or the best one found once enough was tried; None if no choice is possible, or none was found
+    in twice that."""
     search = _Search(problem)
     best = search.run()
-    return None if best is None else search.programme.choice(best)
+    return None if best is None else Choice(search.programme.choice(best), search.above(best), search.visited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +75,34 @@ class _Other:
 
 
 class _Search:
-    """best: the cheapest plan that was found. nodes: what may hold a cheaper one, the lowest bound first."""
+    """best: the cheapest plan that was found. nodes: what may hold a cheaper one, the lowest bound first; so many were
+    visited. missed: the least cost of a plan that programmes of a few variables at a time may not have found."""
 
     def __init__(self, problem: Problem) -> None:
         self.shared = problem.shared
         self.programme, self.owner = programme_of(problem)
         self.neighbours = problem.neighbours()
         self.best: Found | None = None
+        self.missed, self.visited = np.inf, 0
         self.order = itertools.count()
         self.nodes: list[tuple[float, int, _Node]] = []
 
     def run(self) -> Found | None:
-        """The optimum."""
+        """The optimum, or the best plan once the search has seen enough."""
         self._push(_Node(-np.inf, frozenset(), self._first_guess()))
-        while self.nodes:
+        while self.nodes and not self._is_worse(self.nodes[0][0]) and not self._has_seen(2 - (self.best is not None)):
             _, _, node = heapq.heappop(self.nodes)
-            if self._is_worse(node.bound):
-                break
+            self.visited += 1
             self._dive(node)
         return self.best
+
+    def above(self, best: Found) -> float:
+        """By which share of its cost a plan may lie above what was not looked at."""
+        least = min([self.missed, *(bound for bound, _, _ in self.nodes[:1])])
+        return max(best.cost - EQUAL - least, 0.0) / best.cost if best.cost else 0.0
+
+    def _has_seen(self, times: int) -> bool:
+        return self.visited * len(self.programme.costs) > times * ENOUGH
 
     def _push(self, node: _Node) -> None:
         if not self._is_worse(node.bound):
@@ -107,12 +134,17 @@ class _Search:
         divided = set() if self._is_worse(relaxed.cost) else self.programme.divided(relaxed)
         seeds = [*([item] for item in taken), *connected(self.neighbours, divided)]
         parts = self._parts(relaxed, seeds)
-        bound = self._finish(closed, relaxed, parts[len(taken) :])
         others = [
             _other(item, part, node.closed | {variable})
             for (item, variable), part in zip(taken.items(), parts, strict=False)
         ]
-        self._leave(node, taken, bound, sorted(others, key=lambda other: other.growth))
+        others.sort(key=lambda other: other.growth)
+        if others and others[0].growth < -EQUAL and not self._has_seen(1):  # what was not taken comes first
+            bound = relaxed.cost
+            self._push(_Node(bound, closed, taken))
+        else:
+            bound = self._finish(closed, relaxed, parts[len(taken) :])
+        self._leave(node, taken, bound, others)
 
     def _take(self, node: _Node) -> tuple[Taken, Found | None]:
         """Take what was guessed, and while a relaxation divides a shared item, what it prefers."""
@@ -140,16 +172,22 @@ class _Search:
         if not groups:
             self.best = relaxed
             return relaxed.cost
-        bound, shares = relaxed.cost, relaxed.shares.copy()
+        bound = sum_ = relaxed.cost
+        shares = relaxed.shares.copy()
         for group in groups:
             found = group.solve(closed)
             if found is None:
                 return np.inf
-            bound += found.cost - group.cost
+            bound, sum_ = bound + found.bound - group.cost, sum_ + found.cost - group.cost
             shares[group.columns] = found.shares
-        found = self._join(closed, shares, bound) or self.programme.solve(closed)
-        if found is not None and not self._is_worse(found.cost):
+        least, found = bound, self._join(closed, shares, sum_)
+        if found is None:
+            found = self.programme.solve(closed)
+            least = max(bound, found.bound) if found else np.inf
+        if found is not None and np.isfinite(found.cost) and not self._is_worse(found.cost):
             self.best = found
+        if found is not None and least < found.cost - EQUAL:
+            self.missed = min(self.missed, least)
         return bound
 
     def _join(self, closed: Closed, shares: np.ndarray, bound: float) -> Found | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shares import share
 from torch import Tensor, nn
 
 from autopar import parallelize, verify
@@ -44,9 +45,9 @@ ITEMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"specialize": True}], ids=["plain", "specialize"])
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
-@pytest.mark.parametrize("name", ITEMS)
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"), list(share(2, ITEMS, ["dp=2,tp=2", "dp=3"], [{}, {"specialize": True}])), ids=str
+)
 def test_item_stays_a_tensor(name: str, mesh: str, options: Any) -> None:
     torch.manual_seed(0)
     report = verify(Item(ITEMS[name]), mesh, loss_fn=squares, batch=torch.randn(12, 8), **options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns
 from torch import Tensor, nn
 from verified import verified
 
@@ -113,11 +115,14 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("by", ["chosen", "tokens"])
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_the_numbers_are_those_of_one_device(name: str, by: str) -> None:
+WRITTEN = list(itertools.product(LIBRARIES, ("chosen", "tokens")))
+
+
+@pytest.mark.parametrize(("written", "meshes"), list(in_turns(WRITTEN, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), 3)))
+def test_the_numbers_are_those_of_one_device(written: tuple[str, str], meshes: tuple[str, ...]) -> None:
+    name, by = written
     module, batch = made(LIBRARIES[name], by)
-    verified(module, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), None, batch)
+    verified(module, meshes, None, batch)
     verified(module, ("dp=2",), None, batch, microbatches=3)
 
 

@@ -99,7 +99,7 @@ def _train(rank: int, mesh: str, options: dict[str, Any], lengths: tuple[int, ..
     ("mesh", "options"),
     [
         ("dp=2,tp=2", {}),
-        ("dp=2,tp=2", {"sequence_parallel": True}),
+        pytest.param("dp=2,tp=2", {"sequence_parallel": True}, marks=pytest.mark.slow),
         ("dp=2,tp=2", {"microbatches": 2, "zero": 3}),
         ("pp=2,dp=2", {"microbatches": 2}),
         ("dp=2,cp=2", {}),

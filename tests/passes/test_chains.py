@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns
 from test_reroll import Looping, gru, largest, lstm, tokens_loss, whole
 from torch import Tensor, nn
 from verified import verified
@@ -75,10 +76,10 @@ OF_TORCH: dict[str, tuple[type[nn.RNNBase], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_the_recurrences_of_torch(name: str) -> None:
+@pytest.mark.parametrize(("name", "meshes"), list(in_turns(OF_TORCH, MESHES)))
+def test_the_recurrences_of_torch(name: str, meshes: tuple[str, ...]) -> None:
     kind, options, count = OF_TORCH[name]
-    for _, found in verified(Recurrent(kind, **options), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
+    for _, found in verified(Recurrent(kind, **options), meshes, None, (torch.randn(ROWS, TIME, WIDTH),)):
         check_is_divided(found, count)
         assert not whole(found) or "last" in options, found.notes  # one row is read by products alone
 
@@ -161,9 +162,9 @@ def last_of_two(m: Any, x: Tensor) -> Tensor:
 LOOPS = (lstm, gru, largest, own_cell, matrix_state, in_heads, without_first, last_of_two)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops_in_python(loop: Callable[[Any, Tensor], Tensor]) -> None:
-    for _, found in verified(Looping(loop), MESHES, None, (torch.randn(ROWS, TIME, WIDTH),)):
+@pytest.mark.parametrize(("loop", "meshes"), list(in_turns(LOOPS, MESHES)))
+def test_loops_in_python(loop: Callable[[Any, Tensor], Tensor], meshes: tuple[str, ...]) -> None:
+    for _, found in verified(Looping(loop), meshes, None, (torch.randn(ROWS, TIME, WIDTH),)):
         check_is_divided(found, 2)
         assert not whole(found) or loop is own_cell, found.notes  # gradients of weights before the first state
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from models import Llama, NanoGPT, token_loss
 from models_special import ZOO
+from shares import share
 from torch import Tensor, nn
 
 from autopar.api import compile
@@ -166,8 +167,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("name", "size"), list(share(2, MAKE, SIZES)), ids=str)
 def test_sizes(name: str, size: tuple[int, int, int]) -> None:
     found = compiled(name, "dp=3,tp=4", 2, *size)
     assert_tensor_parallel(found, 2, size[0])

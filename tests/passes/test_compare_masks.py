@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns, share
 from torch import Tensor, nn
 from verified import verified
 
@@ -110,10 +111,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 MESHES = ("cp=2", "cp=4", "cp=2,tp=2", "dp=2,cp=2")
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_is_known_and_a_step_that_of_one_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "meshes"), list(in_turns(MASKS, MESHES)))
+def test_a_mask_is_known_and_a_step_that_of_one_device(name: str, meshes: tuple[str, ...]) -> None:
     mask, condition, is_causal = MASKS[name]
-    for _, found in verified(Attending(mask), MESHES, None, batch(), attention="gather"):
+    for _, found in verified(Attending(mask), meshes, None, batch(), attention="gather"):
         (node,) = attentions(found)
         assert str(node.target) == "autopar.compared_attention.default"
         assert node.args[5:7] == (condition, is_causal)
@@ -210,14 +211,13 @@ class _Layer(nn.Module):
         return x + self.out(sdpa(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_with_the_other_options(name: str) -> None:
+@pytest.mark.parametrize(("name", "kinds"), list(share(3, OPTIONS, (KINDS[:3], KINDS[3:5], KINDS[5:]))), ids=str)
+def test_with_the_other_options(name: str, kinds: tuple[str, ...]) -> None:
     mesh, options = OPTIONS[name]
     torch.manual_seed(0)
-    for kinds in (KINDS[:3], KINDS[3:5], KINDS[5:]):
-        model = Stack(*(MASKS[kind][0] for kind in (kinds[0], *kinds)))
-        ((_, found),) = verified(model, (mesh,), None, batch(), **options)
-        assert not _is_square(found)
+    model = Stack(*(MASKS[kind][0] for kind in (kinds[0], *kinds)))
+    ((_, found),) = verified(model, (mesh,), None, batch(), **options)
+    assert not _is_square(found)
 
 
 def test_dropout_keeps_the_tensor() -> None:

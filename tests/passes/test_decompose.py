@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from models import few_kv_heads, llama, mlp, resnet
 from overlapping import compiled_case, large_llama, verify_random
+from shares import share
 from test_golden import compare
 
 import autopar
@@ -36,8 +37,9 @@ def before_and_plan(case: object, mesh: str, **options: object) -> tuple[Program
     return dict(compiled.history)["overlap"], compiled
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=3,tp=2"])
-@pytest.mark.parametrize("case", [mlp, llama, few_kv_heads, resnet])
+@pytest.mark.parametrize(
+    ("case", "mesh"), list(share(2, [mlp, llama, few_kv_heads, resnet], ["tp=2", "dp=2,tp=2", "dp=3,tp=2"]))
+)
 def test_the_step_computes_the_same(case: object, mesh: str) -> None:
     before, compiled = before_and_plan(case, mesh)
     after = decompose(before, replace(compiled.plan, fixed=WORTH))
@@ -80,7 +82,7 @@ def test_chunks_hide_what_the_forward_pass_of_a_large_model_sums() -> None:
     assert cut_in(after)["autopar.all_reduce_start.default"] >= 2 * len(in_layers)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", list(share(2, range(20))))
 def test_steps_of_random_programs_are_right_where_all_that_can_be_is_cut(seed: int) -> None:
     verify_random(seed, WORTH)
 

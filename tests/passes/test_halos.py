@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from models_special import hybrid
 from processes import Ranks
+from shares import in_turns
 from torch import Tensor, nn
 from verified import verified
 
@@ -72,10 +73,9 @@ KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_convolution(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "meshes"), list(in_turns(KINDS, ("cp=2", "cp=3", "cp=4", "cp=2,tp=2", "dp=2,cp=2"))))
+def test_every_kind_of_convolution(kind: str, meshes: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    meshes = ("cp=2", "cp=3", "cp=4", "cp=2,tp=2", "dp=2,cp=2")
     for _, found in verified(Convolving(KINDS[kind]), meshes, None, (torch.randn(ROWS, TIME, WIDTH),)):
         assert not whole(found), found.notes
         assert moved(found) <= {"halo", "halo_sum"}

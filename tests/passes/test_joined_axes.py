@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import token_loss
+from shares import share
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -88,27 +89,26 @@ def check(mesh: str, **options: Any) -> None:
 # -- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ("dp=2,cp=2", {}),
-        ("dp=2,cp=3", {}),  # six ranks divide no width: parts over two dims, padded
-        ("cp=2", {}),
-        ("fsdp=2,cp=2", {"microbatches": 2}),
-        ("cp=2,dp=2", {}),
-        ("dp=2,fsdp=2", {}),
-        ("dp=2,fsdp=2,cp=2", {}),
-        ("dp=2,cp=2,tp=2", {"sequence_parallel": True}),
-        ("cp=2,tp=2,dp=2", {}),  # not side by side in the mesh
-        ("dp=2,cp=2,ulysses=2", {}),
-        ("cp=2,pp=2", {"microbatches": 2}),
-        ("dp=2,cp=2,pp=2", {"microbatches": 2, "schedule": "zb-h1"}),
-    ],
-    ids=str,
-)
-def test_equal_to_one_device(mesh: str, options: dict[str, Any], zero: int) -> None:
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("dp=2,cp=2", {}),
+    ("dp=2,cp=3", {}),  # six ranks divide no width: parts over two dims, padded
+    ("cp=2", {}),
+    ("fsdp=2,cp=2", {"microbatches": 2}),
+    ("cp=2,dp=2", {}),
+    ("dp=2,fsdp=2", {}),
+    ("dp=2,fsdp=2,cp=2", {}),
+    ("dp=2,cp=2,tp=2", {"sequence_parallel": True}),
+    ("cp=2,tp=2,dp=2", {}),  # not side by side in the mesh
+    ("dp=2,cp=2,ulysses=2", {}),
+    ("cp=2,pp=2", {"microbatches": 2}),
+    ("dp=2,cp=2,pp=2", {"microbatches": 2, "schedule": "zb-h1"}),
+]
+
+
+@pytest.mark.parametrize(("way", "zero"), list(share(3, WAYS, range(4))), ids=str)
+def test_equal_to_one_device(way: tuple[str, dict[str, Any]], zero: int) -> None:
     """Losses, gradients and weights in float64."""
+    mesh, options = way
     check(mesh, zero=zero, **options)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import few_kv_heads, llama, mlp, resnet
 from overlapping import compiled_case, large_llama, verify_random
+from shares import share
 from test_golden import compare
 from torch import Tensor, nn
 from verified import verified
@@ -42,8 +43,9 @@ def test_every_collective_of_a_backward_layer_has_products_under_it(sequence_par
     assert not exposed
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=3,tp=2"])
-@pytest.mark.parametrize("case", [mlp, llama, few_kv_heads, resnet])
+@pytest.mark.parametrize(
+    ("case", "mesh"), list(share(2, [mlp, llama, few_kv_heads, resnet], ["tp=2", "dp=2,tp=2", "dp=3,tp=2"]))
+)
 def test_the_step_computes_the_same(case: object, mesh: str) -> None:
     compiled = compiled_case(case, mesh)
     before = dict(compiled.history)["prefetch"]
@@ -53,7 +55,7 @@ def test_the_step_computes_the_same(case: object, mesh: str) -> None:
     compare(print_program(before), print_program(after), compiled.plan, seed=len(mesh))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", list(share(2, range(20))))
 def test_steps_of_random_programs_are_right_where_everything_moves_early(seed: int) -> None:
     verify_random(seed, SLOW)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import pytest
 import torch
 from pipeline_case import ROWS, TIME, compiled_as, error_of, subject
+from shares import share
 from torch import Tensor
 
 from autopar.passes.schedules import SCHEDULES, in_flight
@@ -16,16 +14,7 @@ from autopar.runtime.pipeline import Totals
 TOLERANCE = 1e-12
 
 
-def every_combination() -> Iterator[object]:
-    """All of them; a third, in which every pair of two values occurs, is not slow."""
-    for (i, schedule), (j, stages), (k, microbatches) in itertools.product(
-        enumerate(SCHEDULES), enumerate((2, 3, 4)), enumerate((1, 2, 4, 7, 8))
-    ):
-        marks = () if (i + j + k) % 3 == 0 else (pytest.mark.slow,)
-        yield pytest.param(schedule, stages, microbatches, marks=marks)
-
-
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), list(every_combination()))
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), list(share(3, SCHEDULES, (2, 3, 4), (1, 2, 4, 7, 8))))
 def test_a_pipeline_is_the_single_device_step(schedule: str, stages: int, microbatches: int):
     """With ignored labels spread unevenly, dropout, and a weight tied between the first and the last stage."""
     compiled = compiled_as(f"pp={stages}", microbatches, schedule=schedule)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from verified import verified
@@ -104,8 +105,7 @@ STEPS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "steps"), list(share(3, MODELS, STEPS)))
 def test_the_numbers_are_those_of_one_device(name: str, steps: str) -> None:
     torch.manual_seed(0)
     meshes, options = STEPS[steps]

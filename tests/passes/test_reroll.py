@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns
 from torch import Tensor, nn
 from verified import verified
 
@@ -163,10 +164,10 @@ ROLLED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", ROLLED, ids=lambda loop: loop.__name__)
-def test_a_loop_with_a_linear_state(loop: Callable[[Any, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(("loop", "meshes"), list(in_turns(ROLLED, MESHES)))
+def test_a_loop_with_a_linear_state(loop: Callable[[Any, Tensor], Tensor], meshes: tuple[str, ...]) -> None:
     x = torch.randn(ROWS, TIME, WIDTH)
-    for _, found in verified(Looping(loop), MESHES, None, (x,)):
+    for _, found in verified(Looping(loop), meshes, None, (x,)):
         assert not whole(found), found.notes
         assert is_rolled(found), nodes(found)
         assert len(nodes(found)) < len(nodes(found, "capture")) / 3

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns
 from torch import Tensor, nn
 from verified import verified
 
@@ -144,10 +145,10 @@ def batch() -> tuple[Tensor]:
     return (torch.randn(ROWS, WIDTH),)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_numbers_are_those_of_one_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "meshes"), list(in_turns(LAYERS, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), 3)))
+def test_the_numbers_are_those_of_one_device(name: str, meshes: tuple[str, ...]) -> None:
     given, model = batch(), Net(LAYERS[name])
-    found = verified(model, ("dp=2,tp=2", "dp=3", "dp=2,tp=3"), None, given)
+    found = verified(model, meshes, None, given)
     for _, compiled in found:
         assert not [note for note in compiled.program.notes if "no rule" in note]
     if name not in OF_THE_BATCH:

@@ -14,6 +14,8 @@ from unlike import unlike
 from autopar.capture import capture
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.plan import Plan
+from autopar.passes.search import programme
+from autopar.passes.search import solve as search
 from autopar.passes.search.axes import AxisSearch, axis_searches, classes_of
 from autopar.passes.search.parts import parts_of
 from autopar.passes.search.problem import Edge, Problem
@@ -45,13 +47,13 @@ def test_solve_finds_the_cheapest_choice(seed: int):
     problem = random_problem(seed)
     every = (cost(problem, chosen) for chosen in itertools.product(*(range(len(c)) for c in problem.costs)))
     possible = [found for found in every if found is not None]
-    chosen = solve(problem)
+    choice = solve(problem)
     if not possible:
-        assert chosen is None
+        assert choice is None
         return
-    assert chosen is not None
-    assert cost(problem, tuple(chosen)) == pytest.approx(min(possible))
-    assert solve(problem) == chosen
+    assert choice is not None and choice.above == 0
+    assert cost(problem, choice.strategies) == pytest.approx(min(possible))
+    assert solve(problem) == choice
 
 
 def recurrent_problem(seed: int, weights: int = 1, steps: int = 8) -> Problem:
@@ -77,10 +79,10 @@ def recurrent_problem(seed: int, weights: int = 1, steps: int = 8) -> Problem:
 @pytest.mark.parametrize("seed", range(30))
 def test_shared_items_get_the_optimum_of_the_plain_programme(seed: int):
     for problem in (random_problem(seed, 20, 1.0), *(recurrent_problem(seed, weights, 12) for weights in (1, 2, 4))):
-        best, chosen = least_cost(problem), solve(problem)
-        assert (best is None) == (chosen is None)
-        if chosen is not None:
-            assert cost(problem, chosen) == pytest.approx(best, rel=1e-9)
+        best, choice = least_cost(problem), solve(problem)
+        assert (best is None) == (choice is None)
+        if choice is not None:
+            assert cost(problem, choice.strategies) == pytest.approx(best, rel=1e-9) and choice.above == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -88,12 +90,12 @@ def test_a_part_never_promises_more_than_the_whole_costs(seed: int):
     """Take a strategy for each of some items; whatever other strategies these get, no plan is cheaper than the parts
     say."""
     problem = recurrent_problem(seed, 3, 9)
-    programme, owner = programme_of(problem)
-    taken = {item: int(programme.chosen[item][seed % 3]) for item in problem.shared}
-    others = {item: set(programme.chosen[item].tolist()) - {taken[item]} for item in taken}
-    found = programme.relax(set().union(*others.values()))
+    whole, owner = programme_of(problem)
+    taken = {item: int(whole.chosen[item][seed % 3]) for item in problem.shared}
+    others = {item: set(whole.chosen[item].tolist()) - {taken[item]} for item in taken}
+    found = whole.relax(set().union(*others.values()))
     assert found is not None
-    parts = parts_of(programme, owner, problem.neighbours(), found, [[item] for item in taken])
+    parts = parts_of(whole, owner, problem.neighbours(), found, [[item] for item in taken])
     for changed in itertools.product([False, True], repeat=len(taken)):
         bound, closed = found.cost, set[int]()
         for change, part, item in zip(changed, parts, taken, strict=True):
@@ -103,18 +105,37 @@ def test_a_part_never_promises_more_than_the_whole_costs(seed: int):
             bound += best.cost - part.cost
             closed |= own
             assert change or best.cost == pytest.approx(part.cost, abs=1e-3), "the price of what is taken"
-        whole = programme.solve(closed)
-        assert whole is None or bound <= whole.cost + 1e-3
+        optimum = whole.solve(closed)
+        assert optimum is None or bound <= optimum.cost + 1e-3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_that_is_cut_short_says_how_far_it_may_be_from_the_cheapest(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """It ends after a few nodes and small programmes, with a plan that is possible, the same each time."""
+    problem = recurrent_problem(seed, 3, 12)
+    best = least_cost(problem)
+    assert best is not None
+    monkeypatch.setattr(programme, "MOST", 6)
+    monkeypatch.setattr(programme, "PIECE", 3)
+    size = len(programme_of(problem)[0].costs)
+    for nodes in (1, 4):
+        monkeypatch.setattr(search, "ENOUGH", (nodes - 1) * size)
+        choice = solve(problem)
+        assert choice is not None and choice.visited <= 2 * nodes and choice == solve(problem)
+        found = cost(problem, choice.strategies)
+        assert found is not None and best <= found + 1e-6 and found * (1 - choice.above) <= best + 1e-3
 
 
 def searches(name: str, *sizes: int) -> list[tuple[AxisSearch, Problem]]:
     program = capture(*unlike(name, *sizes), {}).program
     plan = Plan(parse_mesh("dp=2,tp=2"))
     found = []
-    for search in axis_searches(classes_of(program, plan), plan):
-        solution = search.solve()
-        found.append((search, search.problem(solution.options, solution.strict)))
-        search.take(solution)
+    for axis in axis_searches(classes_of(program, plan), plan):
+        solution = axis.solve()
+        found.append((axis, axis.problem(solution.options, solution.strict)))
+        axis.take(solution)
     return found
 
 
@@ -125,10 +146,10 @@ def test_models_of_unlike_nodes_get_what_highs_finds_alone(name: str, sizes: tup
     data, tensor = searches(name, *sizes)
     assert tensor[1].shared
     for _, problem in (data, tensor):
-        chosen, alone = solve(problem), programme_of(problem)[0].solve()
-        assert chosen is not None and alone is not None
+        choice, alone = solve(problem), programme_of(problem)[0].solve()
+        assert choice is not None and alone is not None
         best = cost(problem, programme_of(problem)[0].choice(alone))
-        assert cost(problem, chosen) == pytest.approx(best, rel=1e-9)
+        assert cost(problem, choice.strategies) == pytest.approx(best, rel=1e-9) and choice.above == 0
 
 
 @pytest.mark.parametrize(

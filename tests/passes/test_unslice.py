@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shares import in_turns
 from torch import Tensor, nn
 from verified import verified
 
@@ -189,10 +190,10 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", [*UNSLICED, *OTHERS])
-def test_the_numbers_are_those_of_one_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "meshes"), list(in_turns([*UNSLICED, *OTHERS], MESHES)))
+def test_the_numbers_are_those_of_one_device(name: str, meshes: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    verified(Words(), MESHES, (UNSLICED | OTHERS)[name], batch())
+    verified(Words(), meshes, (UNSLICED | OTHERS)[name], batch())
 
 
 @pytest.mark.parametrize("name", UNSLICED)

@@ -115,8 +115,15 @@ def ranks_of(size: int) -> Iterator[Ranks]:
         ranks.close()
 
 
+def collect_rarely() -> None:
+    """What torch and pytest made at their imports stays, and graphs are looked through for circles less often: with the
+    usual 700 objects a seventh of the tests' time is spent on it."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
-    gc.freeze()  # what is preloaded is shared: a full collection would look at all of it, and copy it, in every rank
+    collect_rarely()  # what is preloaded is shared: a collection would look at all of it, and copy it, in every rank
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group(
