@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ class Layers:
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
         self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
+        self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
         self._once: Known = {}
         self._made: dict[Hashable, Any] = {}
 
@@ -91,12 +92,12 @@ class Layers:
         made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
             if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
-                for end in (self.micros.low, HIGH):
+                for end in (self.micros.low, HIGH) if split.near not in self._apart else ():
                     self.sheets(split, end, recompute, halves)
-                below, above = max(at for at in made if at < rows), min(at for at in made if at > rows)
-                found = made[below].between(made[above], (rows - below) / (above - below))
+                found = _between(made, rows)
                 if found is not None:
                     return found
+                self._apart.add(split.near)
             micro = self.micros.micro(split.near, rows, recompute, halves)
             made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
         return made[rows]
@@ -178,3 +179,9 @@ class Layers:
             self._made[key] = make()
         found: T = self._made[key]
         return found
+
+
+def _between(made: Mapping[int, Sheets], rows: int) -> Sheets | None:
+    """The sheets of so many rows from the nearest ones of fewer and of more; None where that cannot be."""
+    below, above = max((at for at in made if at < rows), default=0), min((at for at in made if at > rows), default=0)
+    return made[below].between(made[above], (rows - below) / (above - below)) if below and above else None
