@@ -35,5 +35,5 @@ def moved_bytes(node: fx.Node, sizes: Mapping[fx.Node, int]) -> float:
         return float(PASSES[node.target] * sizes[largest] / width * max(WIDE, width))
     read = [sizes[operand] for operand in operands]
     if node.target in LOOKUPS:
-        read[0] = min(read[0], sizes[node])
+        read[0] = sizes[node]
     return float(sizes[node] + sum(read))

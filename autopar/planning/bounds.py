@@ -104,7 +104,8 @@ class Bounds:
         stored = (1 + MOMENTS) * part / candidate.shards
         copies = whole.copies(layers) / candidate.tp / candidate.pp
         if candidate.zero == 3:  # of the layer at work and of the next one, with their gradients on the way
-            copies = 2 * (whole.copies.each + whole.plain.each + whole.gradients.each) / candidate.tp
+            on_way = whole.gradients.each if candidate.pp == 1 else 0.0
+            copies = 2 * (whole.copies.each + whole.plain.each + on_way) / candidate.tp
         gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
         ranks = candidate.tp * candidate.pp * candidate.cp
         saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks

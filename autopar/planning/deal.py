@@ -16,7 +16,7 @@ from autopar.planning.depth import Rest
 from autopar.planning.stage import Micro
 
 KINDS = ("time", "stored", "saved")
-CLOSE = 1e-3  # of the slowest stage: how near the search for it comes
+CLOSE = 1e-5  # of the slowest stage: how near the search for it comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,10 @@ class _Road:
         low, high = float(self.time[-1]) / count, float(self.time[-1] + 2 * self.crossing.max())
         while high - low > CLOSE * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._ends(count, middle) is not None else (middle, high)
-        latest, backwards = self._ends(count, high), self._reversed()._ends(count, high)
-        assert latest is not None, "the limit that is tried first lets one stage have everything"
-        final = len(self.time) - 1
-        earliest = [final - at for at in reversed(backwards[:-1])] if backwards is not None else latest[:-1]
-        windows = [np.arange(min(pair), max(pair) + 1) for pair in zip(earliest, latest, strict=False)]
-        return self._squares([*windows, np.array([final])], high)
+            low, high = (low, middle) if self._ends(count, middle)[-1][-1] else (middle, high)
+        ends, begins = self._ends(count, high), self._reversed()._ends(count, high)[-2::-1]
+        windows = [np.nonzero(end & begin[::-1])[0] for end, begin in zip(ends, begins, strict=False)]
+        return self._squares([*windows, np.array([len(self.time) - 1])], high)
 
     def _squares(self, windows: Sequence[np.ndarray], limit: float) -> list[int]:
         """The ends of stages, each from its window, with the least sum of squares of times within a limit."""
@@ -160,21 +157,15 @@ class _Road:
             at = int(choice[at])
         return found[::-1]
 
-    def _ends(self, count: int, limit: float) -> list[int] | None:
-        """Stages that are as long as a limit lets them be; None if more than `count` are needed."""
-        found, at, final = list[int](), 0, len(self.time) - 1
-        for stage in range(count):
-            at = min(self._farthest(at, limit), final - (count - 1 - stage))  # each has something
-            if found and at <= found[-1]:
-                return None
-            found.append(at)
-        return found if at == final else None
-
-    def _farthest(self, start: int, limit: float) -> int:
-        """The last place where a stage that begins at one may end; the beginning itself if there is none."""
-        took = self.time[start + 1 :] - self.time[start] + self.crossing[start] + self.crossing[start + 1 :]
-        within = np.nonzero(took <= limit * (1 + 1e-9))[0]
-        return start + 1 + int(within[-1]) if len(within) else start
+    def _ends(self, count: int, limit: float) -> list[np.ndarray]:
+        """For each of `count` stages the places where it may end, so that it and all before it keep to a limit."""
+        ahead, behind = self.time + self.crossing, self.time - self.crossing
+        found, ends = list[np.ndarray](), np.arange(len(self.time)) == 0
+        for _ in range(count):
+            latest = np.maximum.accumulate(np.where(ends, behind, -np.inf))
+            ends = np.append(False, ahead[1:] <= latest[:-1] + limit * (1 + 1e-9))
+            found.append(ends)
+        return found
 
     def _reversed(self) -> _Road:
         return replace(self, time=(self.time[-1] - self.time)[::-1], crossing=self.crossing[::-1])

@@ -14,7 +14,6 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.program import Program, record
 from autopar.machines import Machine
-from autopar.passes.node_costs import least_flops
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.cost import Cost, Linear
 from autopar.planning.deal import Sections, Share
@@ -68,7 +67,7 @@ class Layers:
         program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
         counts = products(program)
         asked = self._of_row(program, lambda node: float(record(node).flops))
-        least = self._of_row(program, lambda node: least_flops(node, program.mesh))
+        least = self._of_model(rank_flops(program), rank_flops(program, self._rest.counts)) / LEAST_ROWS
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
     def _of_row(self, program: Program, count: Callable[[fx.Node], float]) -> float:
@@ -137,11 +136,11 @@ class Layers:
     def _of_model(self, whole: float, less: float) -> float:
         return self._line(whole, less)(self.equal)
 
-    def part(self, split: Split) -> float:
-        """The part of the products of a micro-batch that each rank of a split computes."""
+    def part(self, cp: int) -> float:
+        """The part of the products of a micro-batch that each of so many ranks of cp computes."""
         low = self.micros.low
         whole = rank_flops(self.micros.local(Split(), low).program)
-        return rank_flops(self.micros.local(split, low).program) / whole if whole else 1.0
+        return rank_flops(self.micros.local(Split(cp=cp), low).program) / whole if whole else 1.0
 
     @cached_property
     def _rest(self) -> Rest:

@@ -21,7 +21,6 @@ from autopar.planning.fixed import fixed_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.search import FITS, SAME, Found, search
-from autopar.planning.split import Split
 from autopar.planning.step_time import tokens_of
 
 Tell = Callable[[int, int], None]
@@ -116,7 +115,7 @@ def _no_context(layers: Layers, asked: Asked) -> str:
         return ""
     size = divisors(asked.gpus, asked.gpus)[1]
     try:
-        part = layers.part(Split(cp=size))
+        part = layers.part(size)
     except BatchError:  # a length that this size does not divide
         return ""
     except AutoparError as error:
