@@ -43,8 +43,8 @@ def mpt(row: Row) -> Case:
 
 
 def _first_flash() -> Machine:
-    """H100 with the first FlashAttention, in Triton (`--attn_impl`'s default in llm-foundry's submit_benchmarks.py): half
-    as fast as the second one (arXiv 2307.08691, abstract)."""
+    """H100 with the first FlashAttention, in Triton (the default of `--attn_impl` in llm-foundry's
+    submit_benchmarks.py): half as fast as the second one (arXiv 2307.08691, abstract)."""
     found = named("h100-80g")
     return replace(found, device=replace(found.device, attention=found.device.attention / 2))
 
