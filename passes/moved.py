@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.ops import op
-from autopar.ir.program import operand_nodes, record
+from autopar.ir.program import record
 
 _aten = torch.ops.aten
 
@@ -26,14 +26,13 @@ WIDE = 4
 OVER = frozenset((op("cross_entropy_backward"),))
 
 
-def moved_bytes(node: fx.Node, sizes: Mapping[fx.Node, int]) -> float:
-    """sizes: bytes of each value on one rank."""
-    operands = operand_nodes(node)
+def moved_bytes(node: fx.Node, operands: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> float:
+    """operands: of the node. sizes: bytes of each value on one rank."""
+    read = [sizes[operand] for operand in operands]
     if node.target in PASSES:
         largest = max(operands, key=lambda operand: sizes[operand])
         width = record(largest).type.dtype.itemsize
         return float(PASSES[node.target] * sizes[largest] / width * max(WIDE, width))
-    read = [sizes[operand] for operand in operands]
     if node.target in LOOKUPS:
         read[0] = sizes[node]
     return float(sizes[node] + sum(read))

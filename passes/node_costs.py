@@ -129,7 +129,7 @@ def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | Non
 
 def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     operands = operand_nodes(node)
-    moved, results = moved_bytes(node, sizes), _results(node, mesh, sizes)
+    moved, results = moved_bytes(node, operands, sizes), _results(node, mesh, sizes)
     if not record(node).flops:
         return Load(moved=moved, results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")

@@ -133,7 +133,8 @@ class _Road:
 
     def even(self, count: int) -> list[int]:
         """The places where stages end."""
-        low, high = float(self.time[-1]) / count, float(self.time[-1] + 2 * self.crossing.max())
+        low = float(self.time[-1]) / count
+        high = low + float(np.diff(self.time).max() + 2 * self.crossing.max())  # a stage that goes on reaches this
         while high - low > CLOSE * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._ends(count, middle)[-1][-1] else (middle, high)
@@ -147,10 +148,13 @@ class _Road:
         for ends in windows:
             ahead = self.time[ends] + self.crossing[ends]
             took = ahead[None, :] - (self.time[starts] - self.crossing[starts])[:, None]
-            allowed = (took <= limit * (1 + 1e-9)) & (starts[:, None] < ends[None, :])
-            value = np.where(allowed, before[:, None] + took**2, np.inf)
+            value = took * took
+            value += before[:, None]
+            value[took > limit * (1 + 1e-9)] = np.inf
+            if starts[-1] >= ends[0]:
+                value[starts[:, None] >= ends[None, :]] = np.inf
             choices.append(value.argmin(axis=0))
-            starts, before = ends, value.min(axis=0)
+            starts, before = ends, value[choices[-1], np.arange(len(ends))]
         found, at = list[int](), 0
         for ends, choice in zip(reversed(windows), reversed(choices), strict=True):
             found.append(int(ends[at]))
