@@ -11,6 +11,7 @@ from autopar.ir.measure import local_bytes
 from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.program import CAST, Program, operand_nodes, record, root_of
 from autopar.machines import Machine
+from autopar.passes.moved import LOOKUPS
 from autopar.passes.node_costs import RING, TURNS, Load, least_flops, load_us, loads_of
 from autopar.passes.streams import launches_of
 from autopar.planning.depth import Rest
@@ -105,6 +106,7 @@ def _asks(graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
     for (node, load), launch in zip(loads_of(graph).items(), launches_of(graph), strict=True):
         if load is None or launch is None:
             continue
-        read = [operand for operand in operand_nodes(node) if root_of(operand) in stored]
+        whole = operand_nodes(node)[1:] if node.target in LOOKUPS else operand_nodes(node)
+        read = [operand for operand in whole if root_of(operand) in stored]
         fixed = sum(local_bytes(each, graph.mesh) for each in (*read, *[node] * (node in written)))
         yield Ask(load, fixed, rest.counts(node))

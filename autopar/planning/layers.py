@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
-from torch import fx
-
 from autopar.compiler.garbage import uncollected
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE, Mesh
@@ -65,16 +63,11 @@ class Layers:
         """Of the products of one row, known once there are layouts: their FLOPs, as the model asks for them; those that
         kernels compute at least; the dtype of most of them."""
         program = dict(self.micros.local(Split(), self.micros.low).history)["propagate"]
-        counts = products(program)
-        asked = self._of_row(program, lambda node: float(record(node).flops))
-        least = self._of_model(rank_flops(program), rank_flops(program, self._rest.counts)) / LEAST_ROWS
+        counts, rest = products(program), self._rest
+        less = float(sum(record(node).flops for node in program.calls() if rest.counts(node)))
+        asked = self._of_model(float(sum(counts.values())), less) / LEAST_ROWS
+        least = self._of_model(rank_flops(program), rank_flops(program, rest.counts)) / LEAST_ROWS
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
-
-    def _of_row(self, program: Program, count: Callable[[fx.Node], float]) -> float:
-        """The sum over the calls of a model with all layers, of one row."""
-        calls = list(program.calls())
-        whole, less = sum(map(count, calls)), sum(count(node) for node in calls if self._rest.counts(node))
-        return self._line(whole, less)(self.equal) / LEAST_ROWS
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
         """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,

@@ -80,6 +80,9 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="also the planner's own best for each row, in 80 GB")
     parser.add_argument("--compile", choices=["triton"], help="with pointwise calls fused")
     args = parser.parse_args()
+    missing = [str(path) for path in args.files if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}. The given ones: {', '.join(map(str, FILES))}")
     options = {"compile": args.compile} if args.compile else {}
     register()
     for path in args.files:
