@@ -63,6 +63,11 @@ def bucket(program: Program, plan: Plan) -> Program:
     return found.run() if found.sums else program
 
 
+def bucket_limit(total: float, asked: int | None) -> float:
+    """The bytes from which on a bucket is full. total: of all sums of a graph. asked: `StepOptions.bucket_bytes`."""
+    return asked or min(BUCKET_BYTES, max(total // FEWEST, LEAST_BYTES))
+
+
 @dataclass(slots=True)
 class _Open:
     """A bucket that is being filled, with the old nodes."""
@@ -96,14 +101,12 @@ class _Bucket:
         self.flat = Coalesced(self.build, self.mesh)
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limit = plan.options.bucket_bytes or BUCKET_BYTES
+        self.limit = 0.0
         self.sums, self.casts = sums_of_gradients(program)
         self.names = _names_of_sums(program)
 
     def run(self) -> Program:
-        total = sum(map(self._bytes, self.sums))
-        if self.plan.options.bucket_bytes is None:
-            self.limit = min(self.limit, max(total // FEWEST, LEAST_BYTES))
+        self.limit = bucket_limit(sum(map(self._bytes, self.sums)), self.plan.options.bucket_bytes)
         self.most = max([self.limit, *map(self._bytes, self.sums)])
         return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
 

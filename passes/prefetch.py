@@ -12,6 +12,7 @@ from autopar.ir.modules import unit_of
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, is_given, record
+from autopar.machines import Machine
 from autopar.passes.coalesce import Coalesced
 
 MADE_BY = "prefetch"
@@ -51,13 +52,17 @@ def prefetch(program: Program, plan: Plan) -> Program:
     return _Prefetch(program, plan).run() if plan.zero_axes else program
 
 
+def small_limit(machine: Machine, asked: int | None) -> float:
+    """The bytes from which on a parameter moves alone. asked: `StepOptions.bucket_bytes`."""
+    return asked or machine.latency_us * machine.device.bandwidth / 2e6
+
+
 class _Prefetch:
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.axes = program, set(plan.zero_axes)
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
-        machine = plan.fixed.machine
-        self.small = plan.options.bucket_bytes or machine.latency_us * machine.device.bandwidth / 2e6
+        self.small = small_limit(plan.fixed.machine, plan.options.bucket_bytes)
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
         self.layers = self._layers()
         self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}

@@ -37,7 +37,7 @@ class Bounds:
         flops = machine.device.flops
         best = max(share for _, share in machine.device.products.points)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
-        self._data: dict[Hashable, float] = {}
+        self._data: dict[Hashable, tuple[float, float]] = {}
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
@@ -69,7 +69,8 @@ class Bounds:
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
-        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal))
+        busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
+        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
@@ -80,12 +81,17 @@ class Bounds:
             backward += flops / (candidate.tp * candidate.cp) * self._flop_us
         return self._step(candidate, forward, backward)
 
-    def _step(self, candidate: Candidate, forward: float, backward: float) -> float:
+    def _step(self, candidate: Candidate, forward: float, backward: float, busy: float = 0.0) -> float:
+        """busy: us of a micro-batch on the device at least, where collectives beside it take a part of it."""
+        once, each = self._data_us(candidate)
         micro_us = forward + backward
-        busy = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward / micro_us)
-        return busy + self._data_us(candidate)
+        least = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward / micro_us)
+        if each:  # a rank computes and moves, and a collective takes what calls lose to it from them, or more
+            own = max(each, busy / candidate.pp + self.machine.device.communicating * each)
+            least = max(least, candidate.microbatches * own)
+        return least + once
 
-    def _data_us(self, candidate: Candidate) -> float:
+    def _data_us(self, candidate: Candidate) -> tuple[float, float]:
         key = candidate.axes, candidate.zero, candidate.gathers_again, candidate.microbatches
         if key not in self._data:
             self._data[key] = least_data_us(candidate, self._whole("full"), self.equal, self.rising)

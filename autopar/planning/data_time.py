@@ -1,4 +1,5 @@
-"""What a step waits for the data axes: sums of gradients, parameters that are gathered."""
+"""What a step without a pipeline waits for the data axes: sums of gradients, parameters that are gathered. And what
+any step waits at least; of a pipeline `data_streams.py` says more."""
 
 from __future__ import annotations
 
@@ -72,17 +73,31 @@ def data_us(candidate: Candidate, cost: Cost, share: Share, machine: Machine) ->
     return _waits(candidate, moved, machine)
 
 
-def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machine) -> float:
-    """What the rank that waits longest waits at least. whole: of a micro-batch on one rank, of as many layers; tp and
+def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machine) -> tuple[float, float]:
+    """What the rank that waits longest waits at least, once a step, and of a pipeline what a rank moves for each
+    micro-batch, beside whatever it computes. whole: of a micro-batch on one rank, of as many layers; tp and
     pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
     if candidate.data == 1:
-        return 0.0
+        return 0.0, 0.0
     parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(whole)
     gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
+    if candidate.pp > 1 and candidate.zero >= 2:
+        return _least_of_pipeline(candidate, gradients, parameters, machine)
     moved = Moved(
         gradients, parameters, read.each / candidate.tp, deep / candidate.pp, 1 / deep, math.inf, math.inf
     )  # fmt: skip
-    return _waits(candidate, moved, machine)
+    return _waits(candidate, moved, machine), 0.0
+
+
+def _least_of_pipeline(
+    candidate: Candidate, gradients: float, parameters: float, machine: Machine
+) -> tuple[float, float]:
+    """As `least_data_us`, with ZeRO-2 or ZeRO-3."""
+    groups = DataGroups.of(candidate, machine.ranks)
+    summed = machine.collective_us("all_reduce", gradients / groups.shards.size, groups.copies)
+    gathered = machine.collective_us("all_gather", parameters, groups.shards)
+    scattered = machine.collective_us("reduce_scatter", gradients, groups.shards)
+    return (summed, gathered + scattered) if candidate.gathers_again else (summed + gathered, scattered)
 
 
 def _read(cost: Cost) -> Linear:

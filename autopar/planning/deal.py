@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from torch import fx
 
 from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
@@ -14,6 +15,7 @@ from autopar.passes.pipeline.cut import Limits, Line
 from autopar.passes.pipeline.when import times_of
 from autopar.planning.depth import Rest
 from autopar.planning.stage import Micro
+from autopar.planning.weights import Weight, weights_of
 
 KINDS = ("time", "stored", "saved")
 CLOSE = 1e-5  # of the slowest stage: how near the search for it comes
@@ -54,19 +56,32 @@ def whole(layers: int) -> Share:
 @dataclass(frozen=True, slots=True)
 class Section:
     """A piece of the forward pass with the places where it may be cut. time, stored, saved: us and bytes of what comes
-    before each, from 0 at its beginning on. crossing: us to send what is needed on both sides."""
+    before each, from 0 at its beginning on. crossing: us to send what is needed on both sides. weights: in the order of
+    their first uses."""
 
     time: np.ndarray
     stored: np.ndarray
     saved: np.ndarray
     crossing: np.ndarray
+    weights: tuple[Weight, ...] = ()
 
     @classmethod
-    def of(cls, line: Line, first: int, last: int) -> Section:
-        """Between two places of a line."""
+    def of(cls, line: Line, first: int, last: int, weights: Mapping[fx.Node, Weight]) -> Section:
+        """Between two places of a line. weights: of the program."""
         part = slice(first, last + 1)
         time, stored, saved = (values[part] - values[first] for values in (line.times, line.held, line.saved))
-        return cls(time, stored, saved, line.transfer[part])
+        uses = sorted((_place(line, use + 1) - 1, i, node) for i, (node, (_, use)) in enumerate(line.firsts.items()))
+        own = [(place - first, node) for place, _, node in uses if first <= place < last and node in weights]
+        placed = (replace(weights[node], place=at, at=float(time[at] / time[-1])) for at, node in own)
+        return cls(time, stored, saved, line.transfer[part], tuple(placed))
+
+    def beside(self, longer: float, crossing: float, us: Callable[[Weight], float]) -> Section:
+        """The same of other rows, with what moves over the data axes. longer, crossing: how many times as long it takes
+        to compute, and to send. us: of what moves of a weight."""
+        time = self.time * longer
+        for weight in self.weights:
+            time[weight.place + 1 :] += us(weight)
+        return replace(self, time=time, crossing=self.crossing * crossing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +101,22 @@ class Sections:
         own = [i for i, path in enumerate(layers) if path == rest.path]
         all_ = [i for i, path in enumerate(layers) if path in rest.equal]
         begin, start, end, behind = (_place(line, at) for at in (all_[0], own[0], own[-1] + 1, all_[-1] + 1))
-        last = len(line.places) - 1
-        return cls(Section.of(line, 0, begin), Section.of(line, start, end), Section.of(line, behind, last))
+        ends, weights = ((0, begin), (start, end), (behind, len(line.places) - 1)), weights_of(program)
+        return cls(*(Section.of(line, *pair, weights) for pair in ends))
 
-    def stages(self, layers: int, count: int) -> list[Share]:
-        """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be."""
-        road = _Road.of([self.entry, *[self.layer] * layers, self.behind])
+    def stages(self, layers: int, count: int, by: Sections | None = None) -> list[Share]:
+        """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be.
+        by: the same model with the times that count for that."""
+        road = (by or self)._road(layers)
         borders = road.even(count)
+        road = self._road(layers)
         last = layers + 1
         inner = [tuple(_before(road, at, name, last) for name in KINDS) for at in borders[:-1]]
         marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0),) * len(KINDS)]
         return [Share(*map(_minus, high, low)) for low, high in pairwise(marks)]
+
+    def _road(self, layers: int) -> _Road:
+        return _Road.of([self.entry, *[self.layer] * layers, self.behind])
 
 
 def _place(line: Line, node: int) -> int:

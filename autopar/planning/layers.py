@@ -150,14 +150,21 @@ class Layers:
     def stages(self, split: Split, recompute: str, mesh: Mesh, count: int) -> tuple[Share, ...]:
         """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
         that says over which links stages send."""
-        near = group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
-        key = split.near, recompute, near
+        key = split.near, recompute, self._near(mesh), count
+        if key not in self._stages:
+            self._stages[key] = tuple(self.sections(split, recompute, mesh).stages(self.equal, count))
+        return self._stages[key]
+
+    def sections(self, split: Split, recompute: str, mesh: Mesh) -> Sections:
+        """Those of the fewest rows, as of `stages`."""
+        key = split.near, recompute, self._near(mesh)
         if key not in self._sections:
             micro = self.micros.micro(split.near, self.micros.low, recompute)
             self._sections[key] = Sections.of(micro, self._rest, self.micros.machine, mesh)
-        if (*key, count) not in self._stages:
-            self._stages[*key, count] = tuple(self._sections[key].stages(self.equal, count))
-        return self._stages[*key, count]
+        return self._sections[key]
+
+    def _near(self, mesh: Mesh) -> bool:
+        return group_of(mesh, PIPELINE, self.micros.machine.ranks).nodes == 1
 
     def place(self, split: Split) -> Place:
         """What of a split decides times."""

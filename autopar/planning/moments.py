@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,28 +10,33 @@ import numpy as np
 
 from autopar.ir.schedule import Action
 
-SAVED, LATE, GRADIENTS, OTHERS = range(4)  # the columns of a stage
+SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(5)  # the columns of a stage
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
-    its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there, and
-    whether it is at work in its backward pass."""
+    its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there,
+    whether it is at work in its backward pass, and whether it has a forward pass ahead."""
 
     stages: tuple[int, ...]
     counts: np.ndarray
 
     @classmethod
-    def of(cls, order: Sequence[Action]) -> Moments:
-        """Of a rank's actions: F, and B or its halves I and W."""
+    def of(cls, order: Sequence[Action], has_more: bool) -> Moments:
+        """Of a rank's actions: F, and B or its halves I and W. has_more: those of further micro-batches follow."""
         stages = tuple(sorted({action.stage for action in order}))
-        column = {stage: 4 * i for i, stage in enumerate(stages)}
-        held, rows = [0] * (4 * len(stages)), dict[tuple[int, ...], None]()
+        column = {stage: 5 * i for i, stage in enumerate(stages)}
+        held, rows = [0] * (5 * len(stages)), dict[tuple[int, ...], None]()
+        left = Counter(action.stage for action in order if action.kind == "F")
+        for stage in stages:
+            held[column[stage] + AHEAD] = 1
         for action in order:
             at = column[action.stage]
             if action.kind == "F":
                 held[at + SAVED] += 1
+                left[action.stage] -= 1
+                held[at + AHEAD] = int(has_more or left[action.stage] > 0)
                 continue
             rows[tuple(n + (i == at + OTHERS) for i, n in enumerate(held))] = None
             if action.kind != "I":
@@ -40,6 +46,6 @@ class Moments:
             rows[tuple(held)] = None
         return cls(stages, np.array(list(rows), dtype=float))
 
-    def most(self, each: Sequence[tuple[float, float, float, float]]) -> float:
+    def most(self, each: Sequence[tuple[float, float, float, float, float]]) -> float:
         """The most bytes at once. each: of what a moment counts, by stage."""
         return float((self.counts @ np.array(each).ravel()).max())

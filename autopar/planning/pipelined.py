@@ -16,36 +16,46 @@ from autopar.machines import Machine
 from autopar.passes.schedules import Schedule, parse_schedule, simulate, span_us, with_transfers
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
+from autopar.planning.data_streams import Data, Known, Moved
 from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
+from autopar.planning.slots import Slot, slots_of
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What of the model a stage has, or a rank, and what that costs."""
+    """What of the model a stage has, or a rank, and what that costs. us: of each action on one micro-batch, F, and B
+    or its halves I and W, with what it moves over the data axes. slots: its calls, in the order of the forward pass.
+    moved: bytes of what its backward pass moves, at most, by section, less those of what was saved and is freed."""
 
     share: Share
     cost: Cost
-
-    @classmethod
-    def of(cls, share: Share, cost: Cost) -> Stage:
-        """cost: of the whole model."""
-        return cls(share, cost.on(share))
-
-    def us(self, kind: str) -> float:
-        """Of an action on one micro-batch: F, B, or its halves I and W."""
-        layers, weights = self.share.time.layers, self.cost.weights
-        if kind == "F":
-            return self.cost.forward(layers)
-        return weights(layers) if kind == "W" else self.cost.backward(layers) - (weights(layers) if kind == "I" else 0)
+    us: Mapping[str, float]
+    slots: tuple[Slot, ...] = ()
+    moved: Moved = (0.0, 0.0, 0.0)
 
     @property
     def micro_us(self) -> float:
         """Of one micro-batch."""
-        return self.us("F") + self.us("B")
+        return sum(self.us.values())
+
+    @property
+    def moved_us(self) -> float:
+        """The part of it that it takes longer for the data axes."""
+        layers = self.share.time.layers
+        return self.micro_us - self.cost.forward(layers) - self.cost.backward(layers)
+
+    def __add__(self, other: Stage) -> Stage:
+        """Both on one rank."""
+        us = {kind: self.us[kind] + other.us[kind] for kind in self.us}
+        return Stage(self.share + other.share, self.cost, us, self.slots + other.slots)
+
+    def on_share(self) -> Stage:
+        """With the cost of its share, in place of that of the whole model."""
+        return replace(self, cost=self.cost.on(self.share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +69,69 @@ class Pipelined:
     moments: Sequence[Moments]
     count: int
 
-    def times(self, halves: bool) -> Mapping[tuple[int, str], float]:
+    def times(self) -> Mapping[tuple[int, str], float]:
         """us of each action on one micro-batch, by stage and kind."""
-        kinds = "FIW" if halves else "FB"
-        return {(s, kind): stage.us(kind) for s, stage in enumerate(self.stages) for kind in kinds}
+        return {(s, kind): us for s, stage in enumerate(self.stages) for kind, us in stage.us.items()}
 
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
+    machine = layers.micros.machine
+    near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, machine.ranks).nodes == 1
     first = min(candidate.microbatches, ROUNDS * candidate.pp)
+    data = data_of(candidate, layers)
+    moves = (data.groups, candidate.gathers_again) if candidate.pp > 1 and data.is_each else None
     key = (
         layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near,
-        candidate.schedule, candidate.chunks, first,
+        candidate.halves, candidate.chunks, moves,
     )  # fmt: skip
-    found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
+    order = candidate.schedule, first, first < candidate.microbatches
+
+    def made() -> Pipelined:
+        stages = layers.kept(("stages", *key), lambda: _stages(candidate, layers, data))
+        return _pipelined(candidate, stages, first)
+
+    found: Pipelined = layers.kept((*key, *order), made)
     return found
 
 
-def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
+def data_of(candidate: Candidate, layers: Layers) -> Data:
+    """What a candidate moves over its data axes."""
+    known: Known = layers.kept("collectives", dict)
+    return Data(candidate, layers.micros.machine, layers.micros.options.bucket_bytes, known)
+
+
+def _pipelined(candidate: Candidate, stages: Sequence[Stage], first: int) -> Pipelined:
+    """stages: with the cost of the whole model."""
     p, count = candidate.pp, candidate.pp * candidate.chunks
-    cost = cost_of(candidate, layers)
-    shares: Sequence[Share] = (whole(layers.equal),)
-    if p > 1:
-        shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
-    schedule, moments = _schedule(candidate.schedule, p, first, count)
-    own: list[Share | None] = [None] * p
-    for share, rank in zip(shares, schedule.ranks, strict=True):
+    schedule, moments = _schedule(candidate.schedule, p, first, count, first < candidate.microbatches)
+    own: list[Stage | None] = [None] * p
+    for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
-        own[rank] = share if before is None else before + share
-    ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
-    return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, moments, first)
+        own[rank] = stage if before is None else before + stage
+    ranks = tuple(stage.on_share() for stage in own if stage is not None)
+    return Pipelined(tuple(stage.on_share() for stage in stages), ranks, schedule, moments, first)
+
+
+def _stages(candidate: Candidate, layers: Layers, data: Data) -> Sequence[Stage]:
+    """The stages of a candidate, with the cost of the whole model."""
+    cost = cost_of(candidate, layers)
+    if candidate.pp == 1:
+        return (Stage(whole(layers.equal), cost, cost.us(layers.equal, halves=False)),)
+    split, mesh, count = candidate.split, Mesh(candidate.axes), candidate.pp * candidate.chunks
+    sections = layers.sections(split, candidate.recompute, mesh)
+    if data.is_each:
+        few = layers.cost(split, layers.micros.low, candidate.recompute, candidate.halves)
+        shares: Sequence[Share] = sections.stages(layers.equal, count, data.beside(sections, cost, few))
+    else:
+        shares = layers.stages(split, candidate.recompute, mesh, count)
+    slots = slots_of(sections, shares, layers.equal)
+    found = []
+    for share, own in zip(shares, slots, strict=True):
+        us, moved = data.graphs(share, own, cost)
+        least = cost.on(share).us(share.time.layers, candidate.halves)
+        found.append(Stage(share, cost, {kind: max(us[kind], least[kind]) for kind in us}, own, moved))
+    return found
 
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
@@ -106,9 +148,10 @@ def cost_of(candidate: Candidate, layers: Layers) -> Cost:
 
 
 @cache
-def _schedule(name: str, ranks: int, count: int, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
+def _schedule(name: str, ranks: int, count: int, stages: int, has_more: bool) -> tuple[Schedule, tuple[Moments, ...]]:
+    """has_more: further micro-batches follow."""
     schedule = parse_schedule(name, ranks, count, stages)
-    return schedule, tuple(map(Moments.of, schedule.orders))
+    return schedule, tuple(Moments.of(order, has_more) for order in schedule.orders)
 
 
 def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, float]], machine: Machine) -> float:
@@ -140,7 +183,7 @@ def _flow(candidate: Candidate, made: Pipelined, machine: Machine) -> tuple[Flow
         works[s, kind] = work
         types |= dict.fromkeys((*work.reads, *work.writes), TensorType((message,), torch.uint8))
     line = machine.message_line(group_of(Mesh(candidate.axes), PIPELINE, machine.ranks))
-    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(candidate.halves), *line)
+    return Flow(made.schedule.ranks, made.count, works, types), Costs(made.times(), *line)
 
 
 def _chain(count: int, halves: bool) -> Iterator[tuple[int, str, Work]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
 from autopar.planning.candidates import Candidate
 from autopar.planning.data_time import data_us
 from autopar.planning.layers import Layers
-from autopar.planning.pipelined import Stage, pipelined, step_us
+from autopar.planning.pipelined import Pipelined, Stage, data_of, pipelined, step_us
 from autopar.planning.rank_memory import rank_bytes
+
+# Of the memory that there is: what takes more where stages are cut by what they compute alone, and nothing that moves
+# is alive, is not looked at closer. With what moves for each micro-batch they are cut elsewhere.
+FAR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +38,42 @@ def predict(
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
     then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit.
     Raises AutoparError as `Micros.local`."""
+    if candidate.pp > 1 and candidate.zero >= 2 and not math.isinf(limit):
+        least = _memory(candidate, pipelined(replace(candidate, zero=1), layers))
+        if least > FAR * limit:
+            return Prediction(candidate, math.inf, least, 0.0, 0.0, 0.0, 0.0)
     made = pipelined(candidate, layers)
-    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+    memory = _memory(candidate, made)
     if candidate.pp > 1 and memory > limit:
         return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0)
-    ranks = [_beside(candidate, rank, machine) for rank in made.ranks]
+    ranks = [_beside(candidate, layers, rank, machine) for rank in made.ranks]
     m = candidate.microbatches
     floors = [m * rank.micro_us + sum(beside) for rank, beside in zip(made.ranks, ranks, strict=True)]
     most = max(floors)
     last = floors.index(most)
-    _, data, optimizer = ranks[last]
-    exposed = m * made.ranks[last].cost.exposed(made.ranks[last].share.time.layers)
+    rank, (before, after, optimizer) = made.ranks[last], ranks[last]
+    data = before + after - rank.cost.once(rank.share.time.layers) + m * rank.moved_us
+    exposed = m * rank.cost.exposed(rank.share.time.layers)
     total = most
     if candidate.pp > 1 and most < slowest:
-        total = step_us(candidate, made, [(once, data + optimizer) for once, data, optimizer in ranks], machine)
-    return Prediction(candidate, total, memory, total - most, exposed, data, optimizer)
+        total = step_us(candidate, made, [(before, after + optimizer) for before, after, optimizer in ranks], machine)
+    return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer)
 
 
-def _beside(candidate: Candidate, rank: Stage, machine: Machine) -> tuple[float, float, float]:
-    """us of what a rank computes once a step, of what it waits for the data axes, and of the optimizer."""
-    layers, cost = rank.share.stored.layers, rank.cost
-    own = ADAMW * cost.parameters(layers) / candidate.shards
-    data = data_us(candidate, cost, rank.share, machine)
-    return cost.once(rank.share.time.layers), data, machine.update_us(own)
+def _memory(candidate: Candidate, made: Pipelined) -> float:
+    """Bytes of the fullest rank."""
+    return max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
+
+
+def _beside(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -> tuple[float, float, float]:
+    """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
+    stored, cost = rank.share.stored.layers, rank.cost
+    optimizer = machine.update_us(ADAMW * cost.parameters(stored) / candidate.shards)
+    once = cost.once(rank.share.time.layers)
+    if candidate.pp == 1:
+        return once, data_us(candidate, cost, rank.share, machine), optimizer
+    data = data_of(candidate, layers)
+    place = candidate.split.near, candidate.recompute, candidate.chunks, rank.share
+    key = "once", *place, once, candidate.zero, candidate.gathers_again, data.groups
+    before, after = layers.kept(key, lambda: (data.before_us(rank.slots, once), data.after_us(rank.slots)))
+    return before, after, optimizer

@@ -102,6 +102,11 @@ class Sheet:
             time for time, call in zip(times, self.calls, strict=True) if call.side < 0 and call.launch is not None
         )
 
+    @property
+    def entry_calls(self) -> int:
+        """How many of these there are; what waits for a collective is none."""
+        return sum(call.side < 0 and call.launch is not None and call.launch.awaits < 0 for call in self.calls)
+
     def peak(self, is_less: bool, sides: Collection[int] = (-1, 0, 1)) -> float:
         """The most bytes of a graph's own values that are alive at once, beside those that it leaves. sides: of the
         calls at which they are counted."""

@@ -12,6 +12,7 @@ from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
 
 ONCE = "CPE"  # actions that run once a step
+OF_KINDS = {"forward": "F", "backward": "BIW", "weights": "W"}  # fields of `Cost`, and the kinds of their graphs
 Costs = dict[str, float]  # by the names of `Cost`
 Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
@@ -63,26 +64,30 @@ class Sheets:
         if not has_less:
             return whole, whole, {}
         others = {kind: less.times(machine) for kind, (all_, less) in self.sheets.items() if less is not all_}
-        return whole, self._cost(machine, {**times, **others}, is_less=True), self._entry(times)
+        return whole, self._cost(machine, {**times, **others}, is_less=True), self._entry(machine, times)
 
     def _cost(self, machine: Machine, times: Mapping[str, list[float]], is_less: bool) -> Costs:
         graphs = {kind: pair[is_less] for kind, pair in self.sheets.items()}
         spent = {kind: sheet.ran(times[kind], machine, is_less) for kind, sheet in graphs.items()}
         once = sum(ran.total for kind, ran in spent.items() if kind in ONCE)
         exposed = sum(sum(ran.exposed.values()) for kind, ran in spent.items() if kind not in ONCE)
-        backward = sum(ran.total for kind, ran in spent.items() if kind in "BIW")
         kept = held(self.stored[is_less], graphs, is_less)
-        bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
-        weights = spent["W"].total if "W" in spent else 0.0
-        found = {"forward": spent["F"].total, "backward": backward, "weights": weights}
-        return {**found, "once": once, "exposed": exposed, **bytes_}
+        found = {name: float(getattr(kept, name)) for name in Held.__slots__}
+        for name, kinds in OF_KINDS.items():
+            rans = [ran for kind, ran in spent.items() if kind in kinds]
+            found[name] = sum(ran.total for ran in rans)
+            found[f"{name}_busy"] = sum(ran.total - ran.hosted for ran in rans)
+            found[f"{name}_launched"] = machine.launch_us * sum(ran.calls for ran in rans)
+        return {**found, "once": once, "exposed": exposed}
 
-    def _entry(self, times: Mapping[str, list[float]]) -> Costs:
+    def _entry(self, machine: Machine, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
-        spent = {kind: sheet.entry_us(times[kind]) for kind, sheet in whole.items()}
-        backward = sum(us for kind, us in spent.items() if kind in "BIW")
-        found = {"forward": spent["F"], "backward": backward, "weights": spent.get("W", 0.0)}
-        return {**found, **held_of_entry(self.stored[False], whole)}
+        found = held_of_entry(self.stored[False], whole)
+        for name, kinds in OF_KINDS.items():
+            own = {kind: sheet for kind, sheet in whole.items() if kind in kinds}
+            found[name] = found[f"{name}_busy"] = sum(sheet.entry_us(times[kind]) for kind, sheet in own.items())
+            found[f"{name}_launched"] = machine.launch_us * sum(sheet.entry_calls for sheet in own.values())
+        return found
 
 
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:

@@ -66,7 +66,8 @@ def cut(program: Program, times: Times, stages: int, limits: Limits) -> Stages:
 
 
 class Line:
-    """The forward pass as a line, with prefix sums at each place where it may be cut."""
+    """The forward pass as a line, with prefix sums at each place where it may be cut. firsts: of each parameter its
+    name and the number of the forward node that needs it first."""
 
     def __init__(self, program: Program, times: Times, limits: Limits) -> None:
         self.nodes = forward_nodes(program, times)
@@ -87,9 +88,10 @@ class Line:
         self.times = _prefix(total)[self.places]
         self.saved = _prefix(saved)[self.places]
         self.transfer = np.array([0.0, *transfer[inner], 0.0]) if inner else np.zeros(2)
-        uses = self._parameters(program, position)
+        self.firsts = self._first_uses(program, position)
+        uses = self._parameters(program)
         self.held = _prefix(uses)[self.places]
-        self.uses = self._away(program, position)
+        self.uses = self._away()
 
     def _backward(self, program: Program, cost: Mapping[fx.Node, float], own: np.ndarray) -> np.ndarray:
         """The time of the backward calls of each forward call's line, shared out by the forward times."""
@@ -141,20 +143,18 @@ class Line:
                 found[node] = entry.name, first
         return found
 
-    def _parameters(self, program: Program, position: Mapping[fx.Node, int]) -> np.ndarray:
+    def _parameters(self, program: Program) -> np.ndarray:
         held = np.zeros(len(self.nodes))
-        for node, (_, first) in self._first_uses(program, position).items():
+        for node, (_, first) in self.firsts.items():
             held[first] += STATE * local_bytes(node, program.mesh)
         return held
 
-    def _away(self, program: Program, position: Mapping[fx.Node, int]) -> dict[int, np.ndarray]:
+    def _away(self) -> dict[int, np.ndarray]:
         """Of each stage, the number of parameters up to a place that another stage keeps."""
         owners = self.limits.owners
         if not owners:
             return {}
-        firsts = [
-            (owners[name], first) for name, first in self._first_uses(program, position).values() if name in owners
-        ]
+        firsts = [(owners[name], first) for name, first in self.firsts.values() if name in owners]
         found = {}
         for stage in range(max(owners.values()) + 1):
             away = np.zeros(len(self.nodes))
