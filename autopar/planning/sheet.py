@@ -15,6 +15,7 @@ from autopar.machines import Machine
 from autopar.passes.node_costs import Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
+from autopar.runtime.executor import written_over
 
 LEFT = {"F": "saved", "I": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
@@ -61,15 +62,16 @@ class Sheet:
     reads: frozenset[str]
 
     @classmethod
-    def of(cls, kind: str, program: Program, rest: Rest) -> Sheet:
-        """kind: of the action that runs the graph. rest: all but the layer that may be left out."""
+    def of(cls, kind: str, program: Program, rest: Rest, given: Collection[str] = ()) -> Sheet:
+        """kind: of the action that runs the graph. rest: all but the layer that may be left out. given: of what was
+        saved for the graph, what it may write over."""
         leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
         if kind == "W":
             leaving = [node for node, entry in program.entries if entry.kind == "saved"]
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
         whole, less, entry = (_bytes(program, nodes, kind == "W") for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
-        return cls(program.mesh, tuple(_calls(kind, program, rest)), (whole, less, entry), reads)
+        return cls(program.mesh, tuple(_calls(kind, program, rest, given)), (whole, less, entry), reads)
 
     def between(self, other: Sheet, share: float) -> Sheet | None:
         """The sheet at a share of the way to another one, 0 to 1: every number on a straight line. None where they are
@@ -131,8 +133,10 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
     return sum(local_bytes(root, program.mesh) for root in roots if given or root.op == "call_function")
 
 
-def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
+def _calls(kind: str, program: Program, rest: Rest, given: Collection[str]) -> Iterator[Call]:
     """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
+    mine = [node for node, entry in program.entries if entry.kind == "saved" and entry.name in given]
+    over = {node for node, operand in written_over(program.graph, mine).items() if root_of(operand) in mine}
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -144,7 +148,7 @@ def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
         if node in place:
             dying.setdefault(user, []).append(place[node])
     for (node, load), launch in zip(loads.items(), launches, strict=True):
-        is_own = not is_getitem(node) and not is_view(node) and node not in leaving
+        is_own = not is_getitem(node) and not is_view(node) and node not in leaving and node not in over
         own = local_bytes(node, program.mesh) if is_own else 0
         side = -1 if rest.is_entry(node) else int(not rest.is_equal(node))
         launch = None if kind == SUMS and _is_over_context(node) else launch

@@ -10,6 +10,7 @@ from autopar.planning.depth import Rest
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
+from autopar.runtime.owned import own_results
 
 ONCE = "CPE"  # actions that run once a step
 Costs = dict[str, float]  # by the names of `Cost`
@@ -88,6 +89,20 @@ class Sheets:
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
-    whole = Sheet.of(kind, micro.finished(graph), rest)
+    whole = Sheet.of(kind, micro.finished(graph), rest, _given(micro, kind))
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
+
+
+def _given(micro: Micro, kind: str) -> set[str]:
+    """Of what was saved for a graph, what it may write over (`runtime/owned.py`)."""
+    if kind not in "BIW":
+        return set()
+    made = {
+        out.name
+        for other in micro.graphs.values()
+        for node, out in other.leaving
+        if out.kind == "saved" and node in own_results(other.graph)
+    }
+    late = micro.graphs.get("W") if kind == "I" else None
+    return made.difference(entry.name for _, entry in late.entries) if late is not None else made
