@@ -62,11 +62,13 @@ def search(
     can be among them. tell: of progress, (done, all).
     """
     found, bounds = Found(), Bounds(layers, work, machine, equal)
+    last = len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(candidates, ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
     heapq.heapify(queue)
     total = left = sum(map(len, known))
     number = count(len(queue))  # of what has the same bound, what was there before comes first
+    larger: list[Candidate] = []
     while queue:
         bound, _, step, alike = heapq.heappop(queue)
         slowest = found.best[-1].total if len(found.best) >= top else math.inf
@@ -78,7 +80,10 @@ def search(
             try:
                 if step in ALIKE and all(bounds.memory(one) > limit for one in reversed(each)):
                     found.counts["larger by a bound"] += len(each)
-                elif step < len(bounds.steps):
+                elif step == last and bounds.is_larger(each[0], limit):
+                    larger += each
+                    found.counts["larger by a bound"] += len(each)
+                elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += len(each)
@@ -87,8 +92,10 @@ def search(
             except AutoparError as error:
                 found.counts[f"refused ({first_sentence(str(error))})"] += len(each)
         tell(total - left, total)
-    if not found.best and found.least is None:
-        for small in heapq.nsmallest(SMALL, chain.from_iterable(known), key=bounds.memory):
+    if not found.best:
+        every = [] if found.least else chain.from_iterable(known)
+        smallest = [*heapq.nsmallest(SMALL, larger, bounds.held), *heapq.nsmallest(SMALL, every, bounds.memory)]
+        for small in smallest:
             with suppress(AutoparError):  # it is counted already
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:

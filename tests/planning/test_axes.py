@@ -151,6 +151,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
         for bound in bounds.steps:
             assert bound(candidate) <= made.total * (1 + 1e-9), (candidate, bound)
         assert bounds.memory(candidate) <= made.memory * (1 + 1e-9), candidate
+        assert not bounds.is_larger(candidate, made.memory * (1 + 1e-9)), candidate
     for axis in ("fsdp", "cp", "tp", "pp"):
         assert {getattr(each, axis) for each in tried} > {1}, axis
     assert len({each.axes for each in tried}) > len({frozenset(each.axes) for each in tried}), "orders"
