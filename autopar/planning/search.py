@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ from autopar.planning.bounds import Bounds, Work
 from autopar.planning.budget import with_fewest
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
+from autopar.planning.orders import ORDER
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
@@ -34,9 +35,9 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole time is
-    known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound",
-    "larger by a bound", SAME, or the first sentence of what refused them."""
+    """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
+    whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
+    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -130,7 +131,16 @@ def _try(
         found.counts["larger than the memory"] += 1
         return
     found.counts["simulated"] += 1
-    found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
+    found.best = _one_of_each([*found.best, made])[:top]
+
+
+def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
+    hide all that moves farther."""
+    first: dict[Prediction, Prediction] = {}
+    for each in sorted(plans, key=lambda each: (each.total, [ORDER.index(axis) for axis, _ in each.candidate.axes])):
+        first.setdefault(replace(each, candidate=replace(each.candidate, order=ORDER)), each)
+    return list(first.values())
 
 
 def _keep_least(found: Found, made: Prediction) -> None:
