@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.machines import Machine
@@ -11,6 +11,8 @@ from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH
+from autopar.planning.pipelined import Pipelined, with_least_memory
+from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
@@ -38,6 +40,9 @@ class Bounds:
         best = max(share for _, share in machine.device.products.points)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
         self._data: dict[Hashable, float] = {}
+        self._micro: dict[Hashable, tuple[float, float]] = {}  # us of the forward and the backward pass at least
+        self._wholes: dict[str, Cost] = {}
+        self._larger: dict[Hashable, bool] = {}
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
@@ -46,14 +51,14 @@ class Bounds:
     def rows(self, candidate: Candidate, is_again: bool = False) -> float:
         """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
         computed again and collectives were hidden as well as can be; and of its data axes."""
-        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
+        return self._least(candidate, 1, max(HIGH, candidate.rows), is_again)
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
         """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
         if candidate.cp == 1:
             return 0.0
         rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
-        return self._least(candidate, candidate.split.near, rows, is_again)
+        return self._least(candidate, candidate.cp, rows, is_again)
 
     def again(self, candidate: Candidate) -> float:
         """The greater of these, with the products that are computed again at the best share of the peak."""
@@ -71,10 +76,14 @@ class Bounds:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal))
 
-    def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
-        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
-        share = candidate.rows / rows * of.cp / candidate.cp
-        forward, backward = self.layers.least_us(candidate.split, of, rows, share)
+    def _least(self, candidate: Candidate, cp: int, rows: int, is_again: bool) -> float:
+        """By a program of so many rows, on so many ranks of cp."""
+        key = candidate.axes, candidate.sequence, candidate.rows, cp
+        if key not in self._micro:
+            of = Split(candidate.tp, candidate.sequence, cp)
+            share = candidate.rows / rows * cp / candidate.cp
+            self._micro[key] = self.layers.least_us(candidate.split, of, rows, share)
+        forward, backward = self._micro[key]
         if is_again and candidate.again is None:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows
             backward += flops / (candidate.tp * candidate.cp) * self._flop_us
@@ -113,9 +122,30 @@ class Bounds:
             return stored + copies + gradients + saved
         return stored + copies + max(gradients, saved)
 
+    def is_larger(self, candidate: Candidate, limit: float) -> bool:
+        """True if a rank of a pipeline holds more than so many bytes (`held`)."""
+        if candidate.pp == 1:
+            return False
+        made = with_least_memory(candidate, self.layers)
+        key = made, candidate.zero, candidate.gathers_again, candidate.shards, candidate.microbatches, limit
+        if key not in self._larger:
+            self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
+        return self._larger[key]
+
+    def held(self, candidate: Candidate) -> float:
+        """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its
+        stages and the order of its actions."""
+        return max(_ranks(candidate, with_least_memory(candidate, self.layers)))
+
     def _whole(self, policy: str) -> Cost:
         """Of the fewest rows on one rank."""
-        return self.layers.cost(Split(), self.layers.micros.low, policy)
+        if policy not in self._wholes:
+            self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
+        return self._wholes[policy]
+
+
+def _ranks(candidate: Candidate, made: Pipelined) -> Iterator[float]:
+    return (rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
 
 
 def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:

@@ -59,6 +59,12 @@ class Cost:
     made: Linear
     message: float = 0.0
 
+    @property
+    def kept(self) -> Cost:
+        """Without the bytes that are alive while a graph runs, and those that gradients of weights wait for."""
+        none = Linear(0.0, 0.0)
+        return replace(self, others=none, inner=none, first=none, late=none, made=none)
+
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)

@@ -41,10 +41,12 @@ class Micros:
     @cached_property
     def coupled(self) -> str:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
+        found = self._lowered(Split(), LOW, PARTS)
         try:
-            cut_at(self._lowered(Split(), LOW, PARTS), "none", self.captures.shallow().border, halves=False)
+            cut_at(found, "none", self.captures.shallow().border, halves=False)
         except CoupledError as error:
             return str(error)
+        self._local[Split(), LOW] = found
         return ""
 
     @property

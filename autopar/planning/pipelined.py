@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -23,17 +23,16 @@ from autopar.planning.moments import Moments
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """What of the model a stage has, or a rank, and what that costs."""
+    """What of the model a stage has, or a rank, and what that costs. whole: the cost of the whole model."""
 
     share: Share
-    cost: Cost
+    whole: Cost
 
-    @classmethod
-    def of(cls, share: Share, cost: Cost) -> Stage:
-        """cost: of the whole model."""
-        return cls(share, cost.on(share))
+    @cached_property  # of many pipelines only the first rank is looked at
+    def cost(self) -> Cost:
+        return self.whole.on(self.share)
 
     def us(self, kind: str) -> float:
         """Of an action on one micro-batch: F, B, or its halves I and W."""
@@ -48,7 +47,7 @@ class Stage:
         return self.us("F") + self.us("B")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipelined:
     """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
     together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it."""
@@ -67,19 +66,44 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
-    first = min(candidate.microbatches, ROUNDS * candidate.pp)
-    key = (
-        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near,
-        candidate.schedule, candidate.chunks, first,
-    )  # fmt: skip
-    found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
+    key = layers.place(candidate.split), *_order(candidate, layers)
+    found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, cost_of(candidate, layers)))
     return found
 
 
-def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
-    p, count = candidate.pp, candidate.pp * candidate.chunks
-    cost = cost_of(candidate, layers)
+def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
+    """The same with stages that hold what they store and save, and no more: nothing that is alive while a graph runs,
+    and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
+    Raises AutoparError as `Micros.local`."""
+    near = candidate.split.near
+    key = "least memory", near, *_order(candidate, layers)
+
+    def make() -> Pipelined:
+        return _pipelined(candidate, layers, layers.cost(near, candidate.rows, candidate.recompute).kept)
+
+    found: Pipelined = layers.kept(key, make)
+    return found
+
+
+def _order(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
+    """All that a pipeline follows from beside the place of its ranks of tp and cp."""
+    return (
+        candidate.rows, candidate.recompute, candidate.again, candidate.pp, _is_near(candidate, layers),
+        candidate.schedule, candidate.chunks, _first(candidate),
+    )  # fmt: skip
+
+
+def _is_near(candidate: Candidate, layers: Layers) -> bool:
+    """True if all stages lie in one node."""
+    return candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
+
+
+def _first(candidate: Candidate) -> int:
+    return min(candidate.microbatches, ROUNDS * candidate.pp)
+
+
+def _pipelined(candidate: Candidate, layers: Layers, cost: Cost) -> Pipelined:
+    p, count, first = candidate.pp, candidate.pp * candidate.chunks, _first(candidate)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
         shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
@@ -88,8 +112,8 @@ def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
     for share, rank in zip(shares, schedule.ranks, strict=True):
         before = own[rank]
         own[rank] = share if before is None else before + share
-    ranks = tuple(Stage.of(share, cost) for share in own if share is not None)
-    return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, moments, first)
+    ranks = tuple(Stage(share, cost) for share in own if share is not None)
+    return Pipelined(tuple(Stage(share, cost) for share in shares), ranks, schedule, moments, first)
 
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ from autopar.planning.bounds import Bounds, Work
 from autopar.planning.budget import with_fewest
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
+from autopar.planning.orders import ORDER
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
@@ -34,9 +35,9 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole time is
-    known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound",
-    "larger by a bound", SAME, or the first sentence of what refused them."""
+    """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
+    whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
+    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -62,11 +63,13 @@ def search(
     can be among them. tell: of progress, (done, all).
     """
     found, bounds = Found(), Bounds(layers, work, machine, equal)
+    last = len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(candidates, ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
     heapq.heapify(queue)
     total = left = sum(map(len, known))
     number = count(len(queue))  # of what has the same bound, what was there before comes first
+    larger: list[Candidate] = []
     while queue:
         bound, _, step, alike = heapq.heappop(queue)
         slowest = found.best[-1].total if len(found.best) >= top else math.inf
@@ -78,7 +81,10 @@ def search(
             try:
                 if step in ALIKE and all(bounds.memory(one) > limit for one in reversed(each)):
                     found.counts["larger by a bound"] += len(each)
-                elif step < len(bounds.steps):
+                elif step == last and bounds.is_larger(each[0], limit):
+                    larger += each
+                    found.counts["larger by a bound"] += len(each)
+                elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += len(each)
@@ -87,8 +93,10 @@ def search(
             except AutoparError as error:
                 found.counts[f"refused ({first_sentence(str(error))})"] += len(each)
         tell(total - left, total)
-    if not found.best and found.least is None:
-        for small in heapq.nsmallest(SMALL, chain.from_iterable(known), key=bounds.memory):
+    if not found.best:
+        every = [] if found.least else chain.from_iterable(known)
+        smallest = [*heapq.nsmallest(SMALL, larger, bounds.held), *heapq.nsmallest(SMALL, every, bounds.memory)]
+        for small in smallest:
             with suppress(AutoparError):  # it is counted already
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:
@@ -123,7 +131,16 @@ def _try(
         found.counts["larger than the memory"] += 1
         return
     found.counts["simulated"] += 1
-    found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
+    found.best = _one_of_each([*found.best, made])[:top]
+
+
+def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
+    hide all that moves farther."""
+    first: dict[Prediction, Prediction] = {}
+    for each in sorted(plans, key=lambda each: (each.total, [ORDER.index(axis) for axis, _ in each.candidate.axes])):
+        first.setdefault(replace(each, candidate=replace(each.candidate, order=ORDER)), each)
+    return list(first.values())
 
 
 def _keep_least(found: Found, made: Prediction) -> None:

@@ -120,9 +120,11 @@ class Sheet:
 
 
 def described(program: Program) -> Iterator[Hashable]:
-    """All that a sheet of a graph follows from; of equal graphs the same."""
-    yield program.mesh, program.inputs, program.outputs
+    """All that a sheet of a graph follows from; of equal graphs the same, in whatever order their results leave."""
+    yield program.mesh, program.inputs, frozenset((str(node), out) for node, out in program.leaving)
     for node in program.graph.nodes:
+        if node.op == "output":
+            continue
         known = record(node)
         yield node.name, node.target, str(node.args), str(node.kwargs), known, known.flops
 

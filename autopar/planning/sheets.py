@@ -13,6 +13,7 @@ from autopar.planning.states import Held, Stored, held, held_of_entry
 from autopar.runtime.owned import own_results
 
 ONCE = "CPE"  # actions that run once a step
+SHARED = f"{ONCE}F"  # actions whose graphs are the same for several micro-batches
 Costs = dict[str, float]  # by the names of `Cost`
 Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
@@ -29,11 +30,12 @@ class Sheets:
 
     @classmethod
     def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
-        """rest: all but one of the equal layers. known: the sheets of graphs that run once a step, which are mostly the
-        same for all rows and however much is computed again."""
+        """rest: all but one of the equal layers. known: the sheets of graphs that several micro-batches have: of those
+        that run once a step, mostly for all rows and however much is computed again; of forward passes, whether
+        gradients of weights are computed apart or not."""
         sheets: dict[str, tuple[Sheet, Sheet]] = {}
         for kind, graph in micro.graphs.items():
-            key = (kind, micro.plan.mesh, *described(graph)) if kind in ONCE else None
+            key = (kind, micro.plan.mesh, *described(graph)) if kind in SHARED else None
             sheets[kind] = known.get(key) or _both(micro, kind, rest)
             if key is not None:
                 known[key] = sheets[kind]

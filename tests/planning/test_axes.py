@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import fields, replace
 from functools import cache
 from itertools import permutations
@@ -151,12 +152,30 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
         for bound in bounds.steps:
             assert bound(candidate) <= made.total * (1 + 1e-9), (candidate, bound)
         assert bounds.memory(candidate) <= made.memory * (1 + 1e-9), candidate
+        assert not bounds.is_larger(candidate, made.memory * (1 + 1e-9)), candidate
     for axis in ("fsdp", "cp", "tp", "pp"):
         assert {getattr(each, axis) for each in tried} > {1}, axis
     assert len({each.axes for each in tried}) > len({frozenset(each.axes) for each in tried}), "orders"
     best = sorted(tried.values(), key=lambda each: each.total)[:3]
     assert [each.total for each in found().found.best] == pytest.approx([each.total for each in best])
     assert sum(found().found.counts.values()) == len(tried)
+
+
+def test_plans_that_only_lie_elsewhere_are_one() -> None:
+    """Messages of cp that products hide take no time, inside a node or between nodes."""
+    fast = replace(FLAT, ranks=2, between=replace(FLAT.between, start_us=FLAT.inside.start_us))
+    fixed = {**ONE_ROW, "pp": 1, "tp": 1}
+    made = planned(layers_of(llama_job(), fast), Asked(4, 4, fast, math.inf, fixed, 100)).found
+    tried, best = (Counter(unordered(each) for each in some) for some in (made.tried, made.best))
+    assert set(tried.values()) == {1, 2}, "both orders are looked at"
+    assert tried.keys() == best.keys() and set(best.values()) == {1}
+    for each in made.best:
+        places = [ORDER.index(axis) for axis, _ in each.candidate.axes]
+        assert places == sorted(places), each
+
+
+def unordered(made: Prediction) -> Candidate:
+    return replace(made.candidate, order=ORDER)
 
 
 def test_why_other_places_lost() -> None:
