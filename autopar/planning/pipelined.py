@@ -82,6 +82,7 @@ def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
     cost = cost_of(candidate, layers)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
+        cost = cost.in_stages()
         shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
     schedule, moments = _schedule(candidate.schedule, p, first, count)
     own: list[Share | None] = [None] * p

@@ -75,7 +75,8 @@ class Sheets:
         bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
         weights = spent["W"].total if "W" in spent else 0.0
         found = {"forward": spent["F"].total, "backward": backward, "weights": weights}
-        return {**found, "once": once, "exposed": exposed, **bytes_}
+        sums = sum(graphs[kind].sums_us(times[kind]) for kind in graphs if kind in "BW")
+        return {**found, "once": once, "sums": sums, "exposed": exposed, **bytes_}
 
     def _entry(self, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
@@ -88,6 +89,7 @@ class Sheets:
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
-    whole = Sheet.of(kind, micro.finished(graph), rest)
+    late = micro.graphs["W"].inputs if kind == "I" else ()
+    whole = Sheet.of(kind, micro.finished(graph), rest, {entry.name for entry in late})
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
