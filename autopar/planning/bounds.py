@@ -74,6 +74,7 @@ class Bounds:
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
+        cost = cost.in_stages() if candidate.pp > 1 else cost
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal))
 
     def _least(self, candidate: Candidate, cp: int, rows: int, is_again: bool) -> float:

@@ -15,6 +15,7 @@ from autopar.passes.moved import LOOKUPS
 from autopar.passes.node_costs import RING, TURNS, Load, least_flops, load_us, loads_of
 from autopar.passes.streams import launches_of
 from autopar.planning.depth import Rest
+from autopar.planning.sides import SUM, sides_of, terms_of
 from autopar.planning.stage import Micro
 
 Line = Callable[[float, float], float]
@@ -58,7 +59,7 @@ class Floor:
     def of(cls, micro: Micro, rest: Rest) -> Floor:
         """rest: all but the layer that may be left out."""
         casts = frozenset(_casts(micro.graphs["P"])) if "P" in micro.graphs else frozenset[str]()
-        asks = {kind: tuple(_asks(micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
+        asks = {kind: tuple(_asks(kind, micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
         return cls(micro.program.mesh, asks["F"], asks["B"])
 
     def us(self, machine: Machine, mesh: Mesh, share: float, line: Line) -> tuple[float, float]:
@@ -100,11 +101,12 @@ def _casts(prologue: Program) -> Iterator[str]:
             yield out.name
 
 
-def _asks(graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
+def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
     stored = {node for node, entry in graph.entries if entry.kind == "parameter" or entry.name in casts}
     written = {root_of(node) for node, out in graph.leaving if node is not None and out.kind in GRADIENTS}
+    once = {node for node, term in terms_of(sides_of(kind, graph, rest)) if term == SUM}  # a step, of a pipeline
     for (node, load), launch in zip(loads_of(graph).items(), launches_of(graph), strict=True):
-        if load is None or launch is None:
+        if load is None or launch is None or node in once:
             continue
         whole = operand_nodes(node)[1:] if node.target in LOOKUPS else operand_nodes(node)
         read = [operand for operand in whole if root_of(operand) in stored]

@@ -106,6 +106,7 @@ def _pipelined(candidate: Candidate, layers: Layers, cost: Cost) -> Pipelined:
     p, count, first = candidate.pp, candidate.pp * candidate.chunks, _first(candidate)
     shares: Sequence[Share] = (whole(layers.equal),)
     if p > 1:
+        cost = cost.in_stages()
         shares = layers.stages(candidate.split, candidate.recompute, Mesh(candidate.axes), count)
     schedule, moments = _schedule(candidate.schedule, p, first, count)
     own: list[Share | None] = [None] * p

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.planning.candidates import Candidate
 from autopar.planning.pipelined import Pipelined, Stage
+
+Held = tuple[float, float, float, float]  # what `Moments` count
 
 
 def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
@@ -15,29 +19,48 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     optimizer = part + (cost.gradients(layers) + parameters) / shards
     moments, parts = made.moments[rank], shards if candidate.zero >= 2 else 1
     stages = [made.stages[stage] for stage in moments.stages]
-    peak = moments.most([_held(stage, parts, _on_way(candidate, stage)) for stage in stages])
-    return max(part + _copies(candidate, own) + peak, optimizer)
+    held = [_held(stage, parts, _on_way(candidate, stage)) for stage in stages]
+    peak = moments.most(held)
+    if candidate.pp > 1:
+        peak = max(peak, _last(held) + _received(made, own) / parts)
+    copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
+    return max(part + copies + peak, optimizer)
 
 
-def _held(stage: Stage, parts: int, on_way: float) -> tuple[float, float, float, float]:
+def _last(held: Sequence[Held]) -> float:
+    """Bytes in the last backward pass of a rank, that of its first stage."""
+    saved, _, _, others = held[0]
+    return saved + others + sum(gradients for _, _, gradients, _ in held)
+
+
+def _received(made: Pipelined, rank: Stage) -> float:
+    """Bytes of gradients of tied parameters that a rank which keeps these gets from the last stage."""
+    last = made.stages[-1].cost.terms
+    is_apart = rank.share.stored.entry > 0 and not rank.share.time.behind
+    return last.outside if is_apart else 0.0
+
+
+def _held(stage: Stage, parts: int, on_way: float) -> Held:
     """Bytes of what `Moments` count. parts: of which a rank keeps one of each gradient, that is there from the first
     backward pass of its stage on. on_way: of gradients that leave. Gradients of weights (W) wait for a part of what was
     saved, and for what those of inputs (I) leave to them."""
     cost, kept = stage.cost, stage.share.saved.layers
     gradients = cost.gradients(stage.share.stored.layers) / parts
-    return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, _others(stage) + on_way
+    if not stage.share.time.entry:  # what the first stage keeps
+        gradients += cost.terms.outside / parts
+    return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, cost.beside(stage.share.time) + on_way
 
 
-def _others(stage: Stage) -> float:
-    """Bytes that are alive beside what is kept, at the worst moment of a stage."""
-    share, cost = stage.share.time, stage.cost
-    line = cost.others if share.behind else cost.first if share.entry else cost.inner
-    return max(0.0, line(share.layers))
+def _lent(candidate: Candidate, rank: Stage, tied: float) -> float:
+    """Bytes that tied parameters take, as they are, beside `plain`, which has them on the last rank: that rank gets
+    them without ZeRO too; with it, the first one gathers them for itself."""
+    has_first, has_last = rank.share.stored.entry > 0, rank.share.time.behind > 0
+    return tied if candidate.pp > 1 and has_first != has_last and has_first == (candidate.zero > 0) else 0.0
 
 
-def _copies(candidate: Candidate, rank: Stage) -> float:
+def _copies(candidate: Candidate, rank: Stage, tied: float) -> float:
     """Bytes of the parameters as a step reads them: in another dtype, and gathered; without a pipeline also of
-    gradients on their way with ZeRO-3."""
+    gradients on their way with ZeRO-3. tied: of tied parameters that are read as they are."""
     cost, layers = rank.cost, rank.share.stored.layers
     if candidate.gathers_again:  # of the layer at work and of the next one
         on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.gradients.entry)
@@ -45,7 +68,7 @@ def _copies(candidate: Candidate, rank: Stage) -> float:
     gathered = 0.0
     if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
         gathered = cost.plain(layers) - (cost.plain.entry if candidate.microbatches <= 2 else 0.0)
-    return cost.copies(layers) + max(0.0, gathered)
+    return cost.copies(layers) + max(0.0, gathered + _lent(candidate, rank, tied))
 
 
 def _on_way(candidate: Candidate, stage: Stage) -> float:

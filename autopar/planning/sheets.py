@@ -78,7 +78,8 @@ class Sheets:
         bytes_ = {name: float(getattr(kept, name)) for name in Held.__slots__}
         weights = spent["W"].total if "W" in spent else 0.0
         found = {"forward": spent["F"].total, "backward": backward, "weights": weights}
-        return {**found, "once": once, "exposed": exposed, **bytes_}
+        sums = sum(graphs[kind].sums_us(times[kind]) for kind in graphs if kind in "BW")
+        return {**found, "once": once, "sums": sums, "exposed": exposed, **bytes_}
 
     def _entry(self, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
@@ -91,7 +92,8 @@ class Sheets:
 def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
-    whole = Sheet.of(kind, micro.finished(graph), rest, _given(micro, kind))
+    waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
+    whole = Sheet.of(kind, micro.finished(graph), rest, waited, _given(micro, kind) - waited)
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
 
@@ -100,11 +102,9 @@ def _given(micro: Micro, kind: str) -> set[str]:
     """Of what was saved for a graph, what it may write over (`runtime/owned.py`)."""
     if kind not in "BIW":
         return set()
-    made = {
+    return {
         out.name
         for other in micro.graphs.values()
         for node, out in other.leaving
         if out.kind == "saved" and node in own_results(other.graph)
     }
-    late = micro.graphs.get("W") if kind == "I" else None
-    return made.difference(entry.name for _, entry in late.entries) if late is not None else made

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.ir.measure import local_bytes
 from autopar.ir.program import CAST, Program, record
 from autopar.planning.depth import Rest
-from autopar.planning.sheet import Sheet
+from autopar.planning.sheet import Peaks, Sheet
 
 MOMENTS = 2  # of AdamW, in the dtype of the parameter
 
@@ -16,9 +16,10 @@ MOMENTS = 2  # of AdamW, in the dtype of the parameter
 @dataclass(frozen=True, slots=True)
 class Held:
     """Bytes. copies: of what is made of parameters once a step (casts). plain: of parameters that are read as they are.
-    saved: of one micro-batch, from its forward to its backward pass. others: what is alive beside all of that at the
-    worst moment; inner: the same in the equal layers, first: in these and before them. late: what of `saved` the
-    gradients of weights wait for, made: what those of inputs leave to them, where they are computed apart."""
+    saved: of one micro-batch, from its forward to its backward pass. behind, inner, first, joined, tied: as of `Peaks`,
+    of what is alive beside all of that. terms: of gradients of tied parameters, that a stage behind the layers adds up,
+    which keeps none of these; lent: of what both ends read of them as they are. late: what of `saved` the gradients of
+    weights wait for, made: what those of inputs leave to them, where they are computed apart."""
 
     parameters: float
     gradients: float
@@ -26,9 +27,13 @@ class Held:
     copies: float
     plain: float
     saved: float
-    others: float
+    behind: float
     inner: float
     first: float
+    joined: float
+    tied: float
+    terms: float
+    lent: float
     late: float
     made: float
 
@@ -37,12 +42,14 @@ class Held:
 class Stored:
     """Bytes of a program's parameters and of their gradients, by name. first: the names of those that the forward pass
     reads before the equal layers, where the compiler keeps them (`_owners` of pipeline/stages.py); entry: of those that
-    it reads nowhere else."""
+    it reads nowhere else as they are (a head reads a cast of the table of embeddings). tied: of those of `first` that
+    it reads behind the layers too."""
 
     parameters: Mapping[str, int]
     gradients: Mapping[str, int]
     first: frozenset[str]
     entry: frozenset[str]
+    tied: frozenset[str]
 
     @classmethod
     def of(cls, program: Program, rest: Rest) -> Stored:
@@ -54,7 +61,10 @@ class Stored:
             for node, out in program.leaving
             if out.kind == "gradient" and node is not None and rest.has(out.name)
         }
-        return cls(stored, gradients, *map(frozenset, _entry(program, rest)))
+        readers, (first, last) = _readers(program), _ends(program, rest)
+        own = frozenset(name for name, read in readers.items() if min(read.all) < first)
+        entry = frozenset(name for name, read in readers.items() if read.direct and max(read.direct) < first)
+        return cls(stored, gradients, own, entry, frozenset(name for name in own if max(readers[name].all) > last))
 
 
 def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
@@ -62,12 +72,14 @@ def held(stored: Stored, sheets: Mapping[str, Sheet], is_less: bool) -> Held:
     out, as `stored` is then too."""
     bodies = [sheet for kind, sheet in sheets.items() if kind in "FBIW"]
     parameters = sum(stored.parameters.values())
-    others, inner, first = (max(each.peak(is_less, sides) for each in bodies) for sides in ((-1, 0, 1), (0,), (-1, 0)))
+    peaks = [each.peaks(is_less) for each in bodies]
+    peak = {name: max(getattr(each, name) for each in peaks) for name in Peaks.__slots__}
+    late, made = _apart(sheets, int(is_less))
     return Held(
-        parameters, sum(stored.gradients.values()), MOMENTS * parameters,
-        sheets["P"].left[is_less] if "P" in sheets else 0.0, _read(stored, bodies, stored.parameters),
-        sheets["F"].left[is_less], others, inner, first,
-        *_apart(sheets, int(is_less)),
+        parameters=parameters, gradients=sum(stored.gradients.values()), states=MOMENTS * parameters,
+        copies=sheets["P"].left[is_less] if "P" in sheets else 0.0, plain=_read(stored, bodies, stored.parameters),
+        saved=sheets["F"].left[is_less], terms=sum(stored.gradients.get(name, 0) for name in stored.tied),
+        lent=_read(stored, bodies, stored.tied - stored.entry), late=late, made=made, **peak,
     )  # fmt: skip
 
 
@@ -97,16 +109,33 @@ def _read(stored: Stored, sheets: Iterable[Sheet], names: Collection[str]) -> fl
     return sum(size for name, size in stored.parameters.items() if name in read and name in names)
 
 
-def _entry(program: Program, rest: Rest) -> tuple[list[str], list[str]]:
-    """The parameters that the forward pass reads before the first of the equal layers, and those of them that nothing
-    else in it reads."""
-    place = {node: i for i, node in enumerate(program.calls())}
-    first = min((i for node, i in place.items() if rest.first and rest.layer(node) == rest.first), default=0)
-    found: tuple[list[str], list[str]] = [], []
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """The places of the forward calls that read a parameter: as it is, and a cast of it."""
+
+    direct: list[int]
+    casts: list[int]
+
+    @property
+    def all(self) -> list[int]:
+        return self.direct + self.casts
+
+
+def _readers(program: Program) -> dict[str, _Readers]:
+    """Of each parameter that the forward pass reads, by name."""
+    place = {node: i for i, node in enumerate(program.calls()) if not record(node).is_backward}
+    found: dict[str, _Readers] = {}
     for node, entry in program.parameters():
-        readers = [reader for user in node.users for reader in ([user] if user.target is not CAST else user.users)]
-        places = [place[reader] for reader in readers if reader in place and not record(reader).is_backward]
-        for names, reader_at in zip(found, (min, max), strict=True):
-            if places and reader_at(places) < first:
-                names.append(entry.name)
+        casts = [reader for user in node.users if user.target is CAST for reader in user.users]
+        direct = [user for user in node.users if user.target is not CAST]
+        read = _Readers(*([place[user] for user in users if user in place] for users in (direct, casts)))
+        if read.all:
+            found[entry.name] = read
     return found
+
+
+def _ends(program: Program, rest: Rest) -> tuple[int, int]:
+    """The places of the first and of the last call of the equal layers, in the forward pass."""
+    calls = enumerate(program.calls())
+    inside = [i for i, node in calls if rest.first and rest.is_equal(node) and not record(node).is_backward]
+    return (inside[0], inside[-1]) if inside else (0, 0)
