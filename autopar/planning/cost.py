@@ -70,8 +70,10 @@ class Cost:
     def kept(self) -> Cost:
         """Without the bytes that are alive while a graph runs, and those that gradients of weights wait for."""
         nothing, never = Linear(0.0, 0.0), Linear(-math.inf, 0.0)
-        changes: dict[str, Any] = dict.fromkeys(("tied", "terms", "late", "made"), nothing)
-        return replace(self, **changes, **dict.fromkeys(PEAKS, never))
+        changes: dict[str, Any] = dict.fromkeys(("tied", "terms", "late", "made"), nothing) | dict.fromkeys(
+            PEAKS, never
+        )
+        return replace(self, **changes)
 
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
