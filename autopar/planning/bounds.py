@@ -43,6 +43,7 @@ class Bounds:
         self._micro: dict[Hashable, tuple[float, float]] = {}  # us of the forward and the backward pass at least
         self._wholes: dict[str, Cost] = {}
         self._larger: dict[Hashable, bool] = {}
+        self._held: dict[Hashable, float] = {}
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
@@ -128,7 +129,7 @@ class Bounds:
         if candidate.pp == 1:
             return False
         made = with_least_memory(candidate, self.layers)
-        key = made, candidate.zero, candidate.gathers_again, candidate.shards, candidate.microbatches, limit
+        key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
         return self._larger[key]
@@ -136,13 +137,21 @@ class Bounds:
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its
         stages and the order of its actions."""
-        return max(_ranks(candidate, with_least_memory(candidate, self.layers)))
+        made = with_least_memory(candidate, self.layers)
+        key = _memory_key(candidate, made)
+        if key not in self._held:
+            self._held[key] = max(_ranks(candidate, made))
+        return self._held[key]
 
     def _whole(self, policy: str) -> Cost:
         """Of the fewest rows on one rank."""
         if policy not in self._wholes:
             self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
         return self._wholes[policy]
+
+
+def _memory_key(candidate: Candidate, made: Pipelined) -> tuple[Hashable, ...]:
+    return made, candidate.zero, candidate.gathers_again, candidate.shards, candidate.microbatches
 
 
 def _ranks(candidate: Candidate, made: Pipelined) -> Iterator[float]:

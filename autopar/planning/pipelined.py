@@ -19,6 +19,7 @@ from autopar.planning.cost import Cost
 from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
+from autopar.planning.split import Axes
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
@@ -88,14 +89,16 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
 def _order(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that a pipeline follows from beside the place of its ranks of tp and cp."""
     return (
-        candidate.rows, candidate.recompute, candidate.again, candidate.pp, _is_near(candidate, layers),
+        candidate.rows, candidate.recompute, candidate.again, candidate.pp,
+        candidate.pp == 1 or _is_near(candidate.axes, layers.micros.machine.ranks),
         candidate.schedule, candidate.chunks, _first(candidate),
     )  # fmt: skip
 
 
-def _is_near(candidate: Candidate, layers: Layers) -> bool:
-    """True if all stages lie in one node."""
-    return candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
+@cache
+def _is_near(axes: Axes, ranks: int) -> bool:
+    """True if all stages lie in one node of so many ranks."""
+    return group_of(Mesh(axes), PIPELINE, ranks).nodes == 1
 
 
 def _first(candidate: Candidate) -> int:

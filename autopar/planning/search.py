@@ -95,7 +95,8 @@ def search(
         tell(total - left, total)
     if not found.best:
         every = [] if found.least else chain.from_iterable(known)
-        smallest = [*heapq.nsmallest(SMALL, larger, bounds.held), *heapq.nsmallest(SMALL, every, bounds.memory)]
+        larger.sort(key=lambda each: (bounds.held(each), _places(each)))
+        smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
         for small in smallest:
             with suppress(AutoparError):  # it is counted already
                 decided = with_fewest(small, layers, machine, limit)
@@ -138,9 +139,14 @@ def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
     """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
     hide all that moves farther."""
     first: dict[Prediction, Prediction] = {}
-    for each in sorted(plans, key=lambda each: (each.total, [ORDER.index(axis) for axis, _ in each.candidate.axes])):
+    for each in sorted(plans, key=lambda each: (each.total, _places(each.candidate))):
         first.setdefault(replace(each, candidate=replace(each.candidate, order=ORDER)), each)
     return list(first.values())
+
+
+def _places(candidate: Candidate) -> list[int]:
+    """Of its axes in `ORDER`, outermost first."""
+    return [ORDER.index(axis) for axis, _ in candidate.axes]
 
 
 def _keep_least(found: Found, made: Prediction) -> None:
