@@ -22,12 +22,14 @@ LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the
 @dataclass(frozen=True, slots=True)
 class Work:
     """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
-    mask of causal attention hides. parameters: their bytes. dtype: of most products."""
+    mask of causal attention hides. parameters, frozen: bytes of all, and of those that are not trained. dtype: of most
+    products."""
 
     flops: float
     least: float
     parameters: float
     dtype: str
+    frozen: float = 0.0
 
 
 class Bounds:
@@ -111,8 +113,9 @@ class Bounds:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
         whole, layers = self._whole("full" if candidate.again else candidate.recompute), self.equal
-        part = self.work.parameters / candidate.tp / candidate.pp
-        stored = (1 + MOMENTS) * part / candidate.shards
+        part = (self.work.parameters - self.work.frozen) / candidate.tp / candidate.pp
+        frozen = self.work.frozen / candidate.tp / candidate.pp / candidate.frozen_shards
+        stored = (1 + MOMENTS) * part / candidate.shards + frozen
         copies = whole.copies(layers) / candidate.tp / candidate.pp
         if candidate.zero == 3:  # of the layer at work and of the next one, with their gradients on the way
             on_way = whole.gradients.each if candidate.pp == 1 else 0.0

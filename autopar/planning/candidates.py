@@ -98,6 +98,11 @@ class Candidate:
         return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.zero else 1
 
     @property
+    def frozen_shards(self) -> int:
+        """The ranks over which parameters lie split that are not trained."""
+        return self.shards if self.zero == 3 else 1
+
+    @property
     def gathers_again(self) -> bool:
         """True if parameters are gathered for each use, as `Plan.gathers_again` of a program."""
         return self.zero == 3 and self.reshard_after_forward

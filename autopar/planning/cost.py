@@ -24,6 +24,10 @@ class Linear:
         """With more outside of the layers."""
         return replace(self, outside=self.outside + more)
 
+    def minus(self, other: Linear) -> Linear:
+        """Without a part."""
+        return Linear(self.outside - other.outside, self.each - other.each, self.entry - other.entry)
+
     def on(self, part: Part) -> Linear:
         """Of what has only a part of what is outside."""
         entry = part.entry * self.entry
@@ -64,6 +68,9 @@ class Cost:
     lent: Linear
     late: Linear
     made: Linear
+    frozen: Linear
+    frozen_copies: Linear
+    frozen_plain: Linear
     message: float = 0.0
 
     @property
@@ -112,6 +119,17 @@ class Cost:
             self, backward=self.backward.plus(-sums), weights=weights, once=once, joined=self.first,
             tied=Linear(0.0, 0.0), sums=Linear(0.0, 0.0),
         )  # fmt: skip
+
+    def trained(self, layers: float) -> float:
+        """Bytes of the parameters that an optimizer changes."""
+        return self.parameters(layers) - self.frozen(layers)
+
+    def gathered(self, is_all: bool) -> Cost:
+        """With `copies` and `plain` of the parameters alone that ZeRO splits: of all, or of those that are trained."""
+        if is_all:
+            return self
+        copies, plain = self.copies.minus(self.frozen_copies), self.plain.minus(self.frozen_plain)
+        return replace(self, copies=copies, plain=plain)
 
     @property
     def _saved_behind(self) -> float:

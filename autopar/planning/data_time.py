@@ -65,7 +65,7 @@ def data_us(candidate: Candidate, cost: Cost, share: Share, machine: Machine) ->
     if candidate.data == 1:
         return 0.0
     layers, busy = share.stored.layers, share.time.layers
-    deep, read = max(layers, 1.0), _read(cost)
+    deep, read = max(layers, 1.0), _read(candidate, cost)
     moved = Moved(
         cost.gradients(layers), read(layers), read.each, deep, 1 / deep, cost.forward(busy), cost.backward(busy)
     )
@@ -77,7 +77,7 @@ def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machi
     pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
     if candidate.data == 1:
         return 0.0
-    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(whole)
+    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(candidate, whole)
     gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
     moved = Moved(
         gradients, parameters, read.each / candidate.tp, deep / candidate.pp, 1 / deep, math.inf, math.inf
@@ -85,8 +85,9 @@ def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machi
     return _waits(candidate, moved, machine)
 
 
-def _read(cost: Cost) -> Linear:
+def _read(candidate: Candidate, whole: Cost) -> Linear:
     """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
+    cost = whole.gathered(candidate.zero == 3)
     return Linear(cost.copies.outside + cost.plain.outside, cost.copies.each + cost.plain.each)
 
 

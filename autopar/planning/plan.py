@@ -127,8 +127,10 @@ def _no_context(layers: Layers, asked: Asked) -> str:
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
     """The products of a step, and the bytes of its parameters."""
     flops, least, dtype = layers.products()
-    parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
-    return Work(flops * asked.batch, least * asked.batch, parameters, dtype)
+    bytes_ = {entry.name: record(node).type.bytes_ for node, entry in whole.parameters()}
+    trained = sum(bytes_[out.name] for out in whole.outputs if out.kind == "gradient")
+    parameters = sum(bytes_.values())
+    return Work(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:

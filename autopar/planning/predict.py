@@ -54,6 +54,6 @@ def predict(
 def _beside(candidate: Candidate, rank: Stage, machine: Machine) -> tuple[float, float, float]:
     """us of what a rank computes once a step, of what it waits for the data axes, and of the optimizer."""
     layers, cost = rank.share.stored.layers, rank.cost
-    own = ADAMW * cost.parameters(layers) / candidate.shards
+    own = ADAMW * cost.trained(layers) / candidate.shards
     data = data_us(candidate, cost, rank.share, machine)
     return cost.once(rank.share.time.layers), data, machine.update_us(own)

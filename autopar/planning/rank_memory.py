@@ -14,9 +14,9 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     """The bytes of a rank at its peak: in the step, or in the optimizer, which makes one value more of a parameter."""
     own, shards = made.ranks[rank], candidate.shards
     layers, cost = own.share.stored.layers, own.cost
-    parameters = cost.parameters(layers)
-    part = (parameters + cost.states(layers)) / shards
-    optimizer = part + (cost.gradients(layers) + parameters) / shards
+    trained, frozen = cost.trained(layers), cost.frozen(layers)
+    part = (trained + cost.states(layers)) / shards + frozen / candidate.frozen_shards
+    optimizer = part + (cost.gradients(layers) + trained) / shards
     moments, parts = made.moments[rank], shards if candidate.zero >= 2 else 1
     stages = [made.stages[stage] for stage in moments.stages]
     held = [_held(stage, parts, _on_way(candidate, stage)) for stage in stages]
@@ -67,7 +67,8 @@ def _copies(candidate: Candidate, rank: Stage, tied: float) -> float:
         return 2 * (cost.copies.each + cost.plain.each) + (on_way if candidate.pp == 1 else 0.0)
     gathered = 0.0
     if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
-        gathered = cost.plain(layers) - (cost.plain.entry if candidate.microbatches <= 2 else 0.0)
+        plain = cost.gathered(candidate.zero == 3).plain
+        gathered = plain(layers) - (plain.entry if candidate.microbatches <= 2 else 0.0)
     return cost.copies(layers) + max(0.0, gathered + _lent(candidate, rank, tied))
 
 
