@@ -44,9 +44,8 @@ def main() -> int:
     machine = read_machine(args.machine) if args.machine else measured_machine()
     wanted = [part.strip() for part in args.only.split(",")]
     chosen = [one for one in configurations() if any(part in str(one) for part in wanted)]
-    print(
-        f"  {'':<{WIDTH}} {'measured':>9} {'predicted':>9} {'error':>7} {'memory':>9} {'error':>7} {'scratch':>8}  steps"
-    )
+    times, memory = f"{'measured':>9} {'predicted':>9} {'error':>7}", f"{'memory':>9} {'error':>7} {'scratch':>8}"
+    print(f"  {'':<{WIDTH}} {times} {memory}  steps")
     rows = []
     for model in dict.fromkeys(one.model for one in chosen):
         found = rows_of([one for one in chosen if one.model == model], machine, args.seconds)
