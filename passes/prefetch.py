@@ -96,7 +96,7 @@ class _Prefetch:
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
                 alike = node.args[1], record(node).type.dtype  # what moves together
-                if local_bytes(node, self.program.mesh) >= self.small:
+                if local_bytes(node, self.program.mesh) >= self.small or node.args[3] < 0:  # mirrored pieces stay so
                     bundles.append([node])
                 elif alike in small:
                     small[alike].append(node)
