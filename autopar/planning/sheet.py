@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import CONTEXT, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT_AXES, Mesh, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.machines import Machine
-from autopar.passes.node_costs import Load, load_us, loads_of
+from autopar.passes.node_costs import RING, TURNS, Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
 
@@ -87,9 +87,10 @@ class Sheet:
         whole, less, entry = (low + (high - low) * share for low, high in zip(self.left, other.left, strict=True))
         return Sheet(self.mesh, tuple(calls), (whole, less, entry), self.reads)
 
-    def times(self, machine: Machine) -> list[float]:
-        """us of each call."""
-        return [load_us(call.load, self.mesh, machine) for call in self.calls]
+    def times(self, machine: Machine, is_still: bool = False) -> list[float]:
+        """us of each call. is_still: as if what cp and ulysses move took no time."""
+        loads = (_still(call.load) if is_still else call.load for call in self.calls)
+        return [load_us(load, self.mesh, machine) for load in loads]
 
     def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
         """The graph on a machine. is_less: without the calls of the layer that is left out."""
@@ -132,7 +133,7 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 
 
 def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
-    """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
+    """Sums of gradients over cp and ulysses take no time here: they are over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -151,6 +152,16 @@ def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
         yield Call(load, launch, rest.counts(node), side, own, tuple(dying.get(node, ())))
 
 
+def _still(load: Load | None) -> Load | None:
+    if load is None or not _splits_sequences(load.axis):
+        return load
+    return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
+
+
 def _is_over_context(node: fx.Node) -> bool:
     moved = node.all_input_nodes[0] if node.target is WAIT else node
-    return is_collective(moved.target) and CONTEXT in axes_of_group(str(moved.args[1]))
+    return is_collective(moved.target) and _splits_sequences(str(moved.args[1]))
+
+
+def _splits_sequences(group: str) -> bool:
+    return not set(CONTEXT_AXES).isdisjoint(axes_of_group(group))
