@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.machines import Machine
@@ -12,6 +13,7 @@ from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH
 from autopar.planning.pipelined import Pipelined, with_least_memory
+from autopar.planning.predict import predict
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
@@ -46,26 +48,54 @@ class Bounds:
         self._wholes: dict[str, Cost] = {}
         self._larger: dict[Hashable, bool] = {}
         self._held: dict[Hashable, float] = {}
+        self._steps: dict[Candidate, float] = {}  # by twin
+        self.slowest = math.inf  # us from which on nobody asks how much more a plan takes
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
         return self.work.least * self._flop_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
 
     def rows(self, candidate: Candidate, is_again: bool = False) -> float:
-        """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
-        computed again and collectives were hidden as well as can be; and of its data axes."""
-        return self._least(candidate, 1, max(HIGH, candidate.rows), is_again)
+        """us of the calls of a step, as if each rank of cp and ulysses had its part of every call of many whole
+        rows, nothing was computed again and collectives were hidden as well as can be; and of its data axes."""
+        return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
-        """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
-        if candidate.cp == 1:
+        """The same of the program that is made for so many ranks of cp. What cp divides has few rows. For plans with
+        ulysses no program is made yet."""
+        if candidate.context == 1 or candidate.ulysses > 1:
             return 0.0
         rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
-        return self._least(candidate, candidate.cp, rows, is_again)
+        return self._least(candidate, candidate.split.near, rows, is_again)
 
     def again(self, candidate: Candidate) -> float:
         """The greater of these, with the products that are computed again at the best share of the peak."""
         return max(self.rows(candidate, is_again=True), self.parts(candidate, is_again=True))
+
+    def twin(self, candidate: Candidate) -> float:
+        """us of a plan with ulysses, at least, by the calls of that with as many ranks of cp alone: they compute the
+        same, and what differs is what moves over these ranks."""
+        twin = candidate.twin
+        if twin is None:
+            return 0.0
+        if twin.again is None:
+            return self._still(twin, twin.recompute) * self.calls(twin)
+        parts = [self._still(twin, policy) * self._of_policy(twin, policy) for policy in ("none", "selective")]
+        return min(*parts, self.rows(replace(twin, recompute="full", again=None), is_again=True))
+
+    def twin_step(self, candidate: Candidate) -> float:
+        """The same by its whole step."""
+        twin = candidate.twin
+        if twin is None or twin.again is not None:
+            return 0.0
+        if twin not in self._steps:
+            part = self._still(twin, twin.recompute)
+            self._steps[twin] = part * predict(twin, self.layers, self.machine, self.slowest / part).total
+        return self._steps[twin]
+
+    def _still(self, twin: Candidate, policy: str) -> float:
+        """What is left of the time of each pass if nothing moves over cp, at least."""
+        return self.layers.still(twin.split, twin.rows, policy, twin.halves)
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest. Where a part of the layers is computed
@@ -80,17 +110,17 @@ class Bounds:
         cost = cost.in_stages() if candidate.pp > 1 else cost
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal))
 
-    def _least(self, candidate: Candidate, cp: int, rows: int, is_again: bool) -> float:
-        """By a program of so many rows, on so many ranks of cp."""
-        key = candidate.axes, candidate.sequence, candidate.rows, cp
+    def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
+        """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
+        lies = candidate.twin or candidate  # where tp lies in the mesh is the same
+        key = lies.axes, candidate.sequence, candidate.rows, of
         if key not in self._micro:
-            of = Split(candidate.tp, candidate.sequence, cp)
-            share = candidate.rows / rows * cp / candidate.cp
-            self._micro[key] = self.layers.least_us(candidate.split, of, rows, share)
+            share = candidate.rows / rows * of.context / candidate.context
+            self._micro[key] = self.layers.least_us(lies.split, of, rows, share)
         forward, backward = self._micro[key]
         if is_again and candidate.again is None:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows
-            backward += flops / (candidate.tp * candidate.cp) * self._flop_us
+            backward += flops / (candidate.tp * candidate.context) * self._flop_us
         return self._step(candidate, forward, backward)
 
     def _step(self, candidate: Candidate, forward: float, backward: float) -> float:
@@ -107,7 +137,20 @@ class Bounds:
     @property
     def steps(self) -> tuple[Callable[[Candidate], float], ...]:
         """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.parts, self.again, self.calls
+        return self.products, self.rows, self.parts, self.again, self.twin, self.twin_step, self.calls
+
+    @property
+    def memories(self) -> Mapping[int, Callable[[Candidate], float]]:
+        """The bounds of memory that are looked at before some of these steps."""
+        return {0: self.memory, 1: self.memory, 3: self.memory, 5: self.twin_memory}
+
+    def twin_memory(self, candidate: Candidate) -> float:
+        """Bytes of a plan with ulysses, at least, by that with as many ranks of cp alone: they keep the same for the
+        backward pass. What is alive beside that may differ."""
+        twin = candidate.twin
+        if twin is None or twin.again is not None:
+            return 0.0
+        return self.held(twin)
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
@@ -121,7 +164,7 @@ class Bounds:
             on_way = whole.gradients.each if candidate.pp == 1 else 0.0
             copies = 2 * (whole.copies.each + whole.plain.each + on_way) / candidate.tp
         gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
-        ranks = candidate.tp * candidate.pp * candidate.cp
+        ranks = candidate.tp * candidate.pp * candidate.context
         saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
         if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients
             return stored + copies + gradients + saved

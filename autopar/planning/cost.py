@@ -82,6 +82,13 @@ class Cost:
         )
         return replace(self, **changes)
 
+    @property
+    def inputs(self) -> tuple[Linear, Linear]:
+        """us of a micro-batch's passes: forward, and backward without what is computed apart."""
+        late = self.weights
+        apart = Linear(self.backward.outside - late.outside, self.backward.each - late.each)
+        return self.forward, apart
+
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)

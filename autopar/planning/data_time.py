@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import CONTEXT, SHARDED, Mesh, group_name
+from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
 from autopar.machines import Machine
 from autopar.machines.model import Group
 from autopar.planning.candidates import Candidate
@@ -30,10 +30,10 @@ class DataGroups:
         """ranks: of a node."""
         axes = candidate.axes
         if not candidate.zero:
-            return cls(ALONE, _joined(axes, ("dp", CONTEXT), ranks))
+            return cls(ALONE, _joined(axes, ("dp", *CONTEXT_AXES), ranks))
         if candidate.fsdp > 1:
-            return cls(_joined(axes, (SHARDED, CONTEXT), ranks), _joined(axes, ("dp",), ranks))
-        return cls(_joined(axes, ("dp", CONTEXT), ranks), ALONE)
+            return cls(_joined(axes, (SHARDED, *CONTEXT_AXES), ranks), _joined(axes, ("dp",), ranks))
+        return cls(_joined(axes, ("dp", *CONTEXT_AXES), ranks), ALONE)
 
 
 @cache

@@ -70,12 +70,25 @@ class Layers:
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
-        """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,
-        and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
+        """Of a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
+        times alone, and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
         key = self.place(split), rows, recompute, halves
         if key not in self._known:
             self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
         return self._known[key]
+
+    def still(self, split: Split, rows: int, recompute: str, halves: bool = False) -> float:
+        """The part of its time that is left of each pass of such a micro-batch, at least, if what cp and ulysses move
+        took none. Raises AutoparError as `Micros.local`."""
+        key = "still", self.place(split), rows, recompute, halves
+        return self.kept(key, lambda: self._still(split, rows, recompute, halves))
+
+    def _still(self, split: Split, rows: int, recompute: str, halves: bool) -> float:
+        own = self.cost(split, rows, recompute, halves)
+        less = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine, is_still=True)
+        lines = zip(less.inputs, own.inputs, strict=True)
+        pairs = [pair for few, all_ in lines for pair in ((few(self.equal), all_(self.equal)), (few.each, all_.each))]
+        return min(few / all_ for few, all_ in pairs if all_ > 0)
 
     @uncollected()
     def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
@@ -139,8 +152,8 @@ class Layers:
     def _rest(self) -> Rest:
         return Rest.of(self.micros.captures.shallow())
 
-    def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
-        whole, less, entry = sheets.costs(machine, has_less=self.equal > 0)
+    def _cost(self, sheets: Sheets, machine: Machine, is_still: bool = False) -> Cost:
+        whole, less, entry = sheets.costs(machine, self.equal > 0, is_still)
         lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
         return Cost(**lines, message=sheets.message)
 

@@ -15,17 +15,18 @@ from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
 from autopar.planning.bounds import Bounds, Work
 from autopar.planning.budget import with_fewest
-from autopar.planning.candidates import Candidate
+from autopar.planning.candidates import Candidate, Space
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
+SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
 OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
 # By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
-    0: attrgetter("dp", "fsdp", "cp", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
+    0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
     1: attrgetter(*(each.name for each in fields(Candidate) if each.name not in OWN)),
     3: lambda candidate: candidate,
 }
@@ -52,46 +53,61 @@ class Found:
 
 
 def search(
-    candidates: Iterable[Candidate], layers: Layers, work: Work, machine: Machine, limit: float, top: int,
+    space: Space, layers: Layers, work: Work, machine: Machine, limit: float, top: int,
     equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Found:  # fmt: skip
-    """The `top` fastest candidates whose memory is at most `limit` bytes. equal: layers of the model that are equal.
+    """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
+    equal.
 
     Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
     no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
     cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
     can be among them. tell: of progress, (done, all).
+
+    A plan with ulysses is none of its own until its bound differs from that with as many ranks of cp (`SHARED`).
     """
+
+    def plans(alike: Alike, done: int) -> int:
+        return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
+
     found, bounds = Found(), Bounds(layers, work, machine, equal)
-    last = len(bounds.steps) - 1
-    known = [tuple(alike) for _, alike in groupby(candidates, ALIKE[0])]
+    memories, last = bounds.memories, len(bounds.steps) - 1
+    known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
-    heapq.heapify(queue)
-    total = left = sum(map(len, known))
+    later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
+    total = left = sum(plans(alike, 0) for alike in known)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
-    while queue:
+    heapq.heapify(queue)
+    while queue or later:
+        if not queue:
+            queue, later = later, []
+            heapq.heapify(queue)
         bound, _, step, alike = heapq.heappop(queue)
-        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        slowest = bounds.slowest = found.best[-1].total if len(found.best) >= top else math.inf
         if bound >= slowest:
-            found.counts["slower by a bound"] += left
-            break
-        left -= len(alike)
+            queue, slower = [], [(bound, 0, step, alike), *queue]
+            found.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
+            continue
+        left -= plans(alike, step - 1)
+        for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
+            later.append((bound, next(number), step + 1, shared))
+            left += len(shared)
         for each in _parts(alike, step):
             try:
-                if step in ALIKE and all(bounds.memory(one) > limit for one in reversed(each)):
-                    found.counts["larger by a bound"] += len(each)
+                if step in memories and all(memories[step](one) > limit for one in reversed(each)):
+                    found.counts["larger by a bound"] += plans(each, step)
                 elif step == last and bounds.is_larger(each[0], limit):
                     larger += each
-                    found.counts["larger by a bound"] += len(each)
+                    found.counts["larger by a bound"] += plans(each, step)
                 elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
-                    left += len(each)
+                    left += plans(each, step)
                 else:
                     _try(each[0], found, layers, machine, limit, top, equal, slowest)
             except AutoparError as error:
-                found.counts[f"refused ({first_sentence(str(error))})"] += len(each)
+                found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
     if not found.best:
         every = [] if found.least else chain.from_iterable(known)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import CONTEXT, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT_AXES, Mesh, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.ir.workspace import PIECE_BYTES, widened_bytes
 from autopar.machines import Machine
-from autopar.passes.node_costs import Load, load_us, loads_of
+from autopar.passes.node_costs import RING, TURNS, Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
 from autopar.planning.sides import BEFORE, BEHIND, INSIDE, JOINED, SUM, side_of, sides_of, terms_of
@@ -125,9 +125,10 @@ class Sheet:
         left, ahead = (_on_line(*pair, share) for pair in ((self.left, other.left), (self.ahead, other.ahead)))
         return Sheet(self.mesh, tuple(calls), left, self.reads, ahead)
 
-    def times(self, machine: Machine) -> list[float]:
-        """us of each call."""
-        return [load_us(call.load, self.mesh, machine) for call in self.calls]
+    def times(self, machine: Machine, is_still: bool = False) -> list[float]:
+        """us of each call. is_still: as if what cp and ulysses move took no time."""
+        loads = (_still(call.load) if is_still else call.load for call in self.calls)
+        return [load_us(load, self.mesh, machine) for load in loads]
 
     def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
         """The graph on a machine. is_less: without the calls of the layer that is left out."""
@@ -211,7 +212,7 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 def _calls(
     kind: str, program: Program, rest: Rest, waited: Collection[str], given: Collection[str]
 ) -> Iterator[Call]:  # fmt: skip
-    """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
+    """Sums of gradients over cp and ulysses take no time here: they are over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -260,6 +261,16 @@ def _kept(
     return found
 
 
+def _still(load: Load | None) -> Load | None:
+    if load is None or not _splits_sequences(load.axis):
+        return load
+    return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
+
+
 def _is_over_context(node: fx.Node) -> bool:
     moved = node.all_input_nodes[0] if node.target is WAIT else node
-    return is_collective(moved.target) and CONTEXT in axes_of_group(str(moved.args[1]))
+    return is_collective(moved.target) and _splits_sequences(str(moved.args[1]))
+
+
+def _splits_sequences(group: str) -> bool:
+    return not set(CONTEXT_AXES).isdisjoint(axes_of_group(group))

@@ -58,14 +58,15 @@ class Sheets:
         message = self.message + (other.message - self.message) * share
         return Sheets(found, self.stored, message)
 
-    def costs(self, machine: Machine, has_less: bool) -> tuple[Costs, Costs, Costs]:
+    def costs(self, machine: Machine, has_less: bool, is_still: bool = False) -> tuple[Costs, Costs, Costs]:
         """What the programs cost: the whole, the same without one of the layers, and the part of some of these that
-        belongs to what comes before the equal layers. has_less: False where no layer is left out."""
-        times = {kind: pair[0].times(machine) for kind, pair in self.sheets.items()}
+        belongs to what comes before the equal layers. has_less: False where no layer is left out. is_still: as of
+        `Sheet.times`."""
+        times = {kind: pair[0].times(machine, is_still) for kind, pair in self.sheets.items()}
         whole = self._cost(machine, times, is_less=False)
         if not has_less:
             return whole, whole, {}
-        others = {kind: less.times(machine) for kind, (all_, less) in self.sheets.items() if less is not all_}
+        others = {kind: less.times(machine, is_still) for kind, (all_, less) in self.sheets.items() if less is not all_}
         return whole, self._cost(machine, {**times, **others}, is_less=True), self._entry(times)
 
     def _cost(self, machine: Machine, times: Mapping[str, list[float]], is_less: bool) -> Costs:

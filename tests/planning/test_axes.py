@@ -51,15 +51,25 @@ def predicted(candidate: Candidate) -> Prediction:
 
 
 @pytest.mark.parametrize("node", [2, 4, 6, 64])
-@pytest.mark.parametrize("sizes", [(2, 4, 1, 1, 2), (1, 2, 3, 1, 2), (2, 2, 2, 2, 2), (1, 1, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 4, 1, 1, 1, 2), (1, 2, 3, 1, 1, 2), (2, 2, 2, 2, 1, 2), (1, 2, 1, 2, 2, 2), (1, 1, 1, 1, 1, 4)],
+    ids=str,
+)
 def test_every_order_has_the_groups_of_one_that_is_kept(sizes: tuple[int, ...], node: int) -> None:
     named = dict(zip(ORDER, sizes, strict=True))
     wide = [axis for axis in ORDER if named[axis] > 1]
     made = {groups(tuple(axis for axis in order if axis in wide), named, node) for order in orders(named, node)}
-    every = {groups(o, named, node) for o in permutations(wide) if not {"cp", "tp"} <= {*o[o.index("tp") :]}}
+    every = {groups(o, named, node) for o in permutations(wide) if is_allowed("".join(o))}
     assert made == every and len(made) == len(orders(named, node))
     if math.prod(sizes) <= node:
         assert orders(named, node) == [(*(axis for axis in ORDER if axis not in wide), *wide)]
+
+
+def is_allowed(order: str) -> bool:
+    """ulysses directly inside of cp, and both outside of tp."""
+    together = order.replace("cpulysses", "cp")
+    return "ulysses" not in together and ("cp" not in order or "cp" not in together[together.index("tp") :])
 
 
 def groups(order: tuple[str, ...], sizes: dict[str, int], node: int) -> tuple[object, ...]:
@@ -69,7 +79,7 @@ def groups(order: tuple[str, ...], sizes: dict[str, int], node: int) -> tuple[ob
 
 
 def test_an_order_that_is_asked_for() -> None:
-    sizes = {"pp": 2, "dp": 2, "fsdp": 1, "cp": 1, "tp": 2}
+    sizes = {**dict.fromkeys(ORDER, 1), "pp": 2, "dp": 2, "tp": 2}
     assert {order.index("dp") > order.index("tp") for order in orders(sizes, 2, ("tp", "dp"))} == {True}
     some = list(Space(8, 8, 2, Model(6), {"order": ("tp", "dp"), "pp": 2, "tp": 2}).candidates())
     assert {each.mesh for each in some if each.cp == 1 and each.fsdp == 1} == {"tp=2,dp=2,pp=2", "pp=2,tp=2,dp=2"}
@@ -107,9 +117,10 @@ def test_what_cannot_be_decided(text: str) -> None:
     with pytest.raises(PlanError) as raised:
         read_fixed(text)
     assert str(raised.value) == (
-        f"--fix {text}: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
+        f"--fix {text}: write dp=N, fsdp=N, cp=N, ulysses=N, tp=N, pp=N, zero=N, rows=N, microbatches=N, "
         f"chunks=N, recompute=none|selective|full|layers, schedule=1f1b|interleaved-1f1b|zb-h1|zb-h2|zb-v, "
-        f"sequence=true|false, reshard_after_forward=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, tp."
+        f"sequence=true|false, reshard_after_forward=true|false or order=AXIS,AXIS,...; axes are pp, dp, fsdp, cp, "
+        f"ulysses, tp."
     )
 
 
