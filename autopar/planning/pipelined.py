@@ -19,6 +19,7 @@ from autopar.planning.cost import Cost
 from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
+from autopar.planning.split import Split
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
@@ -70,8 +71,8 @@ def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, layers.micros.machine.ranks).nodes == 1
     first = min(candidate.microbatches, ROUNDS * candidate.pp)
     key = (
-        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near,
-        candidate.schedule, candidate.chunks, first,
+        layers.place(_split(candidate, layers)), candidate.rows, candidate.recompute, candidate.again, candidate.pp,
+        near, candidate.schedule, candidate.chunks, first,
     )  # fmt: skip
     found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, first))
     return found
@@ -93,11 +94,17 @@ def _pipelined(candidate: Candidate, layers: Layers, first: int) -> Pipelined:
     return Pipelined(tuple(Stage.of(share, cost) for share in shares), ranks, schedule, moments, first)
 
 
+def _split(candidate: Candidate, layers: Layers) -> Split:
+    return candidate.split.summed(candidate.axes) if layers.micros.coupled else candidate.split
+
+
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
 
+    split = _split(candidate, layers)
+
     def cost(recompute: str) -> Cost:
-        return layers.cost(candidate.split, candidate.rows, recompute, candidate.halves)
+        return layers.cost(split, candidate.rows, recompute, candidate.halves)
 
     again = candidate.again
     if again is None:

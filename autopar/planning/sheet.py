@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import CONTEXT, Mesh, axes_of_group
+from autopar.ir.mesh import GRADIENT_AXES, Mesh, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.ir.workspace import PIECE_BYTES, widened_bytes
@@ -23,6 +24,7 @@ SAVED = "saved"
 LEFT = {"F": SAVED, "I": SAVED, "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
 Kept = tuple[float, float, float]
+SPLIT = torch.ops.aten.split_with_sizes.default
 NONE: Kept = (0.0, 0.0, 0.0)
 
 
@@ -203,7 +205,7 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 
 
 def _calls(kind: str, program: Program, rest: Rest, waited: Collection[str]) -> Iterator[Call]:
-    """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
+    """Sums of gradients take no time here: they are taken over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -216,11 +218,11 @@ def _calls(kind: str, program: Program, rest: Rest, waited: Collection[str]) -> 
             dying.setdefault(user, []).append(place[node])
     kept = _kept(kind, program, rest, waited, last)
     sides = sides_of(kind, program, rest)
-    terms = dict(terms_of(sides))
+    terms, sums = dict(terms_of(sides)), _sums(kind, program)
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
-        launch = None if kind == SUMS and _is_over_context(node) else launch
+        launch = None if node in sums else launch
         yield Call(
             load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
             widened_bytes(node, program.mesh), terms.get(node, 0),
@@ -245,6 +247,25 @@ def _kept(
     return found
 
 
-def _is_over_context(node: fx.Node) -> bool:
-    moved = node.all_input_nodes[0] if node.target is WAIT else node
-    return is_collective(moved.target) and CONTEXT in axes_of_group(str(moved.args[1]))
+def _sums(kind: str, program: Program) -> set[fx.Node]:
+    """The calls that add up gradients over data axes: of those that run once a step all; of others those of a backward
+    pass that nothing reads but who waits for them and takes them apart, and leaves."""
+    moved = [node for node in program.calls() if _is_over_data(node)]
+    if kind != SUMS:
+        moved = [node for node in moved if record(node).is_backward and _only_leaves(node)]
+    return {*moved, *(user for node in moved for user in node.users if user.target is WAIT)}
+
+
+def _only_leaves(node: fx.Node) -> bool:
+    return all(user.op == "output" or (_is_same(user) and _only_leaves(user)) for user in node.users)
+
+
+def _is_same(node: fx.Node) -> bool:
+    """True for what is no other value than its operand, or a part of it."""
+    return node.target in (WAIT, SPLIT) or is_getitem(node) or is_view(node)
+
+
+def _is_over_data(node: fx.Node) -> bool:
+    if node.target is WAIT or not is_collective(node.target):
+        return False
+    return any(axis in GRADIENT_AXES for axis in axes_of_group(str(node.args[1])))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import CONTEXT, Mesh
+from autopar.ir.mesh import CONTEXT, SHARDED, Mesh
 
-TENSOR = "tp"
+TENSOR, DATA = "tp", "dp"
 Axes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """tp, cp: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around: the axes
-    of the mesh among which these two lie, outermost first; none where nothing lies between neighbours."""
+    of the mesh among which these two lie, outermost first; none where nothing lies between neighbours. data: ranks that
+    divide the rows, of a model whose forward pass takes them together: sums over these are among its calls."""
 
     tp: int = 1
     sequence: bool = False
     cp: int = 1
     around: Axes = ()
+    data: int = 1
 
     @staticmethod
     @cache  # many plans differ in nothing else
@@ -34,8 +37,27 @@ class Split:
     @property
     def mesh(self) -> Mesh:
         """Of the program: where its ranks lie decides no layout."""
-        axes = tuple((name, size) for name, size in ((CONTEXT, self.cp), (TENSOR, self.tp)) if size > 1)
-        return Mesh(axes or (("dp", 1),))
+        sizes = (DATA, min(self.data, 2)), (CONTEXT, self.cp), (TENSOR, self.tp)
+        axes = tuple((name, size) for name, size in sizes if size > 1)
+        return Mesh(axes or ((DATA, 1),))
+
+    def summed(self, axes: Axes) -> Split:
+        """Of a model that takes rows together, in a mesh of these axes: those that divide rows count as one."""
+        ranks = math.prod(size for name, size in axes if name in (DATA, SHARDED))
+        if ranks == 1:
+            return self
+        outer = next(name for name, _ in axes if name in (DATA, SHARDED))
+        joined = [
+            (DATA, ranks) if name == outer else (name, size)
+            for name, size in axes
+            if name == outer or name not in (DATA, SHARDED)
+        ]
+        return replace(self, around=tuple(joined), data=ranks)
+
+    @property
+    def program(self) -> Split:
+        """The split that its programs are made for: how many ranks divide the rows changes none."""
+        return replace(self.near, data=min(self.data, 2))
 
     @property
     def near(self) -> Split:
