@@ -96,15 +96,17 @@ class Layers:
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
         made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
-            if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
-                for end in (self.micros.low, HIGH) if split.near not in self._apart else ():
+            if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):
+                for end in (self.micros.low, HIGH) if split.program not in self._apart else ():
                     self.sheets(split, end, recompute, halves)
                 found = _between(made, rows)
                 if found is not None:
                     return found
-                self._apart.add(split.near)
-            micro = self.micros.micro(split.near, rows, recompute, halves)
-            made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
+                self._apart.add(split.program)
+            micro = self.micros.micro(split.program, rows, recompute, halves)
+            is_placed = split.around and split.data == 1  # ranks that divide rows are others than the program has
+            found = Sheets.of(micro.placed(split.placed) if is_placed else micro, self._rest, self._once)
+            made[rows] = found.on(split.placed) if split.data > 1 else found
         return made[rows]
 
     def notes(self, split: Split, rows: int) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from autopar.planning.cost import Cost
 from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
-from autopar.planning.split import Axes
+from autopar.planning.split import Axes, Split
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
@@ -67,7 +67,7 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    key = layers.place(candidate.split), *_order(candidate, layers)
+    key = layers.place(_split(candidate, layers)), *_order(candidate, layers)
     found: Pipelined = layers.kept(key, lambda: _pipelined(candidate, layers, cost_of(candidate, layers)))
     return found
 
@@ -120,11 +120,17 @@ def _pipelined(candidate: Candidate, layers: Layers, cost: Cost) -> Pipelined:
     return Pipelined(tuple(Stage(share, cost) for share in shares), ranks, schedule, moments, first)
 
 
+def _split(candidate: Candidate, layers: Layers) -> Split:
+    return candidate.split.summed(candidate.axes) if layers.micros.coupled else candidate.split
+
+
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
 
+    split = _split(candidate, layers)
+
     def cost(recompute: str) -> Cost:
-        return layers.cost(candidate.split, candidate.rows, recompute, candidate.halves)
+        return layers.cost(split, candidate.rows, recompute, candidate.halves)
 
     again = candidate.again
     if again is None:

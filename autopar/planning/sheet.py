@@ -7,10 +7,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import CONTEXT_AXES, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, Mesh, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.ir.workspace import PIECE_BYTES, widened_bytes
@@ -25,6 +26,7 @@ SAVED = "saved"
 LEFT = {"F": SAVED, "I": SAVED, "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
 Kept = tuple[float, float, float]
+SPLIT = torch.ops.aten.split_with_sizes.default
 NONE: Kept = (0.0, 0.0, 0.0)
 
 
@@ -212,7 +214,7 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 def _calls(
     kind: str, program: Program, rest: Rest, waited: Collection[str], given: Collection[str]
 ) -> Iterator[Call]:  # fmt: skip
-    """Sums of gradients over cp and ulysses take no time here: they are over all data axes at once (`data_time.py`)."""
+    """Sums of gradients take no time here: they are taken over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -227,11 +229,11 @@ def _calls(
     over = {root_of(operand): node for node, operand in written_over(program.graph, mine).items()}
     kept = _kept(kind, program, rest, waited, last, over)
     sides = sides_of(kind, program, rest)
-    terms = dict(terms_of(sides))
+    terms, sums = dict(terms_of(sides)), _sums(kind, program)
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
-        launch = None if kind == SUMS and _is_over_context(node) else launch
+        launch = None if node in sums else launch
         yield Call(
             load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
             widened_bytes(node, program.mesh), terms.get(node, 0),
@@ -262,15 +264,30 @@ def _kept(
 
 
 def _still(load: Load | None) -> Load | None:
-    if load is None or not _splits_sequences(load.axis):
+    if load is None or set(CONTEXT_AXES).isdisjoint(axes_of_group(load.axis)):
         return load
     return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
 
 
-def _is_over_context(node: fx.Node) -> bool:
-    moved = node.all_input_nodes[0] if node.target is WAIT else node
-    return is_collective(moved.target) and _splits_sequences(str(moved.args[1]))
+def _sums(kind: str, program: Program) -> set[fx.Node]:
+    """The calls that add up gradients over data axes: of those that run once a step all; of others those of a backward
+    pass that nothing reads but who waits for them and takes them apart, and leaves."""
+    moved = [node for node in program.calls() if _is_over_data(node)]
+    if kind != SUMS:
+        moved = [node for node in moved if record(node).is_backward and _only_leaves(node)]
+    return {*moved, *(user for node in moved for user in node.users if user.target is WAIT)}
 
 
-def _splits_sequences(group: str) -> bool:
-    return not set(CONTEXT_AXES).isdisjoint(axes_of_group(group))
+def _only_leaves(node: fx.Node) -> bool:
+    return all(user.op == "output" or (_is_same(user) and _only_leaves(user)) for user in node.users)
+
+
+def _is_same(node: fx.Node) -> bool:
+    """True for what is no other value than its operand, or a part of it."""
+    return node.target in (WAIT, SPLIT) or is_getitem(node) or is_view(node)
+
+
+def _is_over_data(node: fx.Node) -> bool:
+    if node.target is WAIT or not is_collective(node.target):
+        return False
+    return any(axis in GRADIENT_AXES for axis in axes_of_group(str(node.args[1])))

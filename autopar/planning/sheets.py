@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.ir.mesh import Mesh, is_in_time
 from autopar.machines import Machine
 from autopar.planning.depth import Rest
 from autopar.planning.sheet import Sheet, described
@@ -41,6 +42,15 @@ class Sheets:
                 known[key] = sheets[kind]
         stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
         return cls(sheets, stored, micro.message)
+
+    def on(self, mesh: Mesh) -> Sheets:
+        """With the collectives over the groups of another mesh."""
+
+        def moved(sheet: Sheet) -> Sheet:
+            in_time = tuple(pair for pair in sheet.mesh.axes if is_in_time(pair[0]))
+            return replace(sheet, mesh=Mesh((*in_time, *mesh.axes)))
+
+        return replace(self, sheets={kind: (moved(all_), moved(less)) for kind, (all_, less) in self.sheets.items()})
 
     def between(self, other: Sheets, share: float) -> Sheets | None:
         """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""

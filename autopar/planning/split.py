@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import CONTEXT_AXES, Mesh
+from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh
 
-TENSOR = "tp"
+TENSOR, DATA = "tp", "dp"
 INNER = (*CONTEXT_AXES, TENSOR)  # split the parts of each other, in this order
 Axes = tuple[tuple[str, int], ...]
 
@@ -17,13 +18,15 @@ Axes = tuple[tuple[str, int], ...]
 @dataclass(frozen=True, slots=True)
 class Split:
     """tp, cp, ulysses: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around:
-    the axes of the mesh among which these lie, outermost first; none where nothing lies between neighbours."""
+    the axes of the mesh among which these lie, outermost first; none where nothing lies between neighbours. data: ranks
+    that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls."""
 
     tp: int = 1
     sequence: bool = False
     cp: int = 1
     ulysses: int = 1
     around: Axes = ()
+    data: int = 1
 
     @staticmethod
     @cache  # many plans differ in nothing else
@@ -41,9 +44,27 @@ class Split:
     @property
     def mesh(self) -> Mesh:
         """Of the program: where its ranks lie decides no layout."""
-        sizes = (self.cp, self.ulysses, self.tp)
-        axes = tuple((name, size) for name, size in zip(INNER, sizes, strict=True) if size > 1)
-        return Mesh(axes or (("dp", 1),))
+        sizes = (min(self.data, 2), self.cp, self.ulysses, self.tp)
+        axes = tuple((name, size) for name, size in zip((DATA, *INNER), sizes, strict=True) if size > 1)
+        return Mesh(axes or ((DATA, 1),))
+
+    def summed(self, axes: Axes) -> Split:
+        """Of a model that takes rows together, in a mesh of these axes: those that divide rows count as one."""
+        ranks = math.prod(size for name, size in axes if name in (DATA, SHARDED))
+        if ranks == 1:
+            return self
+        outer = next(name for name, _ in axes if name in (DATA, SHARDED))
+        joined = [
+            (DATA, ranks) if name == outer else (name, size)
+            for name, size in axes
+            if name == outer or name not in (DATA, SHARDED)
+        ]
+        return replace(self, around=tuple(joined), data=ranks)
+
+    @property
+    def program(self) -> Split:
+        """The split that its programs are made for: how many ranks divide the rows changes none."""
+        return replace(self.near, data=min(self.data, 2))
 
     @property
     def near(self) -> Split:
