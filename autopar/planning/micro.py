@@ -82,7 +82,7 @@ class Micros:
     @uncollected()
     def _lowered(self, split: Split, rows: int, parts: int, like: Lowered | None = None) -> Lowered:
         options = replace(self.options, microbatches=parts, sequence_parallel=split.sequence)
-        batch = parts * rows * split.mesh.size // (split.tp * split.cp)
+        batch = parts * rows * split.mesh.size // (split.tp * split.context)
         captured = replace(self.captures.captured(batch), program=self.captures.shallow(batch).program)
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))
