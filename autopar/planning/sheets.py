@@ -113,9 +113,6 @@ def _given(micro: Micro, kind: str) -> set[str]:
     """Of what was saved for a graph, what it may write over (`runtime/owned.py`)."""
     if kind not in "BIW":
         return set()
-    return {
-        out.name
-        for other in micro.graphs.values()
-        for node, out in other.leaving
-        if out.kind == "saved" and node in own_results(other.graph)
-    }
+    made = (micro.graphs[each] for each in "FI" if each in micro.graphs)
+    pairs = ((graph, own_results(graph.graph)) for graph in made)
+    return {out.name for graph, own in pairs for node, out in graph.leaving if out.kind == "saved" and node in own}
