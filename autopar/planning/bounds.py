@@ -62,11 +62,12 @@ class Bounds:
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
         """The same of the program that is made for so many ranks of cp. What cp divides has few rows. For plans with
-        ulysses no program is made yet."""
-        if candidate.context == 1 or candidate.ulysses > 1:
+        ulysses no program is made yet: by that of the plan with as many ranks of cp alone, if nothing moved there."""
+        made = candidate if candidate.ulysses == 1 else candidate.twin
+        if made is None or candidate.context == 1:
             return 0.0
         rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
-        return self._least(candidate, candidate.split.near, rows, is_again)
+        return self._least(candidate, made.split.near, rows, is_again)
 
     def again(self, candidate: Candidate) -> float:
         """The greater of these, with the products that are computed again at the best share of the peak."""
@@ -113,10 +114,11 @@ class Bounds:
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
         lies = candidate.twin or candidate  # where tp lies in the mesh is the same
-        key = lies.axes, candidate.sequence, candidate.rows, of
+        is_still = candidate.ulysses > 1 and of.context > 1
+        key = lies.axes, candidate.sequence, candidate.rows, of, is_still
         if key not in self._micro:
             share = candidate.rows / rows * of.context / candidate.context
-            self._micro[key] = self.layers.least_us(lies.split, of, rows, share)
+            self._micro[key] = self.layers.least_us(lies.split, of, rows, share, is_still)
         forward, backward = self._micro[key]
         if is_again and candidate.again is None:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows

@@ -15,6 +15,7 @@ from autopar.passes.moved import LOOKUPS
 from autopar.passes.node_costs import RING, TURNS, Load, least_flops, load_us, loads_of
 from autopar.passes.streams import launches_of
 from autopar.planning.depth import Rest
+from autopar.planning.sheet import still
 from autopar.planning.sides import SUM, sides_of, terms_of
 from autopar.planning.stage import Micro
 
@@ -62,10 +63,13 @@ class Floor:
         asks = {kind: tuple(_asks(kind, micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
         return cls(micro.program.mesh, asks["F"], asks["B"])
 
-    def us(self, machine: Machine, mesh: Mesh, share: float, line: Line) -> tuple[float, float]:
+    def us(
+        self, machine: Machine, mesh: Mesh, share: float, line: Line, is_still: bool = False
+    ) -> tuple[float, float]:  # fmt: skip
         """us of the forward and of the backward pass at least, of a share of the rows. machine: one whose calls are the
         faster the larger they are. mesh: in which the ranks lie. line: from what all calls take, and those that are
-        none of the layer that is left out, to what the whole model takes.
+        none of the layer that is left out, to what the whole model takes. is_still: as if what cp and ulysses move took
+        no time.
 
         Whatever hides them, collectives take a part of the device from the calls beside them (`passes/streams.py`).
         """
@@ -73,7 +77,8 @@ class Floor:
         hidden = 1.0 if machine.is_host else machine.device.communicating
 
         def least(asks: Sequence[Ask]) -> float:
-            times = [load_us(ask.at(share), mesh, machine) for ask in asks]
+            loads = (still(ask.at(share)) if is_still else ask.at(share) for ask in asks)
+            times = [load_us(load, mesh, machine) for load in loads]
             moved = line(*_sums(asks, [time * ask.is_moved for time, ask in zip(times, asks, strict=True)]))
             computed = line(*_sums(asks, times)) - moved
             hosted = line(*_sums(asks, [machine.launch_us] * len(asks)))

@@ -33,7 +33,7 @@ class Layers:
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
         self._floors: dict[tuple[Split, int], Floor] = {}
-        self._least: dict[tuple[Place, Split, int, float], tuple[float, float]] = {}
+        self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float]] = {}
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
@@ -115,14 +115,17 @@ class Layers:
         is_alike = rows < HIGH and self.micros.is_alike(split)
         return self.micros.micro(split, self.micros.low if is_alike else rows, "none").program.notes
 
-    def least_us(self, split: Split, of: Split, rows: int, share: float) -> tuple[float, float]:
+    def least_us(
+        self, split: Split, of: Split, rows: int, share: float, is_still: bool = False
+    ) -> tuple[float, float]:  # fmt: skip
         """us of the forward and of the backward pass of a micro-batch at least, that is a share of one of so many rows
         on the ranks `of` a split with fewer of cp (`Floor.us`). Raises AutoparError as `Micros.local`."""
         if (of, rows) not in self._floors:
             self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
-        key = self.place(split), of, rows, share
+        key = self.place(split), of, rows, share, is_still
         if key not in self._least:
-            self._least[key] = self._floors[of, rows].us(self._rising, split.placed, share, self._of_model)
+            floor = self._floors[of, rows]
+            self._least[key] = floor.us(self._rising, split.placed, share, self._of_model, is_still)
         return self._least[key]
 
     def flops_again(self, recompute: str) -> float:

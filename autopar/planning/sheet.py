@@ -129,7 +129,7 @@ class Sheet:
 
     def times(self, machine: Machine, is_still: bool = False) -> list[float]:
         """us of each call. is_still: as if what cp and ulysses move took no time."""
-        loads = (_still(call.load) if is_still else call.load for call in self.calls)
+        loads = (still(call.load) if is_still else call.load for call in self.calls)
         return [load_us(load, self.mesh, machine) for load in loads]
 
     def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
@@ -263,7 +263,8 @@ def _kept(
     return found
 
 
-def _still(load: Load | None) -> Load | None:
+def still(load: Load | None) -> Load | None:
+    """What a call asks for if what cp and ulysses move took no time; None if that is nothing."""
     if load is None or set(CONTEXT_AXES).isdisjoint(axes_of_group(load.axis)):
         return load
     return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
