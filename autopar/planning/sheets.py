@@ -35,9 +35,10 @@ class Sheets:
         that run once a step, mostly for all rows and however much is computed again; of forward passes, whether
         gradients of weights are computed apart or not."""
         sheets: dict[str, tuple[Sheet, Sheet]] = {}
+        given = _given(micro)
         for kind, graph in micro.graphs.items():
             key = (kind, micro.plan.mesh, *described(graph)) if kind in SHARED else None
-            sheets[kind] = known.get(key) or _both(micro, kind, rest)
+            sheets[kind] = known.get(key) or _both(micro, kind, rest, given)
             if key is not None:
                 known[key] = sheets[kind]
         stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
@@ -100,19 +101,17 @@ class Sheets:
         return {**found, **held_of_entry(self.stored[False], whole)}
 
 
-def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
+def _both(micro: Micro, kind: str, rest: Rest, given: set[str]) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
     waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
-    whole = Sheet.of(kind, micro.finished(graph), rest, waited, _given(micro, kind) - waited)
+    whole = Sheet.of(kind, micro.finished(graph), rest, waited, given - waited)
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
 
 
-def _given(micro: Micro, kind: str) -> set[str]:
-    """Of what was saved for a graph, what it may write over (`runtime/owned.py`)."""
-    if kind not in "BIW":
-        return set()
+def _given(micro: Micro) -> set[str]:
+    """What the last graph of a micro-batch that reads it may write over (`runtime/owned.py`)."""
     made = (micro.graphs[each] for each in "FI" if each in micro.graphs)
     pairs = ((graph, own_results(graph.graph)) for graph in made)
     return {out.name for graph, own in pairs for node, out in graph.leaving if out.kind == "saved" and node in own}
