@@ -73,9 +73,9 @@ def tied_layers(precision: str | None) -> Layers:
     ("candidate", "precision", "error"),
     [
         (Candidate(1, 1, 1, 0, "none", 2, 2), "bf16", EXACT), (Candidate(1, 1, 1, 0, "none", 1, 2), None, EXACT),
-        (Candidate(2, 1, 1, 1, "none", 2, 2), "bf16", EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), "bf16", NEAR),
+        (Candidate(2, 1, 1, 1, "none", 2, 2), "bf16", EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), "bf16", SCATTERED),
         (Candidate(2, 1, 1, 3, "none", 2, 2), "bf16", NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), "bf16", TIED),
-        (Candidate(2, 1, 2, 1, "none", 1, 4), "bf16", TIED), (Candidate(2, 1, 2, 1, "none", 1, 4), None, CUT),
+        (Candidate(2, 1, 2, 1, "none", 1, 4), "bf16", TIED), (Candidate(2, 1, 2, 1, "none", 1, 4), None, NEAR),
         (Candidate(1, 1, 2, 0, "none", 1, 4, "interleaved-1f1b", chunks=2), "bf16", NEAR),
     ],
     ids=str,
