@@ -101,7 +101,7 @@ class _Prefetch:
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
                 alike = node.args[1], record(node).type.dtype  # what moves together
-                if local_bytes(node, self.program.mesh) >= self.small:
+                if local_bytes(node, self.program.mesh) >= self.small or _is_mirrored(node):
                     bundles.append([node])
                 elif alike in small:
                     small[alike].append(node)
@@ -115,3 +115,9 @@ class _Prefetch:
         """True for a gather of what is there before the step begins: a parameter, or one in another dtype."""
         moves = node.target is op("all_gather") and self.axes.issuperset(axes_of_group(str(node.args[1])))
         return moves and is_given(node.all_input_nodes[0])
+
+
+def _is_mirrored(node: fx.Node) -> bool:
+    """True for a gather of mirrored pieces, which are no rows of a flat value: of keys that a micro-batch saved."""
+    outer = node.args[3]
+    return isinstance(outer, int) and outer < 0

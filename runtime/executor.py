@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from autopar.errors import AutoparError, BatchError
-from autopar.ir.aliasing import is_whole_view
 from autopar.ir.fused import Fused, fused_of
 from autopar.ir.ops import is_mesh_op
 from autopar.ir.program import has_record, is_getitem, record
@@ -30,7 +29,7 @@ from autopar.ir.unfused import in_place, unfused
 from autopar.runtime.callables import adding_variant, function_of, inplace_variants
 from autopar.runtime.direct import creates
 from autopar.runtime.launches import joined
-from autopar.runtime.lifetime import Lifetimes, is_own, lifetimes
+from autopar.runtime.lifetime import Lifetimes, is_dense, lifetimes
 from autopar.runtime.ring_kernels import RINGS
 
 Observe = Callable[[fx.Node, Any], None]
@@ -288,7 +287,7 @@ def _over(node: fx.Node, fused: Fused, lives: Lifetimes | None) -> tuple[int | N
 
 
 def _dies(operand: Any, node: fx.Node, lives: Lifetimes | None) -> bool:
-    return lives is not None and _is_dense(operand) and lives.may_overwrite(operand, node)
+    return lives is not None and is_dense(operand) and lives.may_overwrite(operand, node)
 
 
 def _asking(node: fx.Node) -> Callable[..., Request]:
@@ -332,6 +331,11 @@ def _term(writer: _Writer, node: fx.Node, total: fx.Node) -> str:
 
 def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
     """A variant that writes the result over a dying operand of the same type: fresh memory costs page faults."""
+    found = _variant(node, lives)
+    return found and found[1]
+
+
+def _variant(node: fx.Node, lives: Lifetimes) -> tuple[fx.Node, Callable[..., Any]] | None:
     for which, function in inplace_variants(node.target):
         if which >= len(node.args) or (which == 1 and node.kwargs.get("alpha") is not None):
             continue
@@ -340,20 +344,17 @@ def _inplace(node: fx.Node, lives: Lifetimes) -> Callable[..., Any] | None:
             continue
         mine, its = record(node), record(operand)
         alike = its.is_tensor and (mine.types, mine.layouts) == (its.types, its.layouts)
-        if _is_dense(operand) and alike and lives.may_overwrite(operand, node):
-            return function
+        if is_dense(operand) and alike and lives.may_overwrite(operand, node):
+            return operand, function
     return None
 
 
-def _is_dense(node: fx.Node) -> bool:
-    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to.
-
-    So is a placeholder that may be overwritten at all.
-    """
-    while is_whole_view(node.target):
-        assert isinstance(node.args[0], fx.Node)
-        node = node.args[0]
-    return node.op == "placeholder" or (node.op == "call_function" and is_own(node))
+def written_over(graph: fx.Graph, given: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The calls that an `Executable` has write over one of their operands, each with that one; of groups none.
+    given: the placeholders that may be written over."""
+    lives = lifetimes(graph, given)
+    calls = (node for node in graph.nodes if node.op == "call_function" and fused_of(node) is None)
+    return {node: found[0] for node in calls if (found := _variant(node, lives)) is not None}
 
 
 def schema_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.aliasing import is_fresh
+from autopar.ir.aliasing import is_fresh, is_whole_view
 from autopar.ir.ops import op
 from autopar.ir.program import is_getitem
 
@@ -85,6 +85,17 @@ def is_own(node: fx.Node) -> bool:
         producer = node.args[0]
         return isinstance(producer, fx.Node) and is_fresh(producer.target)
     return is_fresh(node.target)
+
+
+def is_dense(node: fx.Node) -> bool:
+    """True if a value is what an op made, or a view of that in which no element stands twice: it may be written to.
+
+    So is a placeholder that may be overwritten at all.
+    """
+    while is_whole_view(node.target):
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node.op == "placeholder" or (node.op == "call_function" and is_own(node))
 
 
 def _find(share: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from autopar.runtime.callables import adding_variant
 from autopar.runtime.executor import CPU, Executable, Kernels, Study
 from autopar.runtime.inputs import Key
 from autopar.runtime.microbatches import ExecutorGraph, StageGraph
+from autopar.runtime.owned import owned
 
 # Where a result goes: to the values; to what the micro-batches add up to, as a part of it or already with those
 # before; or out of the step.
@@ -90,7 +91,7 @@ def on_executor(
     kernels: Kernels | None = None,
 ) -> ExecutorGraph:  # fmt: skip
     """A graph of a pipeline on our executor."""
-    sums, own = sums_of(one.program, pipeline), _own(pipeline, pipeline.place_of(one.key), one.key)
+    sums, own = sums_of(one.program, pipeline), owned(pipeline, one)
     return ExecutorGraph(Executable(one.program.graph, sums.values(), own, device, study, kernels), tuple(sums))
 
 
@@ -110,23 +111,6 @@ def sums_of(program: Program, pipeline: Pipeline) -> dict[str, fx.Node]:
         if out.kind == "part" and pipeline.reductions[out.name].is_sum(pipeline.time) and node is not None
         if adding_variant(node.target) is not None and len(node.users) == 1 and program.results.count(node) == 1
     }
-
-
-def _own(pipeline: Pipeline, rank: int, key: tuple[int, str]) -> frozenset[fx.Node]:
-    """What an epilogue may write over: sums of several micro-batches, memory that nobody else looks at.
-
-    Not those that go to other ranks or come from them: they may be on their way still.
-    """
-    if key[1] != "E" or pipeline.microbatches == 1:
-        return frozenset()
-    program, lists = pipeline.graphs[key], pipeline.lists[rank]
-    moved = {name for instruction in lists if instruction.op != "RUN" for name in instruction.values}
-    return frozenset(
-        node
-        for node, entry in program.entries
-        if entry.kind == "step" and entry.name not in moved
-        if entry.name in pipeline.reductions and pipeline.reductions[entry.name].is_sum(pipeline.time)
-    )
 
 
 def _line(

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.ir.workspace import PIECE_BYTES, PIECE_BYTES_CPU
 from autopar.runtime import host
 from autopar.runtime.kernel import Kernel
-
-_PIECE_BYTES_CPU, _PIECE_BYTES = 1 << 20, 1 << 26  # of a piece in float32; off the CPU a launch must be worth its while
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +109,7 @@ def _pieces(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Ranges of rows, and where to compute each: in its rows of `result` if these are wide, or in the same memory."""
     count, width = rows.shape
-    step = max(1, (_PIECE_BYTES_CPU if host.on_host(rows) else _PIECE_BYTES) // (width * 4))
+    step = max(1, (PIECE_BYTES_CPU if host.on_host(rows) else PIECE_BYTES) // (width * 4))
     in_place = result is not None and result.dtype == wide
     buffer = result if in_place else torch.empty((min(step, count), width), dtype=wide, device=rows.device)
     assert buffer is not None

@@ -40,22 +40,29 @@ class Point:
         return self.ideal_us / max(self.us - self.fixed_us, self.us / 100)
 
 
-def fit_curve(points: Sequence[Point], apart: float = 2.0) -> Curve:
-    """The shares, between 0 and 1, that give the times of the points. apart: the least factor between two sizes."""
+def fit_curve(points: Sequence[Point], apart: float = 2.0, rises: bool = False) -> Curve:
+    """The shares, between 0 and 1, that give the times of the points. apart: the least factor between two sizes. rises:
+    what is larger reaches no less; between neighbours the shapes that were measured differ more than their sizes do."""
     if not points:
         return ALL
     knots = _knots((point.size for point in points), apart)
     sizes, fixed, ideal, us = (np.array([getattr(p, key) for p in points]) for key in Point.__slots__)
     places = np.log(sizes)
 
-    def wrong(shares: np.ndarray) -> np.ndarray:
-        found = np.interp(places, np.log(knots), np.exp(shares))
-        return np.log((fixed + ideal / found) / us)
+    def shares_of(logs: np.ndarray) -> np.ndarray:
+        return np.exp(logs[-1] - np.append(np.cumsum(logs[-2::-1])[::-1], 0.0) if rises else logs)
 
-    first = [math.log(_near(points, knot)) for knot in knots]
-    bounds = math.log(LEAST_SHARE), 1e-9
-    result = least_squares(wrong, np.clip(first, *bounds), bounds=bounds, loss="soft_l1", f_scale=TOLERANCE)
-    shares = np.minimum(np.exp(result.x), 1.0)
+    def wrong(logs: np.ndarray) -> np.ndarray:
+        return np.log((fixed + ideal / np.interp(places, np.log(knots), shares_of(logs))) / us)
+
+    least = math.log(LEAST_SHARE)
+    first = np.clip([math.log(_near(points, knot)) for knot in knots], least, 0.0)
+    low, high = np.full(len(knots), least), np.full(len(knots), 1e-9)
+    if rises:  # the largest share, and how much less each one is than the next
+        first[:-1] = np.maximum(np.diff(first), 1e-6)
+        low[:-1], high[:-1] = 0.0, -least
+    result = least_squares(wrong, first, bounds=(low, high), loss="soft_l1", f_scale=TOLERANCE)
+    shares = np.clip(shares_of(result.x), LEAST_SHARE, 1.0)
     return Curve(tuple((_short(size), _short(share)) for size, share in zip(knots, shares, strict=True)))
 
 
@@ -95,7 +102,7 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: boo
     device = Device(
         peaks, bandwidth, _short(memory), _short(min(us for call, us in calls if call.kind == LEAST)),
         fit_curve([Point(each.flops, 0.0, each.flops / peaks[main] * 1e6, us)
-                   for each, us in products if each.dtype == main]),
+                   for each, us in products if each.dtype == main], rises=True),
         fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
     )  # fmt: skip
     return replace(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.machines import Machine
@@ -11,6 +12,9 @@ from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH
+from autopar.planning.pipelined import Pipelined, with_least_memory
+from autopar.planning.predict import predict
+from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
@@ -20,12 +24,14 @@ LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the
 @dataclass(frozen=True, slots=True)
 class Work:
     """What every plan has to do. flops: of the products of a step, as the model asks for them; least: without what the
-    mask of causal attention hides. parameters: their bytes. dtype: of most products."""
+    mask of causal attention hides. parameters, frozen: bytes of all, and of those that are not trained. dtype: of most
+    products."""
 
     flops: float
     least: float
     parameters: float
     dtype: str
+    frozen: float = 0.0
 
 
 class Bounds:
@@ -38,26 +44,59 @@ class Bounds:
         best = max(share for _, share in machine.device.products.points)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
         self._data: dict[Hashable, tuple[float, float]] = {}
+        self._micro: dict[Hashable, tuple[float, float]] = {}  # us of the forward and the backward pass at least
+        self._wholes: dict[str, Cost] = {}
+        self._larger: dict[Hashable, bool] = {}
+        self._held: dict[Hashable, float] = {}
+        self._steps: dict[Candidate, float] = {}  # by twin
+        self.slowest = math.inf  # us from which on nobody asks how much more a plan takes
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
         return self.work.least * self._flop_us / (candidate.data * candidate.tp * candidate.pp) * _filling(candidate)
 
     def rows(self, candidate: Candidate, is_again: bool = False) -> float:
-        """us of the calls of a step, as if each rank of cp had its part of every call of many whole rows, nothing was
-        computed again and collectives were hidden as well as can be; and of its data axes."""
+        """us of the calls of a step, as if each rank of cp and ulysses had its part of every call of many whole
+        rows, nothing was computed again and collectives were hidden as well as can be; and of its data axes."""
         return self._least(candidate, Split(candidate.tp, candidate.sequence), max(HIGH, candidate.rows), is_again)
 
     def parts(self, candidate: Candidate, is_again: bool = False) -> float:
-        """The same of the program that is made for so many ranks of cp. What cp divides has few rows."""
-        if candidate.cp == 1:
+        """The same of the program that is made for so many ranks of cp. What cp divides has few rows. For plans with
+        ulysses no program is made yet: by that of the plan with as many ranks of cp alone, if nothing moved there."""
+        made = candidate if candidate.ulysses == 1 else candidate.twin
+        if made is None or candidate.context == 1:
             return 0.0
         rows = candidate.rows if candidate.rows == self.layers.micros.low else max(HIGH, candidate.rows)
-        return self._least(candidate, candidate.split.near, rows, is_again)
+        return self._least(candidate, made.split.near, rows, is_again)
 
     def again(self, candidate: Candidate) -> float:
         """The greater of these, with the products that are computed again at the best share of the peak."""
         return max(self.rows(candidate, is_again=True), self.parts(candidate, is_again=True))
+
+    def twin(self, candidate: Candidate) -> float:
+        """us of a plan with ulysses, at least, by the calls of that with as many ranks of cp alone: they compute the
+        same, and what differs is what moves over these ranks."""
+        twin = candidate.twin
+        if twin is None:
+            return 0.0
+        if twin.again is None:
+            return self._still(twin, twin.recompute) * self.calls(twin)
+        parts = [self._still(twin, policy) * self._of_policy(twin, policy) for policy in ("none", "selective")]
+        return min(*parts, self.rows(replace(twin, recompute="full", again=None), is_again=True))
+
+    def twin_step(self, candidate: Candidate) -> float:
+        """The same by its whole step."""
+        twin = candidate.twin
+        if twin is None or twin.again is not None:
+            return 0.0
+        if twin not in self._steps:
+            part = self._still(twin, twin.recompute)
+            self._steps[twin] = part * predict(twin, self.layers, self.machine, self.slowest / part).total
+        return self._steps[twin]
+
+    def _still(self, twin: Candidate, policy: str) -> float:
+        """What is left of the time of each pass if nothing moves over cp, at least."""
+        return self.layers.still(twin.split, twin.rows, policy, twin.halves)
 
     def calls(self, candidate: Candidate) -> float:
         """us of the calls of a step, as if pp divided them without a rest. Where a part of the layers is computed
@@ -69,16 +108,22 @@ class Bounds:
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
+        cost = cost.in_stages() if candidate.pp > 1 else cost
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
-        share = candidate.rows / rows * of.cp / candidate.cp
-        forward, backward = self.layers.least_us(candidate.split, of, rows, share)
+        lies = candidate.twin or candidate  # where tp lies in the mesh is the same
+        is_still = candidate.ulysses > 1 and of.context > 1
+        key = lies.axes, candidate.sequence, candidate.rows, of, is_still
+        if key not in self._micro:
+            share = candidate.rows / rows * of.context / candidate.context
+            self._micro[key] = self.layers.least_us(lies.split, of, rows, share, is_still)
+        forward, backward = self._micro[key]
         if is_again and candidate.again is None:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows
-            backward += flops / (candidate.tp * candidate.cp) * self._flop_us
+            backward += flops / (candidate.tp * candidate.context) * self._flop_us
         return self._step(candidate, forward, backward)
 
     def _step(self, candidate: Candidate, forward: float, backward: float, busy: float = 0.0) -> float:
@@ -100,28 +145,71 @@ class Bounds:
     @property
     def steps(self) -> tuple[Callable[[Candidate], float], ...]:
         """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.parts, self.again, self.calls
+        return self.products, self.rows, self.parts, self.again, self.twin, self.twin_step, self.calls
+
+    @property
+    def memories(self) -> Mapping[int, Callable[[Candidate], float]]:
+        """The bounds of memory that are looked at before some of these steps."""
+        return {0: self.memory, 1: self.memory, 3: self.memory, 5: self.twin_memory}
+
+    def twin_memory(self, candidate: Candidate) -> float:
+        """Bytes of a plan with ulysses, at least, by that with as many ranks of cp alone: they keep the same for the
+        backward pass. What is alive beside that may differ."""
+        twin = candidate.twin
+        if twin is None or twin.again is not None:
+            return 0.0
+        return self.held(twin)
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
         whole, layers = self._whole("full" if candidate.again else candidate.recompute), self.equal
-        part = self.work.parameters / candidate.tp / candidate.pp
-        stored = (1 + MOMENTS) * part / candidate.shards
+        part = (self.work.parameters - self.work.frozen) / candidate.tp / candidate.pp
+        frozen = self.work.frozen / candidate.tp / candidate.pp / candidate.frozen_shards
+        stored = (1 + MOMENTS) * part / candidate.shards + frozen
         copies = whole.copies(layers) / candidate.tp / candidate.pp
         if candidate.zero == 3:  # of the layer at work and of the next one, with their gradients on the way
             on_way = whole.gradients.each if candidate.pp == 1 else 0.0
             copies = 2 * (whole.copies.each + whole.plain.each + on_way) / candidate.tp
         gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
-        ranks = candidate.tp * candidate.pp * candidate.cp
+        ranks = candidate.tp * candidate.pp * candidate.context
         saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
         if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients
             return stored + copies + gradients + saved
         return stored + copies + max(gradients, saved)
 
+    def is_larger(self, candidate: Candidate, limit: float) -> bool:
+        """True if a rank of a pipeline holds more than so many bytes (`held`)."""
+        if candidate.pp == 1:
+            return False
+        made = with_least_memory(candidate, self.layers)
+        key = *_memory_key(candidate, made), limit
+        if key not in self._larger:
+            self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
+        return self._larger[key]
+
+    def held(self, candidate: Candidate) -> float:
+        """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its
+        stages and the order of its actions."""
+        made = with_least_memory(candidate, self.layers)
+        key = _memory_key(candidate, made)
+        if key not in self._held:
+            self._held[key] = max(_ranks(candidate, made))
+        return self._held[key]
+
     def _whole(self, policy: str) -> Cost:
         """Of the fewest rows on one rank."""
-        return self.layers.cost(Split(), self.layers.micros.low, policy)
+        if policy not in self._wholes:
+            self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
+        return self._wholes[policy]
+
+
+def _memory_key(candidate: Candidate, made: Pipelined) -> tuple[Hashable, ...]:
+    return made, candidate.zero, candidate.gathers_again, candidate.shards, candidate.microbatches
+
+
+def _ranks(candidate: Candidate, made: Pipelined) -> Iterator[float]:
+    return (rank_bytes(candidate, made, rank) for rank in range(candidate.pp))
 
 
 def _filling(candidate: Candidate, forward: float = LEAST_FORWARD) -> float:

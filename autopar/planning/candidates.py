@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, TypeVar
 
 from autopar.errors import divisors
+from autopar.ir.mesh import CONTEXT, ULYSSES
+from autopar.passes.search.heads import head_splits
 from autopar.planning.micro import HIGH
 from autopar.planning.orders import ORDER, orders
 from autopar.planning.split import Split
@@ -25,7 +27,7 @@ PIPELINES = (
 MOST_ROWS = HIGH  # of a micro-batch on one rank, where a batch has not many more
 SHORT = {"none": "", "selective": "selective", "full": "recompute", LAYERS: ""}
 RESHARD = "reshard_after_forward"
-DECIDES_ROWS = {"dp", "fsdp", "cp", "rows", "order"}
+DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,11 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan. rows: of a micro-batch on one rank; with cp of it its ranks, each of which has a part of every row.
-    microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and replicated
-    over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many layers are,
-    of recompute="layers". reshard_after_forward: with zero=3, False gathers parameters once a step, as zero=2 does."""
+    """A plan. rows: of a micro-batch on one rank; with cp or ulysses of it their ranks, each of which has a part of
+    every row. microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and
+    replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
+    layers are, of recompute="layers". reshard_after_forward: with zero=3, False gathers parameters once a step, as
+    zero=2 does."""
 
     dp: int
     tp: int
@@ -72,30 +75,53 @@ class Candidate:
     chunks: int = 1
     again: Again | None = None
     reshard_after_forward: bool = True
+    ulysses: int = 1
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Those with more than one rank, outermost first: the last ones lie within a node."""
-        return _axes(self.order, (self.dp, self.fsdp, self.cp, self.tp, self.pp))
+        return _axes(self.order, (self.dp, self.fsdp, self.cp, self.ulysses, self.tp, self.pp))
 
     @property
     def split(self) -> Split:
         """What decides, with rows and recomputation, what a micro-batch costs."""
-        return Split.of(self.tp, self.sequence, self.cp, self.axes)
+        return Split.of(self.tp, self.sequence, self.cp, self.ulysses, self.axes)
 
     @property
     def mesh(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes) or "dp=1"
 
     @property
+    def context(self) -> int:
+        """The ranks that have a part of each sequence."""
+        return self.cp * self.ulysses
+
+    @property
+    def twin(self) -> Candidate | None:
+        """The same with the ranks of ulysses as ranks of cp; None if it has none, or they do not lie inside of cp."""
+        if self.ulysses == 1:
+            return None
+        names = [axis for axis, _ in self.axes]
+        if self.cp > 1 and names.index(CONTEXT) + 1 != names.index(ULYSSES):
+            return None
+        order = tuple(axis for axis in self.order if axis != CONTEXT)
+        order = tuple(CONTEXT if axis == ULYSSES else axis for axis in order)
+        return replace(self, cp=self.context, ulysses=1, order=(ULYSSES, *order))
+
+    @property
     def data(self) -> int:
         """The ranks over which gradients are sums."""
-        return self.dp * self.fsdp * self.cp
+        return self.dp * self.fsdp * self.context
 
     @property
     def shards(self) -> int:
         """The ranks over which ZeRO splits states."""
-        return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.zero else 1
+        return (self.fsdp if self.fsdp > 1 else self.dp) * self.context if self.zero else 1
+
+    @property
+    def frozen_shards(self) -> int:
+        """The ranks over which parameters lie split that are not trained."""
+        return self.shards if self.zero == 3 else 1
 
     @property
     def gathers_again(self) -> bool:
@@ -136,7 +162,7 @@ class Candidate:
 
 @cache
 def _axes(order: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    named = dict(zip(("dp", "fsdp", "cp", "tp", "pp"), sizes, strict=True))
+    named = dict(zip(("dp", "fsdp", CONTEXT, ULYSSES, "tp", "pp"), sizes, strict=True))
     return tuple((axis, named[axis]) for axis in order if named[axis] > 1)
 
 
@@ -144,17 +170,31 @@ def _axes(order: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, in
 class Model:
     """What of a model says which plans there are. layers: equal ones; 0 if it has none, and no pipeline is planned
     then. whole: why no plan splits sequences over cp; coupled: why none computes the rows of a batch some at a time.
-    Both are empty where plans may. first: the path of the first of the equal layers."""
+    Both are empty where plans may. first: the path of the first of the equal layers. heads: (of keys, queries that
+    share one) of all attentions, where ulysses may split them. alone: True if it may be better without cp, which splits
+    no heads then."""
 
     layers: int
     whole: str = ""
     coupled: str = ""
     first: str = ""
+    heads: frozenset[tuple[int, int]] = frozenset()
+    alone: bool = False
 
     @property
     def again(self) -> Again | None:
         """None where no part of its layers could be computed again."""
         return Again(self.first, self.layers) if self.first and self.layers > 1 else None
+
+
+@cache
+def _shared(context: int, tp: int, model: Model) -> tuple[tuple[int, int], ...]:
+    """The sizes of cp and ulysses that are so many ranks together, without those that heads do not allow."""
+    most = context if model.alone else context // 2
+    sizes = [
+        n for n in range(2, most + 1) if context % n == 0 and all(n in head_splits(*heads, tp) for heads in model.heads)
+    ]
+    return tuple((context // n, n) for n in sizes) if model.heads else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +209,13 @@ class Space:
     fixed: Mapping[str, Any]
 
     def candidates(self) -> Iterator[Candidate]:
-        """All of them, in no order that means anything.
+        """All of them, in no order that means anything."""
+        for one in self.drawn():
+            yield one
+            yield from self.shared(one)
+
+    def drawn(self) -> Iterator[Candidate]:
+        """All but those that `shared` makes of these.
 
         A plan with zero=3 has `reshard_after_forward=False` only where that is decided: the compiler emits the programs
         of zero=2 then, which are there already.
@@ -182,21 +228,53 @@ class Space:
             for order in orders(sizes, self.node, asked):
                 yield from self._with(sizes, order)
 
+    def shared(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same plan with a part of its ranks of cp on ulysses, inside of cp."""
+        for cp, ulysses in self.parts(candidate):
+            outer = [axis for axis in candidate.order if axis != ULYSSES]
+            at = outer.index(CONTEXT) + 1
+            yield replace(candidate, cp=cp, ulysses=ulysses, order=(*outer[:at], ULYSSES, *outer[at:]))
+
+    def parts(self, candidate: Candidate) -> Sequence[tuple[int, int]]:
+        """The sizes of cp and ulysses of those that `shared` makes.
+
+        Without cp, ulysses moves what cp moves, or more: cp splits heads too where that moves fewer bytes. Only where
+        `attention=` keeps cp from doing so (`Model.alone`) there are plans with ulysses alone.
+        """
+        if candidate.cp == 1 or candidate.ulysses > 1 or self._is_decided:
+            return ()
+        return _shared(candidate.cp, candidate.tp, self.model)
+
+    @property
+    def _is_decided(self) -> bool:
+        """True if a person says what cp or ulysses is."""
+        return not {CONTEXT, ULYSSES}.isdisjoint(self.fixed) or ULYSSES in self.fixed.get("order", ())
+
+    def _context(self, left: int, tp: int) -> Iterator[tuple[int, int]]:
+        """The sizes of cp and ulysses that are drawn, of so many ranks."""
+        for context in [1] if self.model.whole else divisors(left, left):
+            pairs = [(context, 1), *(_shared(context, tp, self.model) if self._is_decided else ())]
+            if ULYSSES in self.fixed:  # if the heads cannot be split so, the compiler says why
+                pairs = [(context // ulysses, ulysses) for ulysses in divisors(context, context)]
+            yield from (pair for pair in pairs if self._may(CONTEXT, pair[0]) and self._may(ULYSSES, pair[1]))
+
     def _sizes(self) -> Iterator[dict[str, int]]:
         stages = 1 if self.model.coupled else max(self.model.layers, 1)
         for tp in self._open("tp", divisors(self.gpus, 2 * self.node)):
             for pp in self._open("pp", divisors(self.gpus // tp, stages)):
                 left = self.gpus // tp // pp
-                for cp in self._open("cp", [1] if self.model.whole else divisors(left, left)):
-                    for fsdp in self._open("fsdp", divisors(left // cp, left)):
-                        dp = left // cp // fsdp
+                for cp, ulysses in self._context(left, tp):
+                    own = left // cp // ulysses
+                    for fsdp in self._open("fsdp", divisors(own, own)):
+                        dp = own // fsdp
                         is_new = fsdp == 1 or dp > 1  # of fsdp alone nothing else comes than of dp alone
                         if is_new and self.batch % (dp * fsdp) == 0 and self._may("dp", dp):
-                            yield {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+                            yield {"pp": pp, "dp": dp, "fsdp": fsdp, CONTEXT: cp, ULYSSES: ulysses, "tp": tp}
 
     def _with(self, sizes: Mapping[str, int], order: tuple[str, ...]) -> Iterator[Candidate]:
         own = self.batch // sizes["dp"] // sizes["fsdp"]
-        is_split = sizes["dp"] * sizes["cp"] > 1
+        context = sizes[CONTEXT] * sizes[ULYSSES]
+        is_split = sizes["dp"] * context > 1
         zero = ZERO[1:] if sizes["fsdp"] > 1 else ZERO if is_split else ZERO[:1]
         reshard = self._may(RESHARD, True)
         pipelines = PIPELINES if sizes["pp"] > 1 else PIPELINES[:1]
@@ -208,15 +286,15 @@ class Space:
             )
         )
         for rows in self._open("rows", self._rows(own)):
-            if not self._may("microbatches", own // rows) or not self._is_best(rows, sizes["cp"]):
+            if not self._may("microbatches", own // rows) or not self._is_best(rows, context):
                 continue
             for schedule, chunks in pipelines:
                 if self._fills(sizes["pp"], own // rows, schedule, chunks):
                     for zero_, recompute, sequence in of_axes:
                         yield Candidate(
                             sizes["dp"], sizes["tp"], sizes["pp"], zero_, recompute, rows, own // rows, schedule,
-                            sequence, sizes["fsdp"], sizes["cp"], order, chunks,
-                            self.model.again if recompute == LAYERS else None, reshard,
+                            sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
+                            self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES],
                         )  # fmt: skip
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:
@@ -230,8 +308,8 @@ class Space:
         """Of a micro-batch, of those of a rank: as many as one of all devices has, if that is more."""
         return [own] if self.model.coupled else divisors(own, max(MOST_ROWS, self.batch // self.gpus))
 
-    def _is_best(self, rows: int, cp: int) -> bool:
-        return math.gcd(rows, cp) == 1 or not DECIDES_ROWS.isdisjoint(self.fixed)
+    def _is_best(self, rows: int, context: int) -> bool:
+        return math.gcd(rows, context) == 1 or not DECIDES_ROWS.isdisjoint(self.fixed)
 
     def _fills(self, pp: int, microbatches: int, schedule: str, chunks: int) -> bool:
         """True if this schedule is not excluded, and a pipeline has what it needs for each of its ranks."""

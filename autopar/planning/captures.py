@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.capture import Captured
+from autopar.passes.search.heads import heads_of
 from autopar.planning.depth import Shallow, shallow
 from autopar.planning.fewer import Capture, same_step
 
@@ -26,6 +27,11 @@ class Captures:
     def whole(self) -> Captured:
         """The step of LEAST_ROWS rows, with all layers."""
         return self.capture(LEAST_ROWS)
+
+    @cached_property
+    def heads(self) -> frozenset[tuple[int, int]]:
+        """(heads of keys, queries that share one) of all attentions."""
+        return heads_of(self.whole.program)
 
     @cached_property
     def _source(self) -> Capture:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from autopar.planning.deal import Part, Share
 
@@ -25,6 +27,10 @@ class Linear:
         """With more outside of the layers."""
         return replace(self, outside=self.outside + more)
 
+    def minus(self, other: Linear) -> Linear:
+        """Without a part."""
+        return Linear(self.outside - other.outside, self.each - other.each, self.entry - other.entry)
+
     def on(self, part: Part) -> Linear:
         """Of what has only a part of what is outside."""
         entry = part.entry * self.entry
@@ -45,10 +51,10 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of the backward pass that is
-    computed apart, for gradients of weights; exposed: the part of both that waits for tp and cp.
-    once: us of what is computed once a step. busy: us that a pass takes where calls are there when the device is ready
-    for them; launched: that the host needs for its calls. The rest are bytes: those of `Held`, and what one layer hands
-    to the next."""
+    computed apart, for gradients of weights; sums: that which adds up gradients of tied parameters; exposed: the part
+    of both that waits for tp and cp. once: us of what is computed once a step. busy: us that a pass takes where calls
+    are there when the device is ready for them; launched: that the host needs for its calls. The rest are bytes: those
+    of `Held`, and what one layer hands to the next."""
 
     forward: Linear
     backward: Linear
@@ -61,23 +67,47 @@ class Cost:
     weights_launched: Linear
     exposed: Linear
     once: Linear
+    sums: Linear
     parameters: Linear
     gradients: Linear
     states: Linear
     copies: Linear
     plain: Linear
     saved: Linear
-    others: Linear
+    behind: Linear
     inner: Linear
     first: Linear
+    joined: Linear
+    tied: Linear
+    terms: Linear
+    lent: Linear
     late: Linear
     made: Linear
+    frozen: Linear
+    frozen_copies: Linear
+    frozen_plain: Linear
     message: float = 0.0
+
+    @property
+    def kept(self) -> Cost:
+        """Without the bytes that are alive while a graph runs, and those that gradients of weights wait for."""
+        nothing, never = Linear(0.0, 0.0), Linear(-math.inf, 0.0)
+        changes: dict[str, Any] = dict.fromkeys(("tied", "terms", "late", "made"), nothing) | dict.fromkeys(
+            PEAKS, never
+        )
+        return replace(self, **changes)
+
+    @property
+    def inputs(self) -> tuple[Linear, Linear]:
+        """us of a micro-batch's passes: forward, and backward without what is computed apart."""
+        late = self.weights
+        apart = Linear(self.backward.outside - late.outside, self.backward.each - late.each)
+        return self.forward, apart
 
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)
-        parts |= dict.fromkeys(("saved", "late", "made"), share.saved)
+        parts |= dict.fromkeys(("saved", "late", "made"), share.saved) | dict.fromkeys(("terms", "lent"), share.time)
         return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in LINES})
 
     def us(self, layers: float, halves: bool) -> dict[str, float]:
@@ -97,32 +127,64 @@ class Cost:
         inputs = tuple((b[0] - w[0], b[1] - w[1]) for b, w in zip(backward, weights, strict=True))
         return {"F": forward, "I": inputs, "W": weights}
 
-    def freed(self, halves: bool) -> dict[str, Sequence[float]]:
-        """Of the whole model: bytes of what was saved that each section of a graph lets go of."""
-        saved, late, made = self.saved.sections, self.late.sections, self.made.sections
-        if not halves:
-            return {"F": (0.0, 0.0, 0.0), "B": saved}
-        weights = [a + b for a, b in zip(late, made, strict=True)]
-        inputs = [max(0.0, a - b) for a, b in zip(saved, weights, strict=True)]
-        return {"F": (0.0, 0.0, 0.0), "I": inputs, "W": weights}
+    def freed(self, halves: bool) -> dict[str, float]:
+        """Bytes of what was saved that each layer of a graph lets go of."""
+        saved, weights = self.saved.each, self.late.each + self.made.each
+        return {"F": 0.0, "I": max(0.0, saved - weights), "W": weights} if halves else {"F": 0.0, "B": saved}
 
     def with_again(self, more: Cost, count: int, layers: int) -> Cost:
         """The same with the first `count` of so many layers as they are in `more`, where more is computed again.
-        Without a pipeline: `inner` and `first` stay.
+        Without a pipeline.
 
         The backward pass comes to these layers when it has let go of what the others saved.
         """
         pairs = {name: (getattr(self, name), getattr(more, name)) for name in LINES}
         found = {name: its.plus(count * (other.each - its.each)) for name, (its, other) in pairs.items()}
-        late = more.inner(layers) - (layers - count) * self.saved.each
-        return replace(self, **found, others=Linear(max(self.others(layers), late), 0.0))
+        inner = self.inner(layers) + self.tied(layers) - self._saved_behind
+        late = more.inner(layers) + more.tied(layers) - more._saved_behind - (layers - count) * self.saved.each
+        joined = self.joined(layers) - self._saved_behind - count * (more.saved.each - self.saved.each)
+        most = max(self.behind(layers), inner, late, joined)
+        none = Linear(-math.inf, 0.0)
+        return replace(self, **found, behind=Linear(most, 0.0), inner=none, first=none, joined=none)
+
+    def beside(self, part: Part, moved: Sequence[float] = (0.0, 0.0, 0.0)) -> float:
+        """Bytes that are alive beside what is kept, at the worst moment of a stage that has a part of the model. moved:
+        those that it moves over the data axes, before the layers, in them and behind."""
+        layers, (first, inner, behind) = part.layers, moved
+        front = [self.inner(layers) + self.tied(layers) + inner, *[self.joined(layers) + first] * bool(part.entry)]
+        return max(0.0, max(front) - self._saved_behind, *[self.behind(layers) + behind] * bool(part.behind))
+
+    def in_stages(self) -> Cost:
+        """The same of a pipeline: each stage adds up its own gradients of tied parameters, and the first one sums them
+        once a step."""
+        sums = self.sums.outside
+        spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights.outside else ()))
+        less: dict[str, Any] = {name: getattr(self, name).plus(-sums) for name in spent}
+        once = replace(self.once, outside=self.once.outside + sums, entry=self.once.entry + sums)
+        return replace(self, **less, once=once, joined=self.first, tied=Linear(0.0, 0.0), sums=Linear(0.0, 0.0))
+
+    def trained(self, layers: float) -> float:
+        """Bytes of the parameters that an optimizer changes."""
+        return self.parameters(layers) - self.frozen(layers)
+
+    def gathered(self, is_all: bool) -> Cost:
+        """With `copies` and `plain` of the parameters alone that ZeRO splits: of all, or of those that are trained."""
+        if is_all:
+            return self
+        copies, plain = self.copies.minus(self.frozen_copies), self.plain.minus(self.frozen_plain)
+        return replace(self, copies=copies, plain=plain)
+
+    @property
+    def _saved_behind(self) -> float:
+        """Bytes of what is saved behind the layers."""
+        return self.saved.outside - self.saved.entry
 
 
 def _pace(busy: Linear, launched: Linear) -> Pace:
     return tuple(zip(busy.sections, launched.sections, strict=True))
 
 
-PEAKS = ("others", "inner", "first")  # the most of several: no sums over layers
+PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
 LINES = tuple(
     each.name for each in fields(Cost)
     if each.name not in (*PEAKS, "message") and not each.name.endswith(("_busy", "_launched"))

@@ -17,7 +17,7 @@ from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost, Pace
 from autopar.planning.data_time import DataGroups
 from autopar.planning.deal import Sections, Share
-from autopar.planning.slots import Slot, few, merged
+from autopar.planning.slots import LAYERS, Slot, few, merged
 from autopar.planning.weights import Weight
 
 SCATTER, GATHER, SUM = "reduce_scatter", "all_gather", "all_reduce"
@@ -59,7 +59,7 @@ class Data:
     def _moved_us(self, weight: Weight) -> float:
         group, reads = self.groups.shards, (1 + weight.again) * self.candidate.gathers_again
         gathered = reads * self.collective_us(GATHER, weight.read, group) if reads else 0.0
-        return gathered + self.collective_us(SCATTER, weight.gradient, group)
+        return gathered + (self.collective_us(SCATTER, weight.gradient, group) if weight.gradient else 0.0)
 
     def collective_us(self, kind: str, bytes_: float, group: Group) -> float:
         """As of `Machine`."""
@@ -94,7 +94,8 @@ class Data:
         if not candidate.zero or candidate.gathers_again or candidate.data == 1:
             return once
         streams = _Streams(self)
-        weights = [(slot.unit, slot.weight) for slot in slots if slot.weight]
+        own = [(slot.unit, slot.weight) for slot in slots if slot.weight]
+        weights = [pair for pair in own if pair[1].gradient or candidate.zero == 3]  # what is frozen is whole before
         read = sum(weight.read for _, weight in weights)
         gathers = _Gathers(streams, groups.shards, weights, self.asked, once / read if read else 0.0)
         for _ in weights:
@@ -121,7 +122,7 @@ class Data:
 
 def gradients_of(slots: Iterable[Slot]) -> list[float]:
     """Bytes of each."""
-    return [slot.weight.gradient for slot in slots if slot.weight]
+    return [slot.weight.gradient for slot in slots if slot.weight and slot.weight.gradient]
 
 
 def _busy(cost: Cost) -> tuple[float, ...]:
@@ -168,8 +169,8 @@ class _Streams:
 
 class _Graph:
     """A graph of a stage. is_read: it gathers what it reads. is_left: it scatters gradients. is_backward: it reads what
-    the backward pass reads. alive: bytes of both at most, by section, less those of what was saved and is not any more.
-    """
+    the backward pass reads. alive: bytes of both at most, by section, in the equal layers less those of what the layers
+    before have let go of: as `Peaks` counts what is kept."""
 
     def __init__(self, data: Data, slots: Sequence[Slot], is_read: bool, is_left: bool, is_backward: bool) -> None:
         self.is_left, shards = is_left, data.groups.shards
@@ -182,24 +183,24 @@ class _Graph:
         weights = [(slot.unit, slot.weight) for slot in reading if slot.weight]
         self.gathers = _Gathers(self.streams, shards, weights, data.asked)
         self.alive = [-math.inf, -math.inf, -math.inf]
-        self.freed = 0.0
+        self.freed = self.gone = 0.0
 
-    def us(self, pace: Pace, freed: Sequence[float]) -> float:
-        """freed: bytes that each section lets go of."""
+    def us(self, pace: Pace, freed: float) -> float:
+        """freed: bytes that each layer lets go of."""
         begin, unit = (0.0, 0.0, 0.0, 0.0), -1
         for slot in self.slots:
             if unit != slot.unit:
                 if self.left_out and unit == self.last:
                     self._leave_out(begin)
-                begin, unit = self._state, slot.unit
+                begin, unit, self.gone = self._state, slot.unit, self.freed
             if id(slot) in self.reading:
                 self.gathers.use()
             busy, launched = pace[slot.section]
             self.streams.compute(slot.share * busy, slot.share * launched)
-            if slot.weight is not None and self.is_left:
+            if slot.weight is not None and slot.weight.gradient and self.is_left:
                 self.sums.add(slot.weight.gradient)
             self._count(slot.section)
-            self.freed += slot.share * freed[slot.section]
+            self.freed += slot.share * freed * (slot.section == LAYERS)
         self.sums.flush()
         if self.slots:
             self._count(self.slots[-1].section)
@@ -225,7 +226,7 @@ class _Graph:
         self.sums.later(moving)
 
     def _count(self, section: int) -> None:
-        alive = self.gathers.alive + self.sums.most_alive - self.freed
+        alive = self.gathers.alive + self.sums.most_alive - self.gone * (section == LAYERS)
         self.alive[section] = max(self.alive[section], alive)
         self.sums.most_alive = self.sums.alive
 

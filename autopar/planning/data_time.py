@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autopar.ir.measure import group_of
-from autopar.ir.mesh import CONTEXT, SHARDED, Mesh, group_name
+from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh, group_name
 from autopar.machines import Machine
 from autopar.machines.model import Group
 from autopar.planning.candidates import Candidate
@@ -31,10 +31,10 @@ class DataGroups:
         """ranks: of a node."""
         axes = candidate.axes
         if not candidate.zero:
-            return cls(ALONE, _joined(axes, ("dp", CONTEXT), ranks))
+            return cls(ALONE, _joined(axes, ("dp", *CONTEXT_AXES), ranks))
         if candidate.fsdp > 1:
-            return cls(_joined(axes, (SHARDED, CONTEXT), ranks), _joined(axes, ("dp",), ranks))
-        return cls(_joined(axes, ("dp", CONTEXT), ranks), ALONE)
+            return cls(_joined(axes, (SHARDED, *CONTEXT_AXES), ranks), _joined(axes, ("dp",), ranks))
+        return cls(_joined(axes, ("dp", *CONTEXT_AXES), ranks), ALONE)
 
 
 @cache
@@ -66,7 +66,7 @@ def data_us(candidate: Candidate, cost: Cost, share: Share, machine: Machine) ->
     if candidate.data == 1:
         return 0.0
     layers, busy = share.stored.layers, share.time.layers
-    deep, read = max(layers, 1.0), _read(cost)
+    deep, read = max(layers, 1.0), _read(candidate, cost)
     moved = Moved(
         cost.gradients(layers), read(layers), read.each, deep, 1 / deep, cost.forward(busy), cost.backward(busy)
     )
@@ -79,7 +79,7 @@ def least_data_us(candidate: Candidate, whole: Cost, layers: int, machine: Machi
     pp divide all of it, and products hide what they can. machine: the larger a collective, the faster."""
     if candidate.data == 1:
         return 0.0, 0.0
-    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(whole)
+    parts, deep, read = candidate.tp * candidate.pp, max(layers, 1), _read(candidate, whole)
     gradients, parameters = whole.gradients(layers) / parts, read(layers) / parts
     if candidate.pp > 1 and candidate.zero >= 2:
         return _least_of_pipeline(candidate, gradients, parameters, machine)
@@ -100,8 +100,9 @@ def _least_of_pipeline(
     return (summed, gathered + scattered) if candidate.gathers_again else (summed + gathered, scattered)
 
 
-def _read(cost: Cost) -> Linear:
+def _read(candidate: Candidate, whole: Cost) -> Linear:
     """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
+    cost = whole.gathered(candidate.zero == 3)
     return Linear(cost.copies.outside + cost.plain.outside, cost.copies.each + cost.plain.each)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import fx
 
 from autopar.ir.mesh import Mesh
@@ -155,30 +158,35 @@ class _Road:
         """The places where stages end."""
         low = float(self.time[-1]) / count
         high = low + float(np.diff(self.time).max() + 2 * self.crossing.max())  # a stage that goes on reaches this
-        while high - low > CLOSE * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._ends(count, middle)[-1][-1] else (middle, high)
-        ends, begins = self._ends(count, high), self._reversed()._ends(count, high)[-2::-1]
+        limit = _least(low, high, _Farthest.of(self, count).may_end)
+        if not self._is_enough(count, limit):
+            limit = _least(low, high, partial(self._is_enough, count))
+        ends, begins = self._ends(count, limit), self._reversed()._ends(count, limit)[-2::-1]
         windows = [np.nonzero(end & begin[::-1])[0] for end, begin in zip(ends, begins, strict=False)]
-        return self._squares([*windows, np.array([len(self.time) - 1])], high)
+        return self._squares([*windows, np.array([len(self.time) - 1])], limit)
+
+    def _is_enough(self, count: int, limit: float) -> bool:
+        return bool(self._ends(count, limit)[-1][-1])
 
     def _squares(self, windows: Sequence[np.ndarray], limit: float) -> list[int]:
         """The ends of stages, each from its window, with the least sum of squares of times within a limit."""
-        starts, before, choices = np.array([0]), np.zeros(1), list[np.ndarray]()
+        most, size = limit * (1 + 1e-9), len(self.time)
+        ahead, behind = self.time + self.crossing, self.time - self.crossing
+        reach = np.arange(size) - np.searchsorted(self.time, ahead - most) + 1  # places that a stage may go on for
+        before, first, choices = np.where(np.arange(size) == 0, 0.0, np.inf), 0, list[np.ndarray]()
         for ends in windows:
-            ahead = self.time[ends] + self.crossing[ends]
-            took = ahead[None, :] - (self.time[starts] - self.crossing[starts])[:, None]
+            wide = max(1, min(int(reach[ends].max()), int(ends[-1]) - first))
+            took = ahead[ends, None] - _before_each(ends, wide, behind)
             value = took * took
-            value += before[:, None]
-            value[took > limit * (1 + 1e-9)] = np.inf
-            if starts[-1] >= ends[0]:
-                value[starts[:, None] >= ends[None, :]] = np.inf
-            choices.append(value.argmin(axis=0))
-            starts, before = ends, value[choices[-1], np.arange(len(ends))]
-        found, at = list[int](), 0
-        for ends, choice in zip(reversed(windows), reversed(choices), strict=True):
-            found.append(int(ends[at]))
-            at = int(choice[at])
+            value += _before_each(ends, wide, before)
+            np.putmask(value, took > most, np.inf)
+            choice = value.argmin(axis=1)
+            before, starts, first = np.full(size, np.inf), np.zeros(size, int), int(ends[0])
+            before[ends], starts[ends] = value[np.arange(len(ends)), choice], ends - wide + choice
+            choices.append(starts)
+        found = [int(windows[-1][0])]
+        for starts in choices[:0:-1]:
+            found.append(int(starts[found[-1]]))
         return found[::-1]
 
     def _ends(self, count: int, limit: float) -> list[np.ndarray]:
@@ -193,6 +201,49 @@ class _Road:
 
     def _reversed(self) -> _Road:
         return replace(self, time=(self.time[-1] - self.time)[::-1], crossing=self.crossing[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Farthest:
+    """How far stages can go, where each begins at the best place that the one before may end at. start: of the first
+    one. ahead: of all places the us to their end, sent values included, in their order; behind: the most us before what
+    follows, of any place so far in this order. last: `ahead` of the last place."""
+
+    count: int
+    start: float
+    ahead: Sequence[float]
+    behind: Sequence[float]
+    last: float
+
+    @classmethod
+    def of(cls, road: _Road, count: int) -> _Farthest:
+        ahead, behind = (road.time + road.crossing)[1:], (road.time - road.crossing)[1:]
+        order = ahead.argsort()
+        most = np.maximum.accumulate(behind[order])
+        return cls(count, -float(road.crossing[0]), ahead[order].tolist(), most.tolist(), float(ahead[-1]))
+
+    def may_end(self, limit: float) -> bool:
+        """False only if so many stages within a limit do not come to the end."""
+        most, start = limit * (1 + 1e-9), self.start
+        for _ in range(self.count - 1):
+            place = bisect_right(self.ahead, start + most)
+            if not place:
+                return False
+            start = self.behind[place - 1]
+        return self.last <= start + most
+
+
+def _least(low: float, high: float, is_enough: Callable[[float], bool]) -> float:
+    """The least limit that is enough, nearly, above `low`. high: one that is."""
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def _before_each(ends: np.ndarray, count: int, values: np.ndarray) -> np.ndarray:
+    """A row for each end, with the `count` values before it; infinite where there are none."""
+    return sliding_window_view(np.concatenate([np.full(count, np.inf), values]), count)[ends]
 
 
 def _before(road: _Road, at: int, name: str, last: int) -> Part:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, PlanError, one_of
 from autopar.ir.mesh import DATA_AXES, GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.options import DTYPES, StepOptions
 
@@ -76,8 +76,8 @@ def _check(path: str, mesh: Mesh, said: Mapping[str, Any], options: StepOptions)
     axes = {name: size for name, size in mesh.axes if size > 1}
     if options.zero and not any(axis in axes for axis in GRADIENT_AXES):
         raise PlanError(
-            f"plan '{path}': zero = {options.zero} splits states over the ranks of dp, fsdp or cp, and mesh '{mesh}' "
-            f"has 1. Leave zero out, or give the mesh a data axis."
+            f"plan '{path}': zero = {options.zero} splits states over the ranks of {one_of(GRADIENT_AXES)}, and mesh "
+            f"'{mesh}' has 1. Leave zero out, or give the mesh a data axis."
         )
     if options.zero == 0 and "fsdp" in axes:
         raise PlanError(

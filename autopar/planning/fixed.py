@@ -37,7 +37,7 @@ def _word(*words: str) -> Way:
 
 
 WAYS: Mapping[str, Way] = {
-    **dict.fromkeys(("dp", "fsdp", "cp", "tp", "pp"), Way("N", _count)), "zero": Way("N", _number),
+    **dict.fromkeys(("dp", "fsdp", "cp", "ulysses", "tp", "pp"), Way("N", _count)), "zero": Way("N", _number),
     **dict.fromkeys(("rows", "microbatches", "chunks"), Way("N", _count)),
     "recompute": _word(*RECOMPUTE), "schedule": _word(*dict(PIPELINES)),
     **dict.fromkeys(("sequence", RESHARD), Way("true|false", {"true": True, "false": False}.get)),

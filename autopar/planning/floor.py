@@ -15,6 +15,8 @@ from autopar.passes.moved import LOOKUPS
 from autopar.passes.node_costs import RING, TURNS, Load, least_flops, load_us, loads_of
 from autopar.passes.streams import launches_of
 from autopar.planning.depth import Rest
+from autopar.planning.sheet import still
+from autopar.planning.sides import SUM, sides_of, terms_of
 from autopar.planning.stage import Micro
 
 Line = Callable[[float, float], float]
@@ -58,13 +60,16 @@ class Floor:
     def of(cls, micro: Micro, rest: Rest) -> Floor:
         """rest: all but the layer that may be left out."""
         casts = frozenset(_casts(micro.graphs["P"])) if "P" in micro.graphs else frozenset[str]()
-        asks = {kind: tuple(_asks(micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
+        asks = {kind: tuple(_asks(kind, micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
         return cls(micro.program.mesh, asks["F"], asks["B"])
 
-    def us(self, machine: Machine, mesh: Mesh, share: float, line: Line) -> tuple[float, float]:
+    def us(
+        self, machine: Machine, mesh: Mesh, share: float, line: Line, is_still: bool = False
+    ) -> tuple[float, float]:  # fmt: skip
         """us of the forward and of the backward pass at least, of a share of the rows. machine: one whose calls are the
         faster the larger they are. mesh: in which the ranks lie. line: from what all calls take, and those that are
-        none of the layer that is left out, to what the whole model takes.
+        none of the layer that is left out, to what the whole model takes. is_still: as if what cp and ulysses move took
+        no time.
 
         Whatever hides them, collectives take a part of the device from the calls beside them (`passes/streams.py`).
         """
@@ -72,7 +77,8 @@ class Floor:
         hidden = 1.0 if machine.is_host else machine.device.communicating
 
         def least(asks: Sequence[Ask]) -> float:
-            times = [load_us(ask.at(share), mesh, machine) for ask in asks]
+            loads = (still(ask.at(share)) if is_still else ask.at(share) for ask in asks)
+            times = [load_us(load, mesh, machine) for load in loads]
             moved = line(*_sums(asks, [time * ask.is_moved for time, ask in zip(times, asks, strict=True)]))
             computed = line(*_sums(asks, times)) - moved
             hosted = line(*_sums(asks, [machine.launch_us] * len(asks)))
@@ -100,11 +106,12 @@ def _casts(prologue: Program) -> Iterator[str]:
             yield out.name
 
 
-def _asks(graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
+def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
     stored = {node for node, entry in graph.entries if entry.kind == "parameter" or entry.name in casts}
     written = {root_of(node) for node, out in graph.leaving if node is not None and out.kind in GRADIENTS}
+    once = {node for node, term in terms_of(sides_of(kind, graph, rest)) if term == SUM}  # a step, of a pipeline
     for (node, load), launch in zip(loads_of(graph).items(), launches_of(graph), strict=True):
-        if load is None or launch is None:
+        if load is None or launch is None or node in once:
             continue
         whole = operand_nodes(node)[1:] if node.target in LOOKUPS else operand_nodes(node)
         read = [operand for operand in whole if root_of(operand) in stored]

@@ -33,7 +33,7 @@ class Layers:
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
         self._floors: dict[tuple[Split, int], Floor] = {}
-        self._least: dict[tuple[Place, Split, int, float], tuple[float, float]] = {}
+        self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float]] = {}
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
@@ -70,12 +70,25 @@ class Layers:
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
     def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
-        """Of a micro-batch of `rows` on the ranks of tp and cp (`Micros.micro`). Where they lie changes times alone,
-        and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
+        """Of a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
+        times alone, and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
         key = self.place(split), rows, recompute, halves
         if key not in self._known:
             self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
         return self._known[key]
+
+    def still(self, split: Split, rows: int, recompute: str, halves: bool = False) -> float:
+        """The part of its time that is left of each pass of such a micro-batch, at least, if what cp and ulysses move
+        took none. Raises AutoparError as `Micros.local`."""
+        key = "still", self.place(split), rows, recompute, halves
+        return self.kept(key, lambda: self._still(split, rows, recompute, halves))
+
+    def _still(self, split: Split, rows: int, recompute: str, halves: bool) -> float:
+        own = self.cost(split, rows, recompute, halves)
+        less = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine, is_still=True)
+        lines = zip(less.inputs, own.inputs, strict=True)
+        pairs = [pair for few, all_ in lines for pair in ((few(self.equal), all_(self.equal)), (few.each, all_.each))]
+        return min(few / all_ for few, all_ in pairs if all_ > 0)
 
     @uncollected()
     def sheets(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Sheets:
@@ -83,15 +96,17 @@ class Layers:
         were read off programs, where these are alike. Raises AutoparError as `Micros.local`."""
         made = self._sheets.setdefault((self.place(split), recompute, halves), {})
         if rows not in made:
-            if self.micros.low < rows < HIGH and self.micros.is_alike(split.near):
-                for end in (self.micros.low, HIGH) if split.near not in self._apart else ():
+            if self.micros.low < rows < HIGH and self.micros.is_alike(split.program):
+                for end in (self.micros.low, HIGH) if split.program not in self._apart else ():
                     self.sheets(split, end, recompute, halves)
                 found = _between(made, rows)
                 if found is not None:
                     return found
-                self._apart.add(split.near)
-            micro = self.micros.micro(split.near, rows, recompute, halves)
-            made[rows] = Sheets.of(micro.placed(split.placed) if split.around else micro, self._rest, self._once)
+                self._apart.add(split.program)
+            micro = self.micros.micro(split.program, rows, recompute, halves)
+            is_placed = split.around and split.data == 1  # ranks that divide rows are others than the program has
+            found = Sheets.of(micro.placed(split.placed) if is_placed else micro, self._rest, self._once)
+            made[rows] = found.on(split.placed) if split.data > 1 else found
         return made[rows]
 
     def notes(self, split: Split, rows: int) -> tuple[str, ...]:
@@ -100,14 +115,17 @@ class Layers:
         is_alike = rows < HIGH and self.micros.is_alike(split)
         return self.micros.micro(split, self.micros.low if is_alike else rows, "none").program.notes
 
-    def least_us(self, split: Split, of: Split, rows: int, share: float) -> tuple[float, float]:
+    def least_us(
+        self, split: Split, of: Split, rows: int, share: float, is_still: bool = False
+    ) -> tuple[float, float]:  # fmt: skip
         """us of the forward and of the backward pass of a micro-batch at least, that is a share of one of so many rows
         on the ranks `of` a split with fewer of cp (`Floor.us`). Raises AutoparError as `Micros.local`."""
         if (of, rows) not in self._floors:
             self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
-        key = self.place(split), of, rows, share
+        key = self.place(split), of, rows, share, is_still
         if key not in self._least:
-            self._least[key] = self._floors[of, rows].us(self._rising, split.placed, share, self._of_model)
+            floor = self._floors[of, rows]
+            self._least[key] = floor.us(self._rising, split.placed, share, self._of_model, is_still)
         return self._least[key]
 
     def flops_again(self, recompute: str) -> float:
@@ -139,8 +157,8 @@ class Layers:
     def _rest(self) -> Rest:
         return Rest.of(self.micros.captures.shallow())
 
-    def _cost(self, sheets: Sheets, machine: Machine) -> Cost:
-        whole, less, entry = sheets.costs(machine, has_less=self.equal > 0)
+    def _cost(self, sheets: Sheets, machine: Machine, is_still: bool = False) -> Cost:
+        whole, less, entry = sheets.costs(machine, self.equal > 0, is_still)
         lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
         return Cost(**lines, message=sheets.message)
 

@@ -41,10 +41,12 @@ class Micros:
     @cached_property
     def coupled(self) -> str:
         """Why the rows of a batch cannot be computed some at a time; empty if they can."""
+        found = self._lowered(Split(), LOW, PARTS)
         try:
-            cut_at(self._lowered(Split(), LOW, PARTS), "none", self.captures.shallow().border, halves=False)
+            cut_at(found, "none", self.captures.shallow().border, halves=False)
         except CoupledError as error:
             return str(error)
+        self._local[Split(), LOW] = found
         return ""
 
     @property
@@ -80,7 +82,7 @@ class Micros:
     @uncollected()
     def _lowered(self, split: Split, rows: int, parts: int, like: Lowered | None = None) -> Lowered:
         options = replace(self.options, microbatches=parts, sequence_parallel=split.sequence)
-        batch = parts * rows
+        batch = parts * rows * split.mesh.size // (split.tp * split.context)
         captured = replace(self.captures.captured(batch), program=self.captures.shallow(batch).program)
         fixed = Fixed(machine=self.machine, decided=dict([like.decided]) if like else {})
         return through_passes(check_calls(captured.program), make_plan(captured, split.mesh, options, fixed))

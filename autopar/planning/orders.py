@@ -6,24 +6,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir.measure import inside_of
-from autopar.ir.mesh import CONTEXT, PIPELINE, SHARDED
+from autopar.ir.mesh import CONTEXT, CONTEXT_AXES, PIPELINE, SHARDED, ULYSSES
 
-ORDER = (PIPELINE, "dp", SHARDED, CONTEXT, "tp")  # outermost first, as a person would write it
+ORDER = (PIPELINE, "dp", SHARDED, CONTEXT, ULYSSES, "tp")  # outermost first, as a person would write it
 
 
 def orders(sizes: Mapping[str, int], node: int, asked: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """The orders of the axes, outermost first, of which no two have the same groups in the nodes. sizes: of each axis
     of `ORDER`. node: devices of one. asked: axes that must stand in this order, where they have ranks.
 
-    Of those that are alike it is the one nearest to `ORDER`.
+    Of those that are alike it is the one nearest to `ORDER`. Nothing lies between cp and ulysses where the latter is
+    not asked for, so that both are as one axis for all others.
     """
     wide = tuple(axis for axis in ORDER if sizes[axis] > 1)
     alone = tuple(axis for axis in ORDER if sizes[axis] == 1)
     whole = math.prod(sizes[axis] for axis in wide)
     after = {axis: {*asked[asked.index(axis) + 1 :]} if axis in asked else set() for axis in wide}
-    after.setdefault(CONTEXT, set()).add("tp")  # a piece of a sequence may be split further, and not the other way
+    for axis in CONTEXT_AXES:  # a piece of a sequence may be split further, and not the other way
+        after.setdefault(axis, set()).add("tp")
+    after[CONTEXT].add(ULYSSES)
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for inner in _from_inside(wide, sizes, node if whole > node else 0, after):
+        if {CONTEXT, ULYSSES} <= {*wide} - {*asked} and inner.index(ULYSSES) + 1 != inner.index(CONTEXT):
+            continue
         found.setdefault(_levels(inner, sizes, node), (*alone, *reversed(inner)))
     return list(found.values())
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.measure import human
-from autopar.ir.mesh import CONTEXT
+from autopar.ir.mesh import CONTEXT, CONTEXT_AXES, ULYSSES
 from autopar.planning.batch_sizes import batches_of
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER
-from autopar.planning.plan import Asked, Planned, Tell, candidates_of, is_divided, planned
+from autopar.planning.plan import Asked, Planned, Tell, is_divided, planned, space_of
 from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
 from autopar.planning.search import Found, search
@@ -26,9 +26,9 @@ SAME = 0.001  # of a step: not worth a reason
 def best_with(found: Planned, changes: Mapping[str, Any], limit: float | None = None) -> Found:
     """The fastest plan of those with some fields decided; `best` is empty where none fits in `limit` bytes."""
     asked = replace(found.asked, fixed={**found.asked.fixed, **changes})
-    candidates = candidates_of(asked, found.model)
+    space = space_of(asked, found.model)
     most = asked.limit if limit is None else limit
-    return search(candidates, found.programs, found.work, asked.machine, most, 1, found.model.layers)
+    return search(space, found.programs, found.work, asked.machine, most, 1, found.model.layers)
 
 
 def frontier(found: Planned) -> list[Prediction]:
@@ -64,8 +64,10 @@ def _changes(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, A
     for tp in sorted({2 * best.tp, best.tp // 2, *_odd(found.asked.gpus)} - {0, 1, best.tp}):
         if found.asked.gpus % tp == 0:
             yield f"tp={tp}", {"tp": tp}
-    if best.cp > 1:
-        yield "no context parallelism", {"cp": 1}
+    if best.context > 1:
+        yield "no context parallelism", {CONTEXT: 1, ULYSSES: 1}
+    if best.ulysses > 1:
+        yield "ranks of ulysses on cp", {CONTEXT: best.context, ULYSSES: 1}
     if best.data > 1 and best.reshard_after_forward:
         other = 0 if best.zero else 3
         yield f"zero={other}", {"zero": other}
@@ -92,7 +94,8 @@ def _placings(best: Candidate, found: Planned) -> Iterator[tuple[str, dict[str, 
         return
     names, sizes = [axis for axis, _ in best.axes], dict(best.axes)
     for axis in names[:-1]:
-        if axis != CONTEXT or "tp" not in sizes:  # tp splits what cp has split
+        inner = (*CONTEXT_AXES, "tp")  # each splits what those before it have split
+        if axis not in inner or not any(name in sizes for name in inner[inner.index(axis) + 1 :]):
             order = (*(name for name in names if name != axis), axis)
             yield f"{axis} inside the node", {**{name: sizes.get(name, 1) for name in ORDER}, "order": order}
 

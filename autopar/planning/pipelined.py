@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -21,21 +21,26 @@ from autopar.planning.deal import Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
 from autopar.planning.slots import Slot, slots_of
+from autopar.planning.split import Axes, Split
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """What of the model a stage has, or a rank, and what that costs. us: of each action on one micro-batch, F, and B
-    or its halves I and W, with what it moves over the data axes. slots: its calls, in the order of the forward pass.
-    moved: bytes of what its backward pass moves, at most, by section, less those of what was saved and is freed."""
+    """What of the model a stage has, or a rank, and what that costs. whole: the cost of the whole model. us: of each
+    action on one micro-batch, F, and B or its halves I and W, with what it moves over the data axes. slots: its calls,
+    in the order of the forward pass. moved: bytes of what its backward pass moves, at most, by section."""
 
     share: Share
-    cost: Cost
+    whole: Cost
     us: Mapping[str, float]
     slots: tuple[Slot, ...] = ()
     moved: Moved = (0.0, 0.0, 0.0)
+
+    @cached_property  # of many pipelines only the first rank is looked at
+    def cost(self) -> Cost:
+        return self.whole.on(self.share)
 
     @property
     def micro_us(self) -> float:
@@ -51,14 +56,10 @@ class Stage:
     def __add__(self, other: Stage) -> Stage:
         """Both on one rank."""
         us = {kind: self.us[kind] + other.us[kind] for kind in self.us}
-        return Stage(self.share + other.share, self.cost, us, self.slots + other.slots)
-
-    def on_share(self) -> Stage:
-        """With the cost of its share, in place of that of the whole model."""
-        return replace(self, cost=self.cost.on(self.share))
+        return Stage(self.share + other.share, self.whole, us, self.slots + other.slots)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipelined:
     """stages: of the pipeline; of a plan without one, one. ranks: what each rank has of the model, all its stages
     together. schedule: of the first micro-batches, `count` of them. moments: of each rank in it."""
@@ -76,22 +77,27 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    machine = layers.micros.machine
-    near = candidate.pp == 1 or group_of(Mesh(candidate.axes), PIPELINE, machine.ranks).nodes == 1
-    first = min(candidate.microbatches, ROUNDS * candidate.pp)
-    data = data_of(candidate, layers)
-    moves = (data.groups, candidate.gathers_again) if candidate.pp > 1 and data.is_each else None
-    key = (
-        layers.place(candidate.split), candidate.rows, candidate.recompute, candidate.again, candidate.pp, near,
-        candidate.halves, candidate.chunks, moves,
-    )  # fmt: skip
-    order = candidate.schedule, first, first < candidate.microbatches
+    model = layers.place(_split(candidate, layers)), candidate.halves, *_model(candidate, layers)
 
-    def made() -> Pipelined:
-        stages = layers.kept(("stages", *key), lambda: _stages(candidate, layers, data))
-        return _pipelined(candidate, stages, first)
+    def make() -> Pipelined:
+        return _pipelined(candidate, layers.kept(("stages", *model), lambda: _stages(candidate, layers)))
 
-    found: Pipelined = layers.kept((*key, *order), made)
+    found: Pipelined = layers.kept((*model, *_order(candidate)), make)
+    return found
+
+
+def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
+    """The same with stages that hold what they store and save, and no more: nothing that is alive while a graph runs,
+    and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
+    Raises AutoparError as `Micros.local`."""
+    near = candidate.split.near
+    key = "least memory", near, *_model(candidate, layers), *_order(candidate)
+
+    def make() -> Pipelined:
+        cost = layers.cost(near, candidate.rows, candidate.recompute).kept.in_stages()
+        return _pipelined(candidate, [Stage(share, cost, {}) for share in _shares(candidate, layers)])
+
+    found: Pipelined = layers.kept(key, make)
     return found
 
 
@@ -101,31 +107,48 @@ def data_of(candidate: Candidate, layers: Layers) -> Data:
     return Data(candidate, layers.micros.machine, layers.micros.options.bucket_bytes, known)
 
 
-def _pipelined(candidate: Candidate, stages: Sequence[Stage], first: int) -> Pipelined:
-    """stages: with the cost of the whole model."""
-    p, count = candidate.pp, candidate.pp * candidate.chunks
-    schedule, moments = _schedule(candidate.schedule, p, first, count, first < candidate.microbatches)
+def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
+    """All that stages follow from, beside the place of their ranks of tp and cp."""
+    data = data_of(candidate, layers)
+    return (
+        candidate.rows, candidate.recompute, candidate.again, candidate.pp,
+        candidate.pp == 1 or _is_near(candidate.axes, layers.micros.machine.ranks),
+        candidate.chunks, candidate.pp > 1 and data.is_each and (data.groups.shards, candidate.gathers_again),
+    )  # fmt: skip
+
+
+def _order(candidate: Candidate) -> tuple[Hashable, ...]:
+    """What their schedule follows from."""
+    return candidate.schedule, _first(candidate), _first(candidate) < candidate.microbatches
+
+
+@cache
+def _is_near(axes: Axes, ranks: int) -> bool:
+    """True if all stages lie in one node of so many ranks."""
+    return group_of(Mesh(axes), PIPELINE, ranks).nodes == 1
+
+
+def _first(candidate: Candidate) -> int:
+    return min(candidate.microbatches, ROUNDS * candidate.pp)
+
+
+def _pipelined(candidate: Candidate, stages: Sequence[Stage]) -> Pipelined:
+    p, first = candidate.pp, _first(candidate)
+    schedule, moments = _schedule(candidate.schedule, p, first, len(stages), first < candidate.microbatches)
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
         own[rank] = stage if before is None else before + stage
-    ranks = tuple(stage.on_share() for stage in own if stage is not None)
-    return Pipelined(tuple(stage.on_share() for stage in stages), ranks, schedule, moments, first)
+    return Pipelined(stages, tuple(stage for stage in own if stage is not None), schedule, moments, first)
 
 
-def _stages(candidate: Candidate, layers: Layers, data: Data) -> Sequence[Stage]:
-    """The stages of a candidate, with the cost of the whole model."""
+def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
+    """The stages of a candidate."""
     cost = cost_of(candidate, layers)
     if candidate.pp == 1:
         return (Stage(whole(layers.equal), cost, cost.us(layers.equal, halves=False)),)
-    split, mesh, count = candidate.split, Mesh(candidate.axes), candidate.pp * candidate.chunks
-    sections = layers.sections(split, candidate.recompute, mesh)
-    if data.is_each:
-        few = layers.cost(split, layers.micros.low, candidate.recompute, candidate.halves)
-        shares: Sequence[Share] = sections.stages(layers.equal, count, data.beside(sections, cost, few))
-    else:
-        shares = layers.stages(split, candidate.recompute, mesh, count)
-    slots = slots_of(sections, shares, layers.equal)
+    cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
+    slots = slots_of(layers.sections(candidate.split, candidate.recompute, Mesh(candidate.axes)), shares, layers.equal)
     found = []
     for share, own in zip(shares, slots, strict=True):
         us, moved = data.graphs(share, own, cost)
@@ -134,11 +157,33 @@ def _stages(candidate: Candidate, layers: Layers, data: Data) -> Sequence[Stage]
     return found
 
 
+def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
+    """What each stage of a pipeline has of the model: with ZeRO-2 and ZeRO-3 stages are cut by what they move too."""
+    near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
+    data = data_of(candidate, layers)
+    if not data.is_each:
+        return layers.stages(near, candidate.recompute, mesh, count)
+
+    def make() -> Sequence[Share]:
+        sections = layers.sections(near, candidate.recompute, mesh)
+        cost, few = (layers.cost(near, rows, candidate.recompute) for rows in (candidate.rows, layers.micros.low))
+        return sections.stages(layers.equal, count, data.beside(sections, cost, few))
+
+    found: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
+    return found
+
+
+def _split(candidate: Candidate, layers: Layers) -> Split:
+    return candidate.split.summed(candidate.axes) if layers.micros.coupled else candidate.split
+
+
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
 
+    split = _split(candidate, layers)
+
     def cost(recompute: str) -> Cost:
-        return layers.cost(candidate.split, candidate.rows, recompute, candidate.halves)
+        return layers.cost(split, candidate.rows, recompute, candidate.halves)
 
     again = candidate.again
     if again is None:

@@ -81,10 +81,10 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
     """
     model = model_of(layers, asked)
     work = _work(layers.whole, layers, asked)
-    candidates = candidates_of(asked, model)
-    if not candidates:
+    space = space_of(asked, model)
+    if next(space.drawn(), None) is None:
         raise _none_divides(asked, model)
-    found = search(candidates, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
+    found = search(space, layers, work, asked.machine, asked.limit, asked.top, model.layers, tell)
     if not found.best:
         raise _none_fits(asked, found, model)
     return Planned(asked, found, tokens_of(layers.whole) // LEAST_ROWS * asked.batch, work, model, layers)
@@ -92,26 +92,30 @@ def planned(layers: Layers, asked: Asked, tell: Tell = lambda done, all_: None) 
 
 def candidates_of(asked: Asked, model: Model) -> list[Candidate]:
     """All plans for what is asked."""
-    return list(_space(asked, model).candidates())
+    return list(space_of(asked, model).candidates())
 
 
 def is_divided(asked: Asked, layers: Layers) -> bool:
     """True if there is a plan that divides the batch, whether it fits or not."""
-    return next(_space(asked, model_of(layers, asked)).candidates(), None) is not None
+    return next(space_of(asked, model_of(layers, asked)).drawn(), None) is not None
 
 
-def _space(asked: Asked, model: Model) -> Space:
+def space_of(asked: Asked, model: Model) -> Space:
+    """What there is to choose from."""
     return Space(asked.gpus, asked.batch, asked.machine.ranks, model, asked.fixed)
 
 
 def model_of(layers: Layers, asked: Asked) -> Model:
     """What of the model says which plans there are."""
-    return Model(layers.equal, _no_context(layers, asked), layers.micros.coupled, layers.first)
+    whole, micros = _no_context(layers, asked), layers.micros
+    attention = micros.options.attention
+    heads = frozenset[tuple[int, int]]() if attention == "gather" else micros.captures.heads
+    return Model(layers.equal, whole, micros.coupled, layers.first, heads, alone=attention == "ring")
 
 
 def _no_context(layers: Layers, asked: Asked) -> str:
     """Why no rank of cp has less to do than all of it, by the program of the fewest ranks; empty where it has."""
-    if asked.gpus == 1 or "cp" in asked.fixed:
+    if asked.gpus == 1 or not asked.fixed.keys().isdisjoint(("cp", "ulysses")):
         return ""
     size = divisors(asked.gpus, asked.gpus)[1]
     try:
@@ -127,8 +131,10 @@ def _no_context(layers: Layers, asked: Asked) -> str:
 def _work(whole: Program, layers: Layers, asked: Asked) -> Work:
     """The products of a step, and the bytes of its parameters."""
     flops, least, dtype = layers.products()
-    parameters = sum(record(node).type.bytes_ for node, _ in whole.parameters())
-    return Work(flops * asked.batch, least * asked.batch, parameters, dtype)
+    bytes_ = {entry.name: record(node).type.bytes_ for node, entry in whole.parameters()}
+    trained = sum(bytes_[out.name] for out in whole.outputs if out.kind == "gradient")
+    parameters = sum(bytes_.values())
+    return Work(flops * asked.batch, least * asked.batch, parameters, dtype, parameters - trained)
 
 
 def _none_divides(asked: Asked, model: Model) -> PlanError:
@@ -147,8 +153,8 @@ def _room(asked: Asked, model: Model) -> str:
     elif not model.layers:
         pipeline = "no pipeline is planned, since the model has no equal layers"
     return (
-        f"the data axes must divide the rows ({some} here), tp, cp and pp the devices, and {pipeline}. Change the "
-        f"batch or what is fixed.{_part(asked, model)}{fewer}"
+        f"the data axes must divide the rows ({some} here), tp, cp, ulysses and pp the devices, and {pipeline}. Change "
+        f"the batch or what is fixed.{_part(asked, model)}{fewer}"
     )
 
 
@@ -160,7 +166,7 @@ def _part(asked: Asked, model: Model) -> str:
             f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
         )
     if not asked.fixed.get(RESHARD, True):
-        found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp and cp together."
+        found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp, cp and ulysses together."
     return found + _rows_text(asked)
 
 

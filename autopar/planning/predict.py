@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
 from autopar.planning.candidates import Candidate
 from autopar.planning.data_time import data_us
 from autopar.planning.layers import Layers
-from autopar.planning.pipelined import Pipelined, Stage, data_of, pipelined, step_us
+from autopar.planning.pipelined import Stage, data_of, pipelined, step_us
 from autopar.planning.rank_memory import rank_bytes
-
-# Of the memory that there is: what takes more where stages are cut by what they compute alone, and nothing that moves
-# is alive, is not looked at closer. With what moves for each micro-batch they are cut elsewhere.
-FAR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +34,8 @@ def predict(
     """The time and the memory of a step. slowest, limit: us, and bytes, from which on nobody asks how much more it is:
     then no schedule is simulated, and the time of a pipeline is that without a bubble, or infinite if it does not fit.
     Raises AutoparError as `Micros.local`."""
-    if candidate.pp > 1 and candidate.zero >= 2 and not math.isinf(limit):
-        least = _memory(candidate, pipelined(replace(candidate, zero=1), layers))
-        if least > FAR * limit:
-            return Prediction(candidate, math.inf, least, 0.0, 0.0, 0.0, 0.0)
     made = pipelined(candidate, layers)
-    memory = _memory(candidate, made)
+    memory = max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
     if candidate.pp > 1 and memory > limit:
         return Prediction(candidate, math.inf, memory, 0.0, 0.0, 0.0, 0.0)
     ranks = [_beside(candidate, layers, rank, machine) for rank in made.ranks]
@@ -60,15 +52,10 @@ def predict(
     return Prediction(candidate, total, memory, total - most, exposed, max(0.0, data), optimizer)
 
 
-def _memory(candidate: Candidate, made: Pipelined) -> float:
-    """Bytes of the fullest rank."""
-    return max(rank_bytes(candidate, made, i) for i in range(candidate.pp))
-
-
 def _beside(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine) -> tuple[float, float, float]:
     """us of a rank before its first micro-batch, behind the last one, and of the optimizer."""
     stored, cost = rank.share.stored.layers, rank.cost
-    optimizer = machine.update_us(ADAMW * cost.parameters(stored) / candidate.shards)
+    optimizer = machine.update_us(ADAMW * cost.trained(stored) / candidate.shards)
     once = cost.once(rank.share.time.layers)
     if candidate.pp == 1:
         return once, data_us(candidate, cost, rank.share, machine), optimizer

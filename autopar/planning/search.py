@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -15,16 +15,18 @@ from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
 from autopar.planning.bounds import Bounds, Work
 from autopar.planning.budget import with_fewest
-from autopar.planning.candidates import Candidate
+from autopar.planning.candidates import Candidate, Space
 from autopar.planning.layers import Layers
+from autopar.planning.orders import ORDER
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
+SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
 OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
 # By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
-    0: attrgetter("dp", "fsdp", "cp", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
+    0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
     1: attrgetter(*(each.name for each in fields(Candidate) if each.name not in OWN)),
     3: lambda candidate: candidate,
 }
@@ -34,9 +36,9 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 
 @dataclass(slots=True)
 class Found:
-    """best: plans that fit, the fastest first. least: the one that takes least memory. tried: all whose whole time is
-    known. counts: of candidates, by what became of them: "simulated", "larger than the memory", "slower by a bound",
-    "larger by a bound", SAME, or the first sentence of what refused them."""
+    """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
+    whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
+    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
@@ -51,44 +53,67 @@ class Found:
 
 
 def search(
-    candidates: Iterable[Candidate], layers: Layers, work: Work, machine: Machine, limit: float, top: int,
+    space: Space, layers: Layers, work: Work, machine: Machine, limit: float, top: int,
     equal: int, tell: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Found:  # fmt: skip
-    """The `top` fastest candidates whose memory is at most `limit` bytes. equal: layers of the model that are equal.
+    """The `top` fastest plans of a space whose memory is at most `limit` bytes. equal: layers of the model that are
+    equal.
 
     Those come first whose bound is lowest. Each has several (`Bounds.steps`), of which the next one is looked at when
     no other candidate has a lower one: the first costs nothing, the last its own programs. Candidates that a bound
     cannot tell apart (`ALIKE`) have it together. When the lowest bound is above the time of the last of `top`, no other
     can be among them. tell: of progress, (done, all).
+
+    A plan with ulysses is none of its own until its bound differs from that with as many ranks of cp (`SHARED`).
     """
+
+    def plans(alike: Alike, done: int) -> int:
+        return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
+
     found, bounds = Found(), Bounds(layers, work, machine, equal)
-    known = [tuple(alike) for _, alike in groupby(candidates, ALIKE[0])]
+    memories, last = bounds.memories, len(bounds.steps) - 1
+    known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
-    heapq.heapify(queue)
-    total = left = sum(map(len, known))
+    later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
+    total = left = sum(plans(alike, 0) for alike in known)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
-    while queue:
+    larger: list[Candidate] = []
+    heapq.heapify(queue)
+    while queue or later:
+        if not queue:
+            queue, later = later, []
+            heapq.heapify(queue)
         bound, _, step, alike = heapq.heappop(queue)
-        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        slowest = bounds.slowest = found.best[-1].total if len(found.best) >= top else math.inf
         if bound >= slowest:
-            found.counts["slower by a bound"] += left
-            break
-        left -= len(alike)
+            queue, slower = [], [(bound, 0, step, alike), *queue]
+            found.counts["slower by a bound"] += sum(plans(each, at - 1) for _, _, at, each in slower)
+            continue
+        left -= plans(alike, step - 1)
+        for shared in zip(*map(space.shared, alike), strict=True) if step == SHARED else ():
+            later.append((bound, next(number), step + 1, shared))
+            left += len(shared)
         for each in _parts(alike, step):
             try:
-                if step in ALIKE and all(bounds.memory(one) > limit for one in reversed(each)):
-                    found.counts["larger by a bound"] += len(each)
-                elif step < len(bounds.steps):
+                if step in memories and all(memories[step](one) > limit for one in reversed(each)):
+                    found.counts["larger by a bound"] += plans(each, step)
+                elif step == last and bounds.is_larger(each[0], limit):
+                    larger += each
+                    found.counts["larger by a bound"] += plans(each, step)
+                elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
-                    left += len(each)
+                    left += plans(each, step)
                 else:
                     _try(each[0], found, layers, machine, limit, top, equal, slowest)
             except AutoparError as error:
-                found.counts[f"refused ({first_sentence(str(error))})"] += len(each)
+                found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
-    if not found.best and found.least is None:
-        for small in heapq.nsmallest(SMALL, chain.from_iterable(known), key=bounds.memory):
+    if not found.best:
+        every = [] if found.least else chain.from_iterable(known)
+        larger.sort(key=lambda each: (bounds.held(each), _places(each)))
+        smallest = [*larger[:SMALL], *heapq.nsmallest(SMALL, every, bounds.memory)]
+        for small in smallest:
             with suppress(AutoparError):  # it is counted already
                 decided = with_fewest(small, layers, machine, limit)
                 if decided is not None:
@@ -123,7 +148,21 @@ def _try(
         found.counts["larger than the memory"] += 1
         return
     found.counts["simulated"] += 1
-    found.best = sorted([*found.best, made], key=lambda each: each.total)[:top]
+    found.best = _one_of_each([*found.best, made])[:top]
+
+
+def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest first. Of those that differ in nothing but where their axes lie, the nearest to `ORDER`: products
+    hide all that moves farther."""
+    first: dict[Prediction, Prediction] = {}
+    for each in sorted(plans, key=lambda each: (each.total, _places(each.candidate))):
+        first.setdefault(replace(each, candidate=replace(each.candidate, order=ORDER)), each)
+    return list(first.values())
+
+
+def _places(candidate: Candidate) -> list[int]:
+    """Of its axes in `ORDER`, outermost first."""
+    return [ORDER.index(axis) for axis, _ in candidate.axes]
 
 
 def _keep_least(found: Found, made: Prediction) -> None:

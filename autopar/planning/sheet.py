@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import torch
 from torch import fx
 
 from autopar.ir.measure import local_bytes
-from autopar.ir.mesh import CONTEXT, Mesh, axes_of_group
+from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, Mesh, axes_of_group
 from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
+from autopar.ir.workspace import PIECE_BYTES, widened_bytes
 from autopar.machines import Machine
-from autopar.passes.node_costs import Load, load_us, loads_of
+from autopar.passes.node_costs import RING, TURNS, Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
+from autopar.planning.sides import BEFORE, BEHIND, INSIDE, JOINED, SUM, side_of, sides_of, terms_of
+from autopar.runtime.executor import written_over
 
-LEFT = {"F": "saved", "I": "saved", "P": "step"}  # of a graph's outputs, what later actions hold
+SAVED = "saved"
+LEFT = {"F": SAVED, "I": SAVED, "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
+Kept = tuple[float, float, float]
+SPLIT = torch.ops.aten.split_with_sizes.default
+NONE: Kept = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a graph. stays: True if it is none of the layer that is left out. side: -1 before the equal layers, 0
-    in one, 1 behind them. own: bytes of what it makes and the graph does not leave. dying: the places of calls whose
-    values nothing reads after this one."""
+    """A call of a graph. stays: True if it is none of the layer that is left out. side: as of `sides_of`. own: bytes of
+    what it makes and the graph does not leave. dying: the places of calls whose values nothing reads after this one.
+    kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
+    of what lies behind the layers. widened: bytes of its logits in float32. term: TERM of what a joined sum
+    adds from behind, SUM of the sum."""
 
     load: Load | None
     launch: Launch | None
@@ -32,6 +44,9 @@ class Call:
     side: int
     own: float
     dying: tuple[int, ...]
+    kept: Kept
+    widened: float
+    term: int
 
     def between(self, other: Call, share: float) -> Call | None:
         """As of a `Sheet`."""
@@ -46,30 +61,55 @@ class Call:
             load = self.load.between(other.load, share)
             is_alike = load is not None
         own = self.own + (other.own - self.own) * share
-        return Call(load, self.launch, self.stays, self.side, own, self.dying) if is_alike else None
+        kept = _on_line(self.kept, other.kept, share)
+        widened = self.widened + (other.widened - self.widened) * share
+        return (
+            Call(load, self.launch, self.stays, self.side, own, self.dying, kept, widened, self.term)
+            if is_alike
+            else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most bytes at calls behind the equal layers, in them, and before them: there without what a backward pass
+    adds up of both ends, and with it (`joined`). tied: what of that is alive in the layers. Before the layers and in
+    them nothing of what lies behind counts as let go of."""
+
+    behind: float
+    inner: float
+    first: float
+    joined: float
+    tied: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """The calls of a graph. left: bytes of what it leaves for later actions (`LEFT`), of gradients of weights (W) of
     what earlier ones left to it: of all layers, without the one that is left out, and of what comes before the layers.
-    reads: the parameters that it reads."""
+    reads: the parameters that it reads. ahead: of what is kept between actions, what it has yet to make (F)."""
 
     mesh: Mesh
     calls: tuple[Call, ...]
-    left: tuple[float, float, float]
+    left: Kept
     reads: frozenset[str]
+    ahead: Kept
 
     @classmethod
-    def of(cls, kind: str, program: Program, rest: Rest) -> Sheet:
-        """kind: of the action that runs the graph. rest: all but the layer that may be left out."""
+    def of(
+        cls, kind: str, program: Program, rest: Rest, waited: Collection[str] = (), given: Collection[str] = ()
+    ) -> Sheet:  # fmt: skip
+        """kind: of the action that runs the graph. rest: all but the layer that may be left out. waited: the names of
+        what is kept for a later action too; given: of what the graph may write over."""
         leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
         if kind == "W":
-            leaving = [node for node, entry in program.entries if entry.kind == "saved"]
+            leaving = [node for node, entry in program.entries if entry.kind == SAVED]
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
         whole, less, entry = (_bytes(program, nodes, kind == "W") for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
-        return cls(program.mesh, tuple(_calls(kind, program, rest)), (whole, less, entry), reads)
+        calls = tuple(_calls(kind, program, rest, waited, given))
+        ahead = _sum(call.kept for call in calls) if kind == "F" else NONE
+        return cls(program.mesh, calls, (whole, less, entry), reads, ahead)
 
     def between(self, other: Sheet, share: float) -> Sheet | None:
         """The sheet at a share of the way to another one, 0 to 1: every number on a straight line. None where they are
@@ -84,12 +124,13 @@ class Sheet:
             if call is None:
                 return None
             calls.append(call)
-        whole, less, entry = (low + (high - low) * share for low, high in zip(self.left, other.left, strict=True))
-        return Sheet(self.mesh, tuple(calls), (whole, less, entry), self.reads)
+        left, ahead = (_on_line(*pair, share) for pair in ((self.left, other.left), (self.ahead, other.ahead)))
+        return Sheet(self.mesh, tuple(calls), left, self.reads, ahead)
 
-    def times(self, machine: Machine) -> list[float]:
-        """us of each call."""
-        return [load_us(call.load, self.mesh, machine) for call in self.calls]
+    def times(self, machine: Machine, is_still: bool = False) -> list[float]:
+        """us of each call. is_still: as if what cp and ulysses move took no time."""
+        loads = (still(call.load) if is_still else call.load for call in self.calls)
+        return [load_us(load, self.mesh, machine) for load in loads]
 
     def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
         """The graph on a machine. is_less: without the calls of the layer that is left out."""
@@ -99,33 +140,72 @@ class Sheet:
     def entry_us(self, times: list[float]) -> float:
         """us of the calls that come before the layers."""
         return sum(
-            time for time, call in zip(times, self.calls, strict=True) if call.side < 0 and call.launch is not None
+            time
+            for time, call in zip(times, self.calls, strict=True)
+            if call.side == BEFORE and call.launch is not None
         )
 
     @property
     def entry_calls(self) -> int:
         """How many of these there are; what waits for a collective is none."""
-        return sum(call.side < 0 and call.launch is not None and call.launch.awaits < 0 for call in self.calls)
+        return sum(call.side == BEFORE and call.launch is not None and call.launch.awaits < 0 for call in self.calls)
 
-    def peak(self, is_less: bool, sides: Collection[int] = (-1, 0, 1)) -> float:
-        """The most bytes of a graph's own values that are alive at once, beside those that it leaves. sides: of the
-        calls at which they are counted."""
-        calls = self.calls
-        own = [0.0 if is_less and not call.stays else call.own for call in calls]
-        alive = most = 0.0
-        for made, call in zip(own, calls, strict=True):
+    def sums_us(self, times: list[float]) -> float:
+        """us of joined sums."""
+        return sum(time for time, call in zip(times, self.calls, strict=True) if call.term == SUM)
+
+    def peaks(self, is_less: bool) -> Peaks:
+        """The most bytes that are alive at once beside what is kept of a micro-batch between actions: of a graph's own
+        values, less what it has yet to make of that, or has let go of."""
+        own = [0.0 if is_less and not call.stays else call.own for call in self.calls]
+        most, tied = dict.fromkeys((BEFORE, INSIDE, BEHIND, JOINED), -math.inf), 0.0
+        alive, terms, front, kept = 0.0, 0.0, -_front(self.ahead, is_less), -self.ahead[is_less]
+        least = front
+        for made, call in zip(own, self.calls, strict=True):
+            more, all_ = _front(call.kept, is_less), call.kept[is_less]
+            front, kept = front + max(more, 0.0), kept + max(all_, 0.0)
             alive += made
-            if alive > most and call.side in sides:
-                most = alive
+            terms += made * bool(call.term)
+            if call.side == BEHIND:
+                most[BEHIND] = max(most[BEHIND], alive + kept + min(call.widened, PIECE_BYTES))
+            elif call.side == INSIDE:
+                most[INSIDE] = max(most[INSIDE], alive + front - terms)
+                tied = max(tied, terms)
+            else:
+                most[JOINED] = max(most[JOINED], alive + front)
+                if call.side == BEFORE:
+                    most[BEFORE] = max(most[BEFORE], alive + front - terms)
+            front, kept = front + min(more, 0.0), kept + min(all_, 0.0)
             for place in call.dying:
                 alive -= own[place]
-        return most
+                terms -= own[place] * bool(self.calls[place].term)
+        behind, inner, first, joined = (max(most[side], min(least, front)) for side in (BEHIND, INSIDE, BEFORE, JOINED))
+        return Peaks(behind, inner, first, joined, tied)
+
+
+def _front(kept: Kept, is_less: bool) -> float:
+    """Without what lies behind the layers."""
+    return kept[is_less] - kept[2]
+
+
+def _sum(all_: Iterable[Kept]) -> Kept:
+    whole, less, behind = map(sum, zip(*all_, strict=True))
+    return whole, less, behind
+
+
+def _on_line(low: Kept, high: Kept, share: float) -> Kept:
+    if low == high:
+        return low
+    whole, less, behind = (one + (other - one) * share for one, other in zip(low, high, strict=True))
+    return whole, less, behind
 
 
 def described(program: Program) -> Iterator[Hashable]:
-    """All that a sheet of a graph follows from; of equal graphs the same."""
-    yield program.mesh, program.inputs, program.outputs
+    """All that a sheet of a graph follows from; of equal graphs the same, in whatever order their results leave."""
+    yield program.mesh, program.inputs, frozenset((str(node), out) for node, out in program.leaving)
     for node in program.graph.nodes:
+        if node.op == "output":
+            continue
         known = record(node)
         yield node.name, node.target, str(node.args), str(node.kwargs), known, known.flops
 
@@ -136,8 +216,10 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
     return sum(local_bytes(root, program.mesh) for root in roots if given or root.op == "call_function")
 
 
-def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
-    """Sums of gradients over cp take no time here: they are taken over all data axes at once (`data_time.py`)."""
+def _calls(
+    kind: str, program: Program, rest: Rest, waited: Collection[str], given: Collection[str]
+) -> Iterator[Call]:  # fmt: skip
+    """Sums of gradients take no time here: they are taken over all data axes at once (`data_time.py`)."""
     loads, launches = loads_of(program), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -148,14 +230,70 @@ def _calls(kind: str, program: Program, rest: Rest) -> Iterator[Call]:
     for node, user in last.items():
         if node in place:
             dying.setdefault(user, []).append(place[node])
+    mine = [node for node, entry in program.entries if entry.kind == SAVED and entry.name in given]
+    over = {root_of(operand): node for node, operand in written_over(program.graph, mine).items()}
+    kept = _kept(kind, program, rest, waited, last, over)
+    sides = sides_of(kind, program, rest)
+    terms, sums = dict(terms_of(sides)), _sums(kind, program)
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
-        side = -1 if rest.is_entry(node) else int(not rest.is_equal(node))
-        launch = None if kind == SUMS and _is_over_context(node) else launch
-        yield Call(load, launch, rest.counts(node), side, own, tuple(dying.get(node, ())))
+        launch = None if node in sums else launch
+        yield Call(
+            load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
+            widened_bytes(node, program.mesh), terms.get(node, 0),
+        )  # fmt: skip
 
 
-def _is_over_context(node: fx.Node) -> bool:
-    moved = node.all_input_nodes[0] if node.target is WAIT else node
-    return is_collective(moved.target) and CONTEXT in axes_of_group(str(moved.args[1]))
+def _kept(
+    kind: str, program: Program, rest: Rest, waited: Collection[str], last: Mapping[fx.Node, fx.Node],
+    over: Mapping[fx.Node, fx.Node],
+) -> dict[fx.Node, Kept]:  # fmt: skip
+    """`Call.kept`, of calls where that is something. last: the last call that reads each value. over: the calls that
+    write over values: these are gone with the call before."""
+    before = {node: earlier for earlier, node in pairwise(program.calls())}
+    changes = [
+        (before.get(last[node], last[node]) if over.get(node) is last[node] else last[node], node, -1)
+        for node, entry in program.entries
+        if entry.kind == SAVED and entry.name not in waited
+    ]
+    if LEFT.get(kind) == SAVED:
+        made = {root_of(node) for node, out in program.leaving if out.kind == SAVED and node is not None}
+        changes += [(node, node, 1) for node in program.calls() if node in made]
+    found: dict[fx.Node, Kept] = {}
+    for at, node, sign in changes:
+        bytes_ = float(sign * local_bytes(node, program.mesh))
+        more = bytes_, bytes_ * rest.counts(node), bytes_ * (side_of(node, rest) == BEHIND)
+        found[at] = _sum((found.get(at, NONE), more))
+    return found
+
+
+def still(load: Load | None) -> Load | None:
+    """What a call asks for if what cp and ulysses move took no time; None if that is nothing."""
+    if load is None or set(CONTEXT_AXES).isdisjoint(axes_of_group(load.axis)):
+        return load
+    return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
+
+
+def _sums(kind: str, program: Program) -> set[fx.Node]:
+    """The calls that add up gradients over data axes: of those that run once a step all; of others those of a backward
+    pass that nothing reads but who waits for them and takes them apart, and leaves."""
+    moved = [node for node in program.calls() if _is_over_data(node)]
+    if kind != SUMS:
+        moved = [node for node in moved if record(node).is_backward and _only_leaves(node)]
+    return {*moved, *(user for node in moved for user in node.users if user.target is WAIT)}
+
+
+def _only_leaves(node: fx.Node) -> bool:
+    return all(user.op == "output" or (_is_same(user) and _only_leaves(user)) for user in node.users)
+
+
+def _is_same(node: fx.Node) -> bool:
+    """True for what is no other value than its operand, or a part of it."""
+    return node.target in (WAIT, SPLIT) or is_getitem(node) or is_view(node)
+
+
+def _is_over_data(node: fx.Node) -> bool:
+    if node.target is WAIT or not is_collective(node.target):
+        return False
+    return any(axis in GRADIENT_AXES for axis in axes_of_group(str(node.args[1])))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.ir.mesh import Mesh, is_in_time
 from autopar.machines import Machine
 from autopar.planning.depth import Rest
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
+from autopar.runtime.owned import own_results
 
 ONCE = "CPE"  # actions that run once a step
 OF_KINDS = {"forward": "F", "backward": "BIW", "weights": "W"}  # fields of `Cost`, and the kinds of their graphs
+SHARED = f"{ONCE}F"  # actions whose graphs are the same for several micro-batches
 Costs = dict[str, float]  # by the names of `Cost`
 Known = dict[Hashable, tuple[Sheet, Sheet]]  # by what is said of a graph
 
@@ -29,16 +32,27 @@ class Sheets:
 
     @classmethod
     def of(cls, micro: Micro, rest: Rest, known: Known) -> Sheets:
-        """rest: all but one of the equal layers. known: the sheets of graphs that run once a step, which are mostly the
-        same for all rows and however much is computed again."""
+        """rest: all but one of the equal layers. known: the sheets of graphs that several micro-batches have: of those
+        that run once a step, mostly for all rows and however much is computed again; of forward passes, whether
+        gradients of weights are computed apart or not."""
         sheets: dict[str, tuple[Sheet, Sheet]] = {}
+        given = _given(micro)
         for kind, graph in micro.graphs.items():
-            key = (kind, micro.plan.mesh, *described(graph)) if kind in ONCE else None
-            sheets[kind] = known.get(key) or _both(micro, kind, rest)
+            key = (kind, micro.plan.mesh, *described(graph)) if kind in SHARED else None
+            sheets[kind] = known.get(key) or _both(micro, kind, rest, given)
             if key is not None:
                 known[key] = sheets[kind]
         stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
         return cls(sheets, stored, micro.message)
+
+    def on(self, mesh: Mesh) -> Sheets:
+        """With the collectives over the groups of another mesh."""
+
+        def moved(sheet: Sheet) -> Sheet:
+            in_time = tuple(pair for pair in sheet.mesh.axes if is_in_time(pair[0]))
+            return replace(sheet, mesh=Mesh((*in_time, *mesh.axes)))
+
+        return replace(self, sheets={kind: (moved(all_), moved(less)) for kind, (all_, less) in self.sheets.items()})
 
     def between(self, other: Sheets, share: float) -> Sheets | None:
         """Those at a share of the way to others, 0 to 1; None where the graphs are not alike."""
@@ -56,14 +70,15 @@ class Sheets:
         message = self.message + (other.message - self.message) * share
         return Sheets(found, self.stored, message)
 
-    def costs(self, machine: Machine, has_less: bool) -> tuple[Costs, Costs, Costs]:
+    def costs(self, machine: Machine, has_less: bool, is_still: bool = False) -> tuple[Costs, Costs, Costs]:
         """What the programs cost: the whole, the same without one of the layers, and the part of some of these that
-        belongs to what comes before the equal layers. has_less: False where no layer is left out."""
-        times = {kind: pair[0].times(machine) for kind, pair in self.sheets.items()}
+        belongs to what comes before the equal layers. has_less: False where no layer is left out. is_still: as of
+        `Sheet.times`."""
+        times = {kind: pair[0].times(machine, is_still) for kind, pair in self.sheets.items()}
         whole = self._cost(machine, times, is_less=False)
         if not has_less:
             return whole, whole, {}
-        others = {kind: less.times(machine) for kind, (all_, less) in self.sheets.items() if less is not all_}
+        others = {kind: less.times(machine, is_still) for kind, (all_, less) in self.sheets.items() if less is not all_}
         return whole, self._cost(machine, {**times, **others}, is_less=True), self._entry(machine, times)
 
     def _cost(self, machine: Machine, times: Mapping[str, list[float]], is_less: bool) -> Costs:
@@ -78,7 +93,8 @@ class Sheets:
             found[name] = sum(ran.total for ran in rans)
             found[f"{name}_busy"] = sum(ran.total - ran.hosted for ran in rans)
             found[f"{name}_launched"] = machine.launch_us * sum(ran.calls for ran in rans)
-        return {**found, "once": once, "exposed": exposed}
+        sums = sum(graphs[kind].sums_us(times[kind]) for kind in graphs if kind in "BW")
+        return {**found, "once": once, "sums": sums, "exposed": exposed}
 
     def _entry(self, machine: Machine, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
@@ -90,9 +106,17 @@ class Sheets:
         return found
 
 
-def _both(micro: Micro, kind: str, rest: Rest) -> tuple[Sheet, Sheet]:
+def _both(micro: Micro, kind: str, rest: Rest, given: set[str]) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
-    whole = Sheet.of(kind, micro.finished(graph), rest)
+    waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
+    whole = Sheet.of(kind, micro.finished(graph), rest, waited, given - waited)
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
     return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
+
+
+def _given(micro: Micro) -> set[str]:
+    """What the last graph of a micro-batch that reads it may write over (`runtime/owned.py`)."""
+    made = (micro.graphs[each] for each in "FI" if each in micro.graphs)
+    pairs = ((graph, own_results(graph.graph)) for graph in made)
+    return {out.name for graph, own in pairs for node, out in graph.leaving if out.kind == "saved" and node in own}

@@ -11,6 +11,7 @@ from autopar.planning.deal import Part, Section, Sections, Share
 from autopar.planning.weights import Weight
 
 FIRST, LAST = 2, 1  # whole layers of a stage that are looked at before, and behind, those that are like them
+LAYERS = 1  # the section of the equal layers, between 0 and 2
 CLOSE = 1e-9  # of a section: places that are this near are one
 
 

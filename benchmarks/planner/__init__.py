@@ -7,7 +7,9 @@ recomputation, micro-batches, sequence parallelism. The machine is the one that 
 ways of a model are compiled in the same two processes and take a step each in turns, so that other work of the machine
 meets all of them alike; the median of the steps counts, as `machine measure` takes that of batches. Predicted is
 `Compiled.time` of the very programs that run, with the optimizer's step (a fused AdamW). Memory is `Compiled.memory`
-beside what the process allocated, by torch's profiler.
+beside what the process allocated, by torch's profiler: the tensors, and apart from them by how much the scratch memory
+of torch's kernels raises the peak (oneDNN's convolutions). Of several steps the least counts: two ranks and the threads
+of Gloo share the cores, and such a thread lets go of a buffer when it comes to run.
 
 Printed are a line for each way, then the mean and the largest error of the step time, the regret (how much slower the
 way with the least predicted time is than the fastest one, by measured times) and the largest error of memory.

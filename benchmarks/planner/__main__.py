@@ -44,7 +44,8 @@ def main() -> int:
     machine = read_machine(args.machine) if args.machine else measured_machine()
     wanted = [part.strip() for part in args.only.split(",")]
     chosen = [one for one in configurations() if any(part in str(one) for part in wanted)]
-    print(f"  {'':<{WIDTH}} {'measured':>9} {'predicted':>9} {'error':>7} {'memory':>9} {'error':>7}  steps")
+    times, memory = f"{'measured':>9} {'predicted':>9} {'error':>7}", f"{'memory':>9} {'error':>7} {'scratch':>8}"
+    print(f"  {'':<{WIDTH}} {times} {memory}  steps")
     rows = []
     for model in dict.fromkeys(one.model for one in chosen):
         found = rows_of([one for one in chosen if one.model == model], machine, args.seconds)
@@ -70,7 +71,8 @@ def lines(row: Row, parts: bool) -> Iterator[str]:
         yield f"  {row.name:<{WIDTH}} refused: {row.refused}"
         return
     times = f"{time_text(row.measured * 1e6):>9} {time_text(row.predicted * 1e6):>9} {row.error:>+7.1%}"
-    yield f"  {row.name:<{WIDTH}} {times} {human(row.held[1]):>9} {row.memory_error:>+7.2%}  {row.steps}"
+    memory = f"{human(row.held[1]):>9} {row.memory_error:>+7.2%} {human(row.scratch):>8}"
+    yield f"  {row.name:<{WIDTH}} {times} {memory}  {row.steps}"
     if parts and row.parts is not None:
         yield from (f"    {line}" for line in str(row.parts).splitlines()[1:])
         yield f"      measured: optimizer {time_text(row.optimizer * 1e6)}"

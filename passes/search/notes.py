@@ -8,6 +8,7 @@ from autopar.errors import LayoutError, divisors, one_of
 from autopar.ir.mesh import MICROBATCH, SLICE
 from autopar.ir.program import PARTNER, record
 from autopar.passes.search.axes import AxisSearch, Solution
+from autopar.passes.search.heads import head_splits
 from autopar.passes.search.items import Classes, Item, operations
 from autopar.passes.search.search import ATTENTION, HEADS, sequences_of
 
@@ -66,11 +67,10 @@ def _check_heads(search: AxisSearch, solution: Solution) -> None:
         keys, group = (item.rule.sizes[name] for name in HEADS)
         known, inner = record(item.node), search.intent.heads
         after = " that 'tp' leaves of them" if inner > 1 else ""
-        wanted = [n for n in divisors(keys * group // inner) if (keys // inner) % n == 0 or group % n == 0]
         raise LayoutError(
             f"axis '{search.axis}' (size {search.size}) splits the heads of every attention, and cannot divide the "
             f"{keys * group // inner} heads{after} ({keys} of keys) of %{item.node.name} at {known.source} in "
-            f"{known.module}: {search.axis} may be {one_of(wanted)} here. "
+            f"{known.module}: {search.axis} may be {one_of(head_splits(keys, group, inner))} here. "
             f'Or leave the choice to cp with attention="auto", which gathers keys and values where heads do not divide.'
         )
 

@@ -113,6 +113,17 @@ def test_outliers_do_not_move_a_curve():
     assert [share for _, share in fit_curve(points).points] == pytest.approx([0.5] * 6, rel=0.1)
 
 
+def test_shapes_do_not_bend_the_curve_of_products():
+    """Every second size is of shapes that reach less: a product of a quarter's rows takes a quarter of the time."""
+    points = [Point(4.0**k, 0.0, 4.0**k, 4.0**k / (0.9 if k % 2 else 0.7)) for k in range(1, 9)]
+    bent, even = (fit_curve(points, rises=rises) for rises in (False, True))
+    assert [share for _, share in bent.points] == pytest.approx([0.9, 0.7] * 4, rel=1e-3)
+    shares = [share for _, share in even.points]
+    assert shares == sorted(shares) and 0.7 < shares[1] < 0.9 and shares[-1] / shares[1] < 1.02
+    rising = [Point(4.0**k, 0.0, 4.0**k, 4.0**k / (k / 10)) for k in range(1, 9)]
+    assert [share for _, share in fit_curve(rising, rises=True).points] == pytest.approx([k / 10 for k in range(1, 9)])
+
+
 def test_no_share_is_more_than_all_and_none_is_nothing():
     curve = fit_curve([Point(1e3, 0.0, 10.0, 1.0), Point(1e6, 9.0, 0.1, 10.0), Point(1e9, 0.0, 1.0, 1e9)])
     assert [share for _, share in curve.points] == pytest.approx([1, 0.1, 2e-6], rel=0.01)

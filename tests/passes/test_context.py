@@ -58,6 +58,7 @@ MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline of heads": ("ulysses=2,tp=2,pp=2", {"microbatches": 4, "schedule": "zb-h1"}),
     "zero": ("dp=2,cp=2", {"zero": 3}),
     "fsdp": ("fsdp=2,cp=2", {"zero": 2, "microbatches": 2}),
+    "zero of saved keys": ("cp=2,ulysses=2", {"zero": 1, "microbatches": 2}),
     "recompute": ("cp=4", {"recompute": "full"}),
 }
 

@@ -126,6 +126,7 @@ def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
         for made in _each_way(each):
             assert all(bound(each) <= made.total * (1 + 1e-9) for bound in bounds.steps), made
             assert bounds.memory(each) <= made.memory * (1 + 1e-9), made
+            assert not bounds.is_larger(each, made.memory * (1 + 1e-9)), each
             tried += [made] if made.memory <= middle() else []
     tried.sort(key=lambda each: each.total)
     best = found.found.best

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import PlanError
 from autopar.machines import Machine
+from autopar.planning.candidates import Candidate
 from autopar.planning.jobs import layers_of
 from autopar.planning.layers import Layers
 from autopar.planning.plan import Asked, planned
+from autopar.planning.predict import predict
 
 MACHINE = Machine.flat(1e6, 1e5, 1e4, 2.0, 1.0)
 ROWS, GPUS = 512, 4
@@ -66,3 +68,16 @@ def test_a_pipeline_that_is_asked_for() -> None:
         PlanError, match=r"no plan for 4 devices .* with pp=2: .*there is no pipeline \(micro-batches c"
     ):
         planned(layers(), Asked(GPUS, ROWS, MACHINE, math.inf, {"pp": 2}, 1))
+
+
+@pytest.mark.parametrize("dp", [2, 8])
+def test_sums_of_statistics_over_dp_take_time(dp: int) -> None:
+    """Two a norm in each pass, between ranks that are far apart. Red before: none of them was counted."""
+    far = Machine.flat(1e6, 1e5, 1e4, 20.0, 1.0)
+    plan, given = Candidate(dp, 1, 1, 0, "none", 8, 1), layers_of(job(), far)
+    compiled = autopar.compile(
+        job().model, plan.mesh, loss_fn=loss, batch=torch.empty(8 * dp, 3, 8, 8, device="meta"), **plan.options()
+    )
+    made, emitted = predict(plan, given, far), compiled.time(far)
+    assert made.total == pytest.approx(emitted.total, rel=0.05)
+    assert made.exposed > 0.5 * emitted.total, "most of this step is sums"

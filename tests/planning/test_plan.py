@@ -51,13 +51,16 @@ def planned() -> Planned:
 def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None:
     equal = planned.model.layers
     bounds = Bounds(layers(), planned.work, MACHINE, equal)
-    tried = []
+    tried, held = [], []
     for candidate in Space(GPUS, ROWS, MACHINE.ranks, planned.model, PLAIN).candidates():
         found = predict(candidate, layers(), MACHINE)
         for bound in bounds.steps:
             assert bound(candidate) <= found.total * (1 + 1e-9), (candidate, bound)
         assert bounds.memory(candidate) <= found.memory * (1 + 1e-9), candidate
+        assert not bounds.is_larger(candidate, found.memory * (1 + 1e-9)), candidate
+        held.append(candidate.pp > 1 and bounds.held(candidate) > bounds.memory(candidate))
         tried.append(found)
+    assert any(held), "the stages say more than the mean rank"
     best = sorted(tried, key=lambda each: each.total)[:3]
     assert [each.total for each in planned.found.best] == pytest.approx([each.total for each in best])
     assert sum(planned.found.counts.values()) == len(tried)

@@ -21,16 +21,16 @@ MACHINE = named("h100-80g")
 EXACT, NEAR = 1e-3, 0.04  # ZeRO-3 and gradients that leave as parts of larger values are not said to the byte
 CUT = 0.03  # stages are cut inside layers
 SCATTERED = 0.05  # of gradients on their way, those of two buckets are counted
-TIED = 0.13  # the first stage is said to hold two gradients of a tied embedding more than it does
+TIED = 0.017  # of ranks of a pipeline: when the last stage's gradient of the table comes is said by rule of thumb
 
 
-def job(rows: int, is_tied: bool = False) -> autopar.Job:
+def job(rows: int, is_tied: bool = False, precision: str | None = "bf16") -> autopar.Job:
     with torch.device("meta"):
         model = Llama(8, 1024, 8, 8, 2816, 32000, 512)
         if is_tied:
             model.head.weight = model.tokens.weight
         ids = torch.empty(rows, 512, dtype=torch.int64)
-    return autopar.Job(model, token_loss, (ids, ids), precision="bf16")
+    return autopar.Job(model, token_loss, (ids, ids), precision=precision)
 
 
 @cache
@@ -42,8 +42,8 @@ def layers() -> Layers:
     ("candidate", "error"),
     [
         (Candidate(1, 1, 1, 0, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 0, "none", 1, 2), EXACT),
-        (Candidate(2, 1, 1, 1, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), EXACT),
-        (Candidate(2, 1, 1, 3, "none", 2, 2, reshard_after_forward=False), EXACT),
+        (Candidate(2, 1, 1, 1, "none", 2, 2), EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), NEAR),
+        (Candidate(2, 1, 1, 3, "none", 2, 2, reshard_after_forward=False), NEAR),
         (Candidate(2, 1, 1, 3, "none", 2, 2), NEAR), (Candidate(2, 1, 1, 3, "none", 2, 1), NEAR),
         (Candidate(1, 2, 1, 0, "full", 2, 2, sequence=True), NEAR), (Candidate(1, 2, 1, 0, "selective", 2, 2), NEAR),
         (Candidate(1, 2, 1, 0, "none", 2, 1, sequence=True), NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), CUT),
@@ -64,12 +64,29 @@ def test_memory_is_that_of_the_emitted_programs(candidate: Candidate, error: flo
     assert predict(candidate, layers(), MACHINE).memory == pytest.approx(emitted, rel=error)
 
 
-def test_a_tied_embedding_lies_on_the_first_stage() -> None:
-    """Red before: it was counted on the last one, so that no rank was said to hold what the first one does."""
-    candidate, given = Candidate(1, 1, 2, 0, "none", 2, 4), job(8, is_tied=True)
+@cache
+def tied_layers(precision: str | None) -> Layers:
+    return layers_of(job(2, is_tied=True, precision=precision), MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "precision", "error"),
+    [
+        (Candidate(1, 1, 1, 0, "none", 2, 2), "bf16", EXACT), (Candidate(1, 1, 1, 0, "none", 1, 2), None, EXACT),
+        (Candidate(2, 1, 1, 1, "none", 2, 2), "bf16", EXACT), (Candidate(2, 1, 1, 2, "none", 2, 2), "bf16", SCATTERED),
+        (Candidate(2, 1, 1, 3, "none", 2, 2), "bf16", NEAR), (Candidate(1, 1, 2, 0, "none", 2, 4), "bf16", TIED),
+        (Candidate(2, 1, 2, 1, "none", 1, 4), "bf16", TIED), (Candidate(2, 1, 2, 1, "none", 1, 4), None, NEAR),
+        (Candidate(1, 1, 2, 0, "none", 1, 4, "interleaved-1f1b", chunks=2), "bf16", NEAR),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tied_embedding(candidate: Candidate, precision: str | None, error: float) -> None:
+    """On every rank: the first keeps the table; the last has a copy of it, and adds up a gradient of its own. Red
+    before: 6 to 15 % too much without a pipeline, 13 % too much on the first stage and 10 % too little on the last."""
+    given = job(candidate.dp * candidate.rows * candidate.microbatches, is_tied=True, precision=precision)
     compiled = autopar.compile(
-        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **candidate.options()
+        given.model, candidate.mesh, loss_fn=token_loss, batch=given.batch, precision=precision, **candidate.options()
     )
     emitted = [compiled.memory(ranks[0], device="cuda").peak for ranks in compiled.alike]
-    made = pipelined(candidate, layers_of(given, MACHINE))
-    assert [rank_bytes(candidate, made, rank) for rank in (0, 1)] == pytest.approx(emitted, rel=TIED)
+    made = pipelined(candidate, tied_layers(precision))
+    assert [rank_bytes(candidate, made, i) for i in range(candidate.pp)] == pytest.approx(emitted, rel=error)

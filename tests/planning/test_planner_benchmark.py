@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from benchmarks.allocated import scratch_of
 from benchmarks.planner.__main__ import summary
 from benchmarks.planner.configurations import configurations
 from benchmarks.planner.measure import Row, Side, row_of
@@ -33,12 +35,29 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_the_median_counts() -> Non
     way = next(iter(configurations()))
     time = autopar.compile(nn.Linear(2, 2), "dp=1", loss_fn=loss_fn, batch=(torch.empty(2, 2),)).time("cpu")
     ranks = [
-        Side(float, time, (2.0, 1.0), [1.0, 9.0, 2.0], [0.5, 0.5, 0.1]),
-        Side(float, time, (1.0, 1.0), [3.0, 1.0, 4.0], [0.1, 0.2, 0.3]),
+        Side(float, time, (2.0, 1.0), 5.0, [1.0, 9.0, 2.0], [0.5, 0.5, 0.1]),
+        Side(float, time, (1.0, 1.0), 7.0, [3.0, 1.0, 4.0], [0.1, 0.2, 0.3]),
     ]
     row = row_of(way, ranks)
-    assert (row.measured, row.optimizer, row.steps, row.held) == (4.0, 0.5, 3, (2.0, 1.0))
+    assert (row.measured, row.optimizer, row.steps, row.held, row.scratch) == (4.0, 0.5, 3, (2.0, 1.0), 7.0)
     assert row_of(way, [ranks[0], "no"]).refused == "no"
+
+
+def test_scratch_is_what_a_call_frees_before_it_returns() -> None:
+    def memory(at: float, bytes_: int, address: int, thread: int = 1) -> dict[str, Any]:
+        return {"name": "[memory]", "ts": at, "tid": thread, "args": {"Bytes": bytes_, "Addr": address}}
+
+    def call(at: float, end: float, name: str) -> dict[str, Any]:
+        return {"name": name, "cat": "cpu_op", "ts": at, "dur": end - at, "tid": 1}
+
+    events = [
+        call(0, 10, "aten::convolution"), memory(1, 8, 100), call(2, 6, "aten::empty"), memory(3, 16, 200),
+        memory(4, 32, 300), memory(5, 64, 500, thread=2), memory(7, -16, 200), memory(8, -64, 500, thread=2),
+        memory(9, -8, 100), memory(20, -32, 300), memory(21, 4, 100), memory(22, -4, 100),
+        call(30, 40, "c10d::reduce_scatter_"), memory(31, 2, 400), memory(32, -2, 400),
+    ]  # fmt: skip
+    found = scratch_of(events)
+    assert sorted(event["args"]["Bytes"] for i, event in enumerate(events) if i in found) == [-16, -8, 8, 16]
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
