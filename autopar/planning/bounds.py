@@ -19,6 +19,9 @@ from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
+# Of the memory that there is: what takes more where stages are cut by what they compute alone is not looked at closer.
+# With what moves for each micro-batch they are cut elsewhere.
+FAR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,13 @@ class Bounds:
         """True if a rank of a pipeline holds more than so many bytes (`held`)."""
         if candidate.pp == 1:
             return False
-        made = with_least_memory(candidate, self.layers)
+        if candidate.zero >= 2 and self._is_larger(candidate, replace(candidate, zero=1), FAR * limit):
+            return True
+        return self._is_larger(candidate, candidate, limit)
+
+    def _is_larger(self, candidate: Candidate, cut: Candidate, limit: float) -> bool:
+        """cut: whose stages count."""
+        made = with_least_memory(cut, self.layers)
         key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
