@@ -47,7 +47,7 @@ class Bounds:
         best = max(share for _, share in machine.device.products.points)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
         self._data: dict[Hashable, tuple[float, float]] = {}
-        self._micro: dict[Hashable, tuple[float, float]] = {}  # us of the forward and the backward pass at least
+        self._micro: dict[Hashable, tuple[float, float, float]] = {}  # as of `Layers.least_us`
         self._wholes: dict[str, Cost] = {}
         self._larger: dict[Hashable, bool] = {}
         self._held: dict[Hashable, float] = {}
@@ -123,21 +123,19 @@ class Bounds:
         if key not in self._micro:
             share = candidate.rows / rows * of.context / candidate.context
             self._micro[key] = self.layers.least_us(lies.split, of, rows, share, is_still)
-        forward, backward = self._micro[key]
+        forward, backward, busy = self._micro[key]
         if is_again and candidate.again is None:
             flops = self.layers.flops_again(candidate.recompute) * candidate.rows
-            backward += flops / (candidate.tp * candidate.context) * self._flop_us
-        return self._step(candidate, forward, backward)
+            more = flops / (candidate.tp * candidate.context) * self._flop_us
+            backward, busy = backward + more, busy + more
+        return self._step(candidate, forward, backward, busy)
 
-    def _step(self, candidate: Candidate, forward: float, backward: float, busy: float = 0.0) -> float:
-        """busy: us of a micro-batch on the device at least, where collectives beside it take a part of it."""
+    def _step(self, candidate: Candidate, forward: float, backward: float, busy: float) -> float:
+        """busy: us of a micro-batch on the device, where what moves over the data axes takes a part of it."""
         once, each = self._data_us(candidate)
-        micro_us = forward + backward
-        least = candidate.microbatches * micro_us / candidate.pp * _filling(candidate, forward / micro_us)
-        if each:  # a rank computes and moves, and a collective takes what calls lose to it from them, or more
-            own = max(each, busy / candidate.pp + self.machine.device.communicating * each)
-            least = max(least, candidate.microbatches * own)
-        return least + once
+        taken = 1.0 if self.machine.is_host else self.machine.device.communicating
+        own = max((forward + backward) / candidate.pp, busy / candidate.pp + taken * each, each)
+        return candidate.microbatches * own * _filling(candidate, forward / candidate.pp / own) + once
 
     def _data_us(self, candidate: Candidate) -> tuple[float, float]:
         key = candidate.axes, candidate.zero, candidate.gathers_again, candidate.microbatches

@@ -65,8 +65,9 @@ class Floor:
 
     def us(
         self, machine: Machine, mesh: Mesh, share: float, line: Line, is_still: bool = False
-    ) -> tuple[float, float]:  # fmt: skip
-        """us of the forward and of the backward pass at least, of a share of the rows. machine: one whose calls are the
+    ) -> tuple[float, float, float]:  # fmt: skip
+        """us of the forward and of the backward pass at least, of a share of the rows, and of the device in both, however
+        late its calls come. machine: one whose calls are the
         faster the larger they are. mesh: in which the ranks lie. line: from what all calls take, and those that are
         none of the layer that is left out, to what the whole model takes. is_still: as if what cp and ulysses move took
         no time.
@@ -76,15 +77,17 @@ class Floor:
         mesh = Mesh((*(pair for pair in self.mesh.axes if is_in_time(pair[0])), *mesh.axes))
         hidden = 1.0 if machine.is_host else machine.device.communicating
 
-        def least(asks: Sequence[Ask]) -> float:
+        def least(asks: Sequence[Ask]) -> tuple[float, float]:
             loads = (still(ask.at(share)) if is_still else ask.at(share) for ask in asks)
             times = [load_us(load, mesh, machine) for load in loads]
             moved = line(*_sums(asks, [time * ask.is_moved for time, ask in zip(times, asks, strict=True)]))
             computed = line(*_sums(asks, times)) - moved
             hosted = line(*_sums(asks, [machine.launch_us] * len(asks)))
-            return max(computed + hidden * moved, moved, hosted)
+            busy = computed + hidden * moved
+            return max(busy, moved, hosted), busy
 
-        return least(self.forward), least(self.backward)
+        (forward, busy), (backward, more) = least(self.forward), least(self.backward)
+        return forward, backward, busy + more
 
 
 def _sums(asks: Sequence[Ask], times: Sequence[float]) -> tuple[float, float]:

@@ -33,7 +33,7 @@ class Layers:
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
         self._floors: dict[tuple[Split, int], Floor] = {}
-        self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float]] = {}
+        self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float, float]] = {}
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
@@ -117,8 +117,8 @@ class Layers:
 
     def least_us(
         self, split: Split, of: Split, rows: int, share: float, is_still: bool = False
-    ) -> tuple[float, float]:  # fmt: skip
-        """us of the forward and of the backward pass of a micro-batch at least, that is a share of one of so many rows
+    ) -> tuple[float, float, float]:  # fmt: skip
+        """us of the forward and of the backward pass of a micro-batch at least, and of the device in both, that is a share of one of so many rows
         on the ranks `of` a split with fewer of cp (`Floor.us`). Raises AutoparError as `Micros.local`."""
         if (of, rows) not in self._floors:
             self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
