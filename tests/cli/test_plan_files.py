@@ -37,7 +37,7 @@ WRONG = {
     "plan JOB --gpus 2,4 --batch 8,16": "--batch 8,16: it is 2 batches, and there are 2 numbers of devices behind -",
     "plan JOB --gpus 2 --html SAVED/no/page.html": "--html SAVED/no/page.html: there is no folder 'SAVED/no'; make it",
     "plan JOB --gpus 2 --tokens many": "--tokens many: write a number above 0, such as 15T, 300B or 1.5e12.",
-    "plan JOB --gpus 2 --fix tp=x": "--fix tp=x: write dp=N, fsdp=N, cp=N, tp=N, pp=N, zero=N",
+    "plan JOB --gpus 2 --fix tp=x": "--fix tp=x: write dp=N, fsdp=N, cp=N, ulysses=N, tp=N, pp=N, zero=N",
     "plan JOB --gpus 2 --memory 70Gi": "--memory 70Gi: write a number of bytes, or one with MB, GB, MiB, GiB.",
     "plan JOB --gpus 2 --machine MACHINE": "machine file 'MACHINE': 'device.bandwidth' is 3; it is 100000 to 1e+15",
     "plan JOB --gpus 8 --batch 7 --fix tp=1 --fix cp=1": "no plan for 8 devices and 7 rows a step with tp=1, cp=1: the",
