@@ -19,9 +19,6 @@ from autopar.planning.split import Split
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
-# Of the memory that there is: what takes more where stages are cut by what they compute alone is not looked at closer.
-# With what moves for each micro-batch they are cut elsewhere.
-FAR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +106,16 @@ class Bounds:
         none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
         return min(*none, self.again(replace(candidate, recompute="full", again=None)))
 
+    def near(self, candidate: Candidate) -> float:
+        """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
+        weights and of inputs in one graph: there more hides what moves. No programs are needed that memory does not
+        need too."""
+        if candidate.pp == 1 or candidate.again is not None:
+            return 0.0
+        cost = self.layers.cost(candidate.split.near, candidate.rows, candidate.recompute).in_stages()
+        busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
+        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
+
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
         cost = cost.in_stages() if candidate.pp > 1 else cost
@@ -146,7 +153,7 @@ class Bounds:
     @property
     def steps(self) -> tuple[Callable[[Candidate], float], ...]:
         """One after the other, each takes more to know than the one before."""
-        return self.products, self.rows, self.parts, self.again, self.twin, self.twin_step, self.calls
+        return self.products, self.rows, self.parts, self.again, self.twin, self.twin_step, self.near, self.calls
 
     @property
     def memories(self) -> Mapping[int, Callable[[Candidate], float]]:
@@ -183,13 +190,7 @@ class Bounds:
         """True if a rank of a pipeline holds more than so many bytes (`held`)."""
         if candidate.pp == 1:
             return False
-        if candidate.zero >= 2 and self._is_larger(candidate, replace(candidate, zero=1), FAR * limit):
-            return True
-        return self._is_larger(candidate, candidate, limit)
-
-    def _is_larger(self, candidate: Candidate, cut: Candidate, limit: float) -> bool:
-        """cut: whose stages count."""
-        made = with_least_memory(cut, self.layers)
+        made = with_least_memory(candidate, self.layers)
         key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))

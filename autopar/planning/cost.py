@@ -33,6 +33,8 @@ class Linear:
 
     def on(self, part: Part) -> Linear:
         """Of what has only a part of what is outside."""
+        if not self.outside and not self.entry:
+            return self
         entry = part.entry * self.entry
         return Linear(entry + part.behind * (self.outside - self.entry), self.each, entry)
 
@@ -106,9 +108,8 @@ class Cost:
 
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
-        parts = dict.fromkeys(("forward", "backward", "weights", "exposed", "once"), share.time)
-        parts |= dict.fromkeys(("saved", "late", "made"), share.saved) | dict.fromkeys(("terms", "lent"), share.time)
-        return replace(self, **{name: getattr(self, name).on(parts.get(name, share.stored)) for name in LINES})
+        parts = {"time": share.time, "saved": share.saved, "stored": share.stored}
+        return replace(self, **{name: getattr(self, name).on(parts[kind]) for name, kind in LINES.items()})
 
     def us(self, layers: float, halves: bool) -> dict[str, float]:
         """Of each graph of a micro-batch, with so many layers. halves: gradients of weights apart from those of
@@ -185,7 +186,10 @@ def _pace(busy: Linear, launched: Linear) -> Pace:
 
 
 PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
-LINES = tuple(
-    each.name for each in fields(Cost)
+OF_TIME = ("forward", "backward", "weights", "exposed", "once", "terms", "lent")
+OF_SAVED = ("saved", "late", "made")
+LINES = {  # sums over layers, by what of a stage's share counts for them
+    each.name: "time" if each.name in OF_TIME else "saved" if each.name in OF_SAVED else "stored"
+    for each in fields(Cost)
     if each.name not in (*PEAKS, "message") and not each.name.endswith(("_busy", "_launched"))
-)  # fmt: skip
+}

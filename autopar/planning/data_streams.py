@@ -16,7 +16,7 @@ from autopar.passes.prefetch import small_limit
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost, Pace
 from autopar.planning.data_time import DataGroups
-from autopar.planning.deal import Sections, Share
+from autopar.planning.deal import Rates, Sections, Share
 from autopar.planning.slots import LAYERS, Slot, few, merged
 from autopar.planning.weights import Weight
 
@@ -45,16 +45,14 @@ class Data:
         """True if data is moved for each micro-batch, and not once a step."""
         return self.candidate.zero >= 2 and self.candidate.data > 1
 
-    def beside(self, sections: Sections, cost: Cost, few: Cost) -> Sections:
-        """The sections of a model with the times by which the compiler cuts it: what it moves for each micro-batch
-        counts as what it computes. cost: of the rows of the candidate; few: of those of the sections."""
+    def rates(self, sections: Sections, cost: Cost, few: Cost) -> Rates:
+        """By which the compiler cuts the sections of a model: what it moves for each micro-batch counts as what it
+        computes. cost: of the rows of the candidate; few: of those of the sections."""
         link = group_of(Mesh(self.candidate.axes), PIPELINE, self.machine.ranks)
-        parts = (sections.entry, sections.layer, sections.behind)
         longer = (now / before if before else 1.0 for now, before in zip(_busy(cost), _busy(few), strict=True))
         sent = self.machine.message_us(cost.message, link) / self.machine.message_us(few.message, link)
-        return Sections(
-            *(part.beside(ratio, sent, self._moved_us) for part, ratio in zip(parts, longer, strict=True))
-        )  # fmt: skip
+        parts = (sections.entry, sections.layer, sections.behind)
+        return Rates(tuple(longer), sent, tuple(tuple(map(self._moved_us, part.weights)) for part in parts))
 
     def _moved_us(self, weight: Weight) -> float:
         group, reads = self.groups.shards, (1 + weight.again) * self.candidate.gathers_again
@@ -76,7 +74,7 @@ class Data:
         ZeRO-3 gradients are scattered in buckets (`passes/bucket.py`).
         """
         took: dict[str, float] = {}
-        moved: Moved = (-math.inf, -math.inf, -math.inf)
+        moved = -math.inf, -math.inf, -math.inf
         freed = cost.freed(self.candidate.halves)
         for kind, pace in cost.paces(self.candidate.halves).items():
             is_read, is_left = self.candidate.gathers_again and kind != "W", self.is_each and kind in "BW"
@@ -84,7 +82,8 @@ class Data:
             graph = _Graph(self, order if kind == "F" else order[::-1], is_read, is_left, kind != "F")
             took[kind] = graph.us(pace, freed[kind])
             if kind != "F":
-                moved = tuple(map(max, moved, graph.alive))  # type: ignore[assignment]
+                before, inner, behind = map(max, moved, graph.alive)
+                moved = before, inner, behind
         return took, moved
 
     def before_us(self, slots: Sequence[Slot], once: float) -> float:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import fx
 
 from autopar.ir.mesh import Mesh
@@ -78,13 +77,34 @@ class Section:
         placed = (replace(weights[node], place=at, at=float(time[at] / time[-1])) for at, node in own)
         return cls(time, stored, saved, line.transfer[part], tuple(placed))
 
-    def beside(self, longer: float, crossing: float, us: Callable[[Weight], float]) -> Section:
-        """The same of other rows, with what moves over the data axes. longer, crossing: how many times as long it takes
-        to compute, and to send. us: of what moves of a weight."""
+    def at(self, longer: float, crossing: float, moved: Sequence[float]) -> Section:
+        """The same at other times, as of `Rates`."""
         time = self.time * longer
-        for weight in self.weights:
-            time[weight.place + 1 :] += us(weight)
+        for weight, us in zip(self.weights, moved, strict=True):
+            time[weight.place + 1 :] += us
         return replace(self, time=time, crossing=self.crossing * crossing)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Those where a cut may be best, the last one left out: where another one makes the stages on both sides no
+        longer, none is."""
+        time, crossing = self.time, self.crossing
+        less = crossing[:, None] - crossing
+        near = np.abs(time[:, None] - time) <= less
+        first = np.arange(len(time))[:, None] > np.arange(len(time))
+        worse = (near & ((less > 0) | first)).any(axis=1)
+        worse[0] = False
+        return np.nonzero(~worse[:-1])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How long sections take with other rows, and with what moves over the data axes. longer, crossing: how many times
+    as long as before they compute, and send. moved: us of what moves of each weight. By section, each."""
+
+    longer: tuple[float, ...]
+    crossing: float
+    moved: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +127,28 @@ class Sections:
         ends, weights = ((0, begin), (start, end), (behind, len(line.places) - 1)), weights_of(program)
         return cls(*(Section.of(line, *pair, weights) for pair in ends))
 
-    def stages(self, layers: int, count: int, by: Sections | None = None) -> list[Share]:
+    def stages(self, layers: int, count: int, rates: Rates | None = None) -> list[Share]:
         """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be.
-        by: the same model with the times that count for that."""
-        road = (by or self)._road(layers)
-        borders = road.even(count)
-        road = self._road(layers)
-        last = layers + 1
-        inner = [tuple(_before(road, at, name, last) for name in KINDS) for at in borders[:-1]]
+        rates: at which that is so, if they are others."""
+        road = (self._at(rates) if rates else self)._road(layers)
+        borders = [(int(road.section[at]), int(road.inner[at])) for at in road.even(count)[:-1]]
+        inner = [tuple(self._before(*border, name, layers) for name in KINDS) for border in borders]
         marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0),) * len(KINDS)]
         return [Share(*map(_minus, high, low)) for low, high in pairwise(marks)]
+
+    def _at(self, rates: Rates) -> Sections:
+        parts = zip((self.entry, self.layer, self.behind), rates.longer, rates.moved, strict=True)
+        return Sections(*(part.at(longer, rates.crossing, moved) for part, longer, moved in parts))
+
+    def _before(self, number: int, inner: int, name: str, layers: int) -> Part:
+        """What comes before a place of a model of so many layers. number: of its section, on the way through the model.
+        name: of what is counted."""
+        section = self.entry if number == 0 else self.layer if number <= layers else self.behind
+        values = getattr(section, name)
+        share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
+        if number == 0:
+            return Part(share, 0.0, 0.0)
+        return Part(1.0, number - 1 + share, 0.0) if number <= layers else Part(1.0, layers, share)
 
     def _road(self, layers: int) -> _Road:
         return _Road.of([self.entry, *[self.layer] * layers, self.behind])
@@ -133,9 +165,8 @@ def _minus(more: Part, less: Part) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class _Road:
-    """Sections one behind the other. section, inner: of each place its section, and where it lies there."""
+    """The places of sections one behind the other. section, inner: of each its section, and where it lies there."""
 
-    sections: Sequence[Section]
     time: np.ndarray
     crossing: np.ndarray
     section: np.ndarray
@@ -143,15 +174,16 @@ class _Road:
 
     @classmethod
     def of(cls, sections: Sequence[Section]) -> _Road:
-        sizes = [len(each.time) - 1 for each in sections]  # the last place of one is the first of the next
+        places = {key: each.places for key, each in {id(each): each for each in sections}.items()}
+        own = [places[id(each)] for each in sections]  # the last place of one is the first of the next
         starts = np.concatenate([[0.0], np.cumsum([each.time[-1] for each in sections])])
-        time = np.concatenate([each.time[:-1] + at for each, at in zip(sections, starts, strict=False)])
-        crossing = np.concatenate([each.crossing[:-1] for each in sections])
-        section = np.repeat(np.arange(len(sections)), sizes)
-        inner = np.concatenate([np.arange(size) for size in sizes])
+        parts = list(zip(sections, own, strict=True))
+        time = np.concatenate([each.time[at] + start for (each, at), start in zip(parts, starts, strict=False)])
+        crossing = np.concatenate([each.crossing[at] for each, at in parts])
+        section, inner = np.repeat(np.arange(len(sections)), list(map(len, own))), np.concatenate(own)
         return cls(
-            sections, np.append(time, starts[-1]), np.append(crossing, 0.0), np.append(section, len(sections) - 1),
-            np.append(inner, sizes[-1]),
+            np.append(time, starts[-1]), np.append(crossing, 0.0), np.append(section, len(sections) - 1),
+            np.append(inner, len(sections[-1].time) - 1),
         )  # fmt: skip
 
     def even(self, count: int) -> list[int]:
@@ -170,33 +202,29 @@ class _Road:
 
     def _squares(self, windows: Sequence[np.ndarray], limit: float) -> list[int]:
         """The ends of stages, each from its window, with the least sum of squares of times within a limit."""
-        most, size = limit * (1 + 1e-9), len(self.time)
+        most = limit * (1 + 1e-9)
         ahead, behind = self.time + self.crossing, self.time - self.crossing
-        reach = np.arange(size) - np.searchsorted(self.time, ahead - most) + 1  # places that a stage may go on for
-        before, first, choices = np.where(np.arange(size) == 0, 0.0, np.inf), 0, list[np.ndarray]()
+        begins, before, choices = np.zeros(1, int), np.zeros(1), list[np.ndarray]()
         for ends in windows:
-            wide = max(1, min(int(reach[ends].max()), int(ends[-1]) - first))
-            took = ahead[ends, None] - _before_each(ends, wide, behind)
-            value = took * took
-            value += _before_each(ends, wide, before)
-            np.putmask(value, took > most, np.inf)
-            choice = value.argmin(axis=1)
-            before, starts, first = np.full(size, np.inf), np.zeros(size, int), int(ends[0])
-            before[ends], starts[ends] = value[np.arange(len(ends)), choice], ends - wide + choice
-            choices.append(starts)
-        found = [int(windows[-1][0])]
-        for starts in choices[:0:-1]:
-            found.append(int(starts[found[-1]]))
+            took = ahead[ends, None] - behind[begins]
+            value = took * took + before
+            np.putmask(value, (took > most) | (begins >= ends[:, None]), np.inf)
+            choices.append(value.argmin(axis=1))
+            begins, before = ends, value.min(axis=1)
+        at, found = 0, [int(windows[-1][0])]
+        for ends, choice in zip(windows[-2::-1], choices[:0:-1], strict=True):
+            at = int(choice[at])
+            found.append(int(ends[at]))
         return found[::-1]
 
-    def _ends(self, count: int, limit: float) -> list[np.ndarray]:
-        """For each of `count` stages the places where it may end, so that it and all before it keep to a limit."""
-        ahead, behind = self.time + self.crossing, self.time - self.crossing
-        found, ends = list[np.ndarray](), np.arange(len(self.time)) == 0
-        for _ in range(count):
+    def _ends(self, count: int, limit: float) -> np.ndarray:
+        """A row for each of `count` stages: where it may end, so that it and all before it keep to a limit."""
+        ahead, behind = self.time + self.crossing, self.time - self.crossing + limit * (1 + 1e-9)
+        ends, found = np.arange(len(self.time)) == 0, np.zeros((count, len(self.time)), dtype=bool)
+        for row in found:
             latest = np.maximum.accumulate(np.where(ends, behind, -np.inf))
-            ends = np.append(False, ahead[1:] <= latest[:-1] + limit * (1 + 1e-9))
-            found.append(ends)
+            np.less_equal(ahead[1:], latest[:-1], out=row[1:])
+            ends = row
         return found
 
     def _reversed(self) -> _Road:
@@ -239,18 +267,3 @@ def _least(low: float, high: float, is_enough: Callable[[float], bool]) -> float
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
-
-
-def _before_each(ends: np.ndarray, count: int, values: np.ndarray) -> np.ndarray:
-    """A row for each end, with the `count` values before it; infinite where there are none."""
-    return sliding_window_view(np.concatenate([np.full(count, np.inf), values]), count)[ends]
-
-
-def _before(road: _Road, at: int, name: str, last: int) -> Part:
-    """What comes before a place. name: of what is counted. last: the section behind the layers."""
-    number, inner = int(road.section[at]), int(road.inner[at])
-    values = getattr(road.sections[number], name)
-    share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
-    if number == 0:
-        return Part(share, 0.0, 0.0)
-    return Part(1.0, number - 1 + share, 0.0) if number < last else Part(1.0, last - 1, share)

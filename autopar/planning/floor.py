@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -20,32 +21,30 @@ from autopar.planning.sides import SUM, sides_of, terms_of
 from autopar.planning.stage import Micro
 
 Line = Callable[[float, float], float]
+Pair = tuple[float, float]  # of all calls, and of those that are none of the layer that is left out
 GRADIENTS = frozenset(("gradient", "part"))  # kinds of outputs: of weights, and of the loss
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a call asks for. fixed: bytes that it reads or writes of parameters and their gradients, however few rows
-    there are. stays: True if it is none of the layer that is left out."""
+    """What equal calls ask for, each. fixed: bytes that one reads or writes of parameters and their gradients, however
+    few rows there are. count: of the calls; stay: of those that are none of the layer that is left out."""
 
     load: Load
     fixed: float
-    stays: bool
+    count: int
+    stay: int
 
-    @property
-    def is_moved(self) -> bool:
-        """True for a collective."""
-        return self.load.link not in ("", RING, TURNS)
-
-    def at(self, share: float) -> Load:
-        """The load of a share of the rows."""
+    def at(self, share: float) -> Ask:
+        """Of a share of the rows."""
         load = self.load
         moved = self.fixed + (load.moved - self.fixed) * share
         results = tuple([result * share for result in load.results])
         sent = tuple([(times, size * share) for times, size in load.sent])
-        return replace(
+        less = replace(
             load, flops=load.flops * share, squares=load.squares * share, moved=moved, results=results, sent=sent
         )  # fmt: skip
+        return replace(self, load=less)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +62,68 @@ class Floor:
         asks = {kind: tuple(_asks(kind, micro.fused(micro.graphs[kind]), rest, casts)) for kind in "FB"}
         return cls(micro.program.mesh, asks["F"], asks["B"])
 
-    def us(
-        self, machine: Machine, mesh: Mesh, share: float, line: Line, is_still: bool = False
-    ) -> tuple[float, float, float]:  # fmt: skip
-        """us of the forward and of the backward pass at least, of a share of the rows, and of the device in both, however
-        late its calls come. machine: one whose calls are the
-        faster the larger they are. mesh: in which the ranks lie. line: from what all calls take, and those that are
-        none of the layer that is left out, to what the whole model takes. is_still: as if what cp and ulysses move took
-        no time.
+    def at(self, share: float, machine: Machine, is_still: bool = False) -> Low:
+        """Of a share of the rows. machine: one whose calls are the faster the larger they are. is_still: as if what cp
+        and ulysses move took no time."""
+        ranks = Mesh(tuple(pair for pair in self.mesh.axes if is_in_time(pair[0])))
+        both = ([ask.at(share) for ask in asks] for asks in (self.forward, self.backward))
+        return Low(ranks, machine, *(_Pass.of(asks, machine, is_still) for asks in both))
+
+
+@dataclass(frozen=True, slots=True)
+class Low:
+    """The calls of a floor with so many rows, on a machine. mesh: the axes that no rank lies on."""
+
+    mesh: Mesh
+    machine: Machine
+    forward: _Pass
+    backward: _Pass
+
+    def us(self, ranks: Mesh, line: Line) -> tuple[float, float, float]:
+        """us of the forward and of the backward pass at least, and of the device in both, however late its calls come.
+        ranks: the mesh in which these lie. line: from what all calls take, and those that are none of the layer that is
+        left out, to what the whole model takes.
 
         Whatever hides them, collectives take a part of the device from the calls beside them (`passes/streams.py`).
         """
-        mesh = Mesh((*(pair for pair in self.mesh.axes if is_in_time(pair[0])), *mesh.axes))
-        hidden = 1.0 if machine.is_host else machine.device.communicating
-
-        def least(asks: Sequence[Ask]) -> tuple[float, float]:
-            loads = (still(ask.at(share)) if is_still else ask.at(share) for ask in asks)
-            times = [load_us(load, mesh, machine) for load in loads]
-            moved = line(*_sums(asks, [time * ask.is_moved for time, ask in zip(times, asks, strict=True)]))
-            computed = line(*_sums(asks, times)) - moved
-            hosted = line(*_sums(asks, [machine.launch_us] * len(asks)))
-            busy = computed + hidden * moved
-            return max(busy, moved, hosted), busy
-
-        (forward, busy), (backward, more) = least(self.forward), least(self.backward)
+        mesh, machine = Mesh((*self.mesh.axes, *ranks.axes)), self.machine
+        (forward, busy), (backward, more) = (each.us(mesh, machine, line) for each in (self.forward, self.backward))
         return forward, backward, busy + more
 
 
-def _sums(asks: Sequence[Ask], times: Sequence[float]) -> tuple[float, float]:
-    """Of all, and of those that are none of the layer that is left out."""
-    return sum(times), sum([time for time, ask in zip(times, asks, strict=True) if ask.stays])
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """computed: us of calls that talk to no other rank, of all and of those that stay, as of `Ask`. calls: how many
+    there are in all. talking: the others."""
+
+    computed: Pair
+    calls: Pair
+    talking: tuple[Ask, ...]
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask], machine: Machine, is_still: bool) -> _Pass:
+        loads = [(ask, still(ask.load) if is_still else ask.load) for ask in asks]
+        alone = [(ask, load_us(load, Mesh(()), machine)) for ask, load in loads if load is not None and not load.link]
+        talking = tuple(replace(ask, load=load) for ask, load in loads if load is not None and load.link)
+        return cls(_sum(alone), _sum((ask, 1.0) for ask in asks), talking)
+
+    def us(self, mesh: Mesh, machine: Machine, line: Line) -> tuple[float, float]:
+        """us at least, and of the device."""
+        times = [(ask, load_us(ask.load, mesh, machine)) for ask in self.talking]
+        moved = line(*_sum(each for each in times if each[0].load.link not in (RING, TURNS)))
+        turns = line(*_sum(each for each in times if each[0].load.link in (RING, TURNS)))
+        hosted = line(*(calls * machine.launch_us for calls in self.calls))
+        hidden = 1.0 if machine.is_host else machine.device.communicating
+        busy = line(*self.computed) + turns + hidden * moved
+        return max(busy, moved, hosted), busy
+
+
+def _sum(times: Iterable[tuple[Ask, float]]) -> Pair:
+    """times: of one of the equal calls of each."""
+    all_ = stay = 0.0
+    for ask, us in times:
+        all_, stay = all_ + ask.count * us, stay + ask.stay * us
+    return all_, stay
 
 
 def rank_flops(program: Program, counts: Callable[[fx.Node], bool] | None = None) -> float:
@@ -110,6 +141,17 @@ def _casts(prologue: Program) -> Iterator[str]:
 
 
 def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iterator[Ask]:
+    counts, stays = Counter[tuple[Load, float]](), Counter[tuple[Load, float]]()
+    for node, load, fixed in _loads(kind, graph, rest, casts):
+        counts[load, fixed] += 1
+        stays[load, fixed] += rest.counts(node)
+    return (Ask(*asked, count, stays[asked]) for asked, count in counts.items())
+
+
+def _loads(
+    kind: str, graph: Program, rest: Rest, casts: Collection[str]
+) -> Iterator[tuple[fx.Node, Load, float]]:  # fmt: skip
+    """Of each call what it asks for, and the bytes of that which are fixed."""
     stored = {node for node, entry in graph.entries if entry.kind == "parameter" or entry.name in casts}
     written = {root_of(node) for node, out in graph.leaving if node is not None and out.kind in GRADIENTS}
     once = {node for node, term in terms_of(sides_of(kind, graph, rest)) if term == SUM}  # a step, of a pipeline
@@ -119,4 +161,4 @@ def _asks(kind: str, graph: Program, rest: Rest, casts: Collection[str]) -> Iter
         whole = operand_nodes(node)[1:] if node.target in LOOKUPS else operand_nodes(node)
         read = [operand for operand in whole if root_of(operand) in stored]
         fixed = sum(local_bytes(each, graph.mesh) for each in (*read, *[node] * (node in written)))
-        yield Ask(load, fixed, rest.counts(node))
+        yield node, load, fixed

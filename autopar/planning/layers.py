@@ -32,7 +32,6 @@ class Layers:
 
     def __init__(self, captures: Captures, options: StepOptions, machine: Machine) -> None:
         self.micros = Micros(captures, options, machine)
-        self._floors: dict[tuple[Split, int], Floor] = {}
         self._least: dict[tuple[Place, Split, int, float, bool], tuple[float, float, float]] = {}
         self._flops_again: dict[str, float] = {}
         self._places: dict[Split, Place] = {}
@@ -118,14 +117,14 @@ class Layers:
     def least_us(
         self, split: Split, of: Split, rows: int, share: float, is_still: bool = False
     ) -> tuple[float, float, float]:  # fmt: skip
-        """us of the forward and of the backward pass of a micro-batch at least, and of the device in both, that is a share of one of so many rows
-        on the ranks `of` a split with fewer of cp (`Floor.us`). Raises AutoparError as `Micros.local`."""
-        if (of, rows) not in self._floors:
-            self._floors[of, rows] = Floor.of(self.micros.micro(of, rows, "none"), self._rest)
+        """us of the forward and of the backward pass of a micro-batch at least, and of the device in both. It is a
+        share of one of so many rows, on the ranks `of` a split with fewer of cp (`Low.us`). Raises AutoparError as
+        `Micros.local`."""
         key = self.place(split), of, rows, share, is_still
         if key not in self._least:
-            floor = self._floors[of, rows]
-            self._least[key] = floor.us(self._rising, split.placed, share, self._of_model, is_still)
+            floor = self.kept(("floor", of, rows), lambda: Floor.of(self.micros.micro(of, rows, "none"), self._rest))
+            low = self.kept(("low", *key[1:]), lambda: floor.at(share, self._rising, is_still))
+            self._least[key] = low.us(split.placed, self._of_model)
         return self._least[key]
 
     def flops_again(self, recompute: str) -> float:

@@ -167,7 +167,7 @@ def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
     def make() -> Sequence[Share]:
         sections = layers.sections(near, candidate.recompute, mesh)
         cost, few = (layers.cost(near, rows, candidate.recompute) for rows in (candidate.rows, layers.micros.low))
-        return sections.stages(layers.equal, count, data.beside(sections, cost, few))
+        return sections.stages(layers.equal, count, data.rates(sections, cost, few))
 
     found: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
     return found
