@@ -53,3 +53,26 @@ def test_all_stages_together_are_the_model() -> None:
         assert (found.entry, found.layers, found.behind) == pytest.approx((wanted.entry, wanted.layers, wanted.behind))
     assert shares[0].time.entry == shares[-1].time.behind == 1.0
     assert shares[0].stored != shares[0].time, "a layer that is cut has other parts of its parameters than of its time"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_places_that_are_left_out_are_never_better(count: int) -> None:
+    """Where three values cross, or nothing is computed since the place before, a cut is not looked at."""
+    times, crossing, layers = [2.0, 0.3, 0.0, 5.0, 0.4, 3.0], [0.4, 1.2, 0.8, 0.8, 1.2, 0.7], 3
+    model = Sections(section(ENTRY, [0.0, 0.4]), section(times, crossing), section(BEHIND, [0.4] * 3))
+    assert list(model.layer.places) == [0, 2, 5], "places behind 2.0 and 0.3 + 0.0, and in the long call, are no better"
+    shares = model.stages(layers, count)
+    calls, sent = [*ENTRY, *times * layers, *BEHIND], [0.0, 0.4, *crossing * layers, *[0.4] * 3, 0.0]
+
+    def took(inner: tuple[int, ...]) -> tuple[float, float, list[float]]:
+        """The slowest stage, the squares of all, and what each computes."""
+        pairs = list(pairwise((0, *inner, len(calls))))
+        all_ = [sum(calls[a:b]) + sent[a] + sent[b] for a, b in pairs]
+        return round(max(all_), 6), round(sum(us * us for us in all_), 6), [sum(calls[a:b]) for a, b in pairs]
+
+    every = [took(inner) for inner in combinations(range(1, len(calls)), count - 1)]
+    best = min(every)[:2]
+    evenest = [alone for *cost, alone in every if tuple(cost) == best]
+    parts = [share.time for share in shares]
+    alone = [part.entry * sum(ENTRY) + part.layers * sum(times) + part.behind * sum(BEHIND) for part in parts]
+    assert alone in [pytest.approx(best) for best in evenest]
