@@ -20,7 +20,8 @@ WAIT = op("wait")
 @dataclass(frozen=True, slots=True)
 class Ran:
     """A graph on one rank, in us. total: from the first launch to the last end. computed: of its calls. exposed: what
-    the device waited for collectives, by axis. hosted: what it waited for the host. calls: how many it launches."""
+    the device waited for collectives, by axis. hosted: what it waited for the host, to launch calls. calls: how many it
+    launches."""
 
     total: float
     computed: float
@@ -48,7 +49,8 @@ def run(program: Program, machine: Machine) -> Ran:
 
     Collectives run on the device too: while one is under way, calls have what it leaves (`Device.communicating`).
 
-    Where cores are the devices (`machine.is_host`) they move data too: nothing hides a collective.
+    Where cores are the devices (`machine.is_host`) they launch calls and move data too: nothing hides a launch, nor a
+    collective.
     """
     return run_launches(launches_of(program), list(node_times(program, machine).values()), machine)
 
@@ -97,7 +99,7 @@ class _Streams:
             self._await(*self.ends.pop(launch.awaits))
             return
         self.calls += 1
-        self.host += self.machine.launch_us
+        self._begin()
         axis = launch.axis
         if not axis:
             self._compute(time)
@@ -113,6 +115,13 @@ class _Streams:
             self.ends[place] = begin + time, axis
         else:
             self._await(begin + time, axis)
+
+    def _begin(self) -> None:
+        """The host launches a call."""
+        self.host += self.machine.launch_us
+        if self.machine.is_host:
+            self.device += self.machine.launch_us
+            self.hosted += self.machine.launch_us
 
     def _compute(self, time: float) -> None:
         begin = max(self.device, self.host)

@@ -59,8 +59,7 @@ def measure_here(device: str, name: str, seconds: float, told: Callable[[int, in
     ranks: Ranks = _Together(place) if dist.is_initialized() else Alone()
     transfer = _Transfers(groups, place)
     runner: Runner = CudaRunner(place, transfer) if place.type == "cuda" else HostRunner(place, transfer)
-    launch_us = runner.launch_us() if isinstance(runner, CudaRunner) else 0.0
-    return measure_machine(name, place, tuple(groups), runner, ranks, seconds, told, ranks.largest(launch_us))
+    return measure_machine(name, place, tuple(groups), runner, ranks, seconds, told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,10 @@ class Runner(Protocol):
         """Make the operands of an item."""
         ...
 
+    def launch_us(self) -> float:
+        """What `Machine.launch_us` says, in us."""
+        ...
+
 
 class Ranks(Protocol):
     """The processes that measure together."""

@@ -117,7 +117,7 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A cluster of equal nodes. ranks: devices of a node. launch_us: what the host needs for a call. is_host: the
-    devices are cores, which move data as well as compute."""
+    devices are cores, which launch calls and move data as well as compute, one after the other."""
 
     name: str
     device: Device

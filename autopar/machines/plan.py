@@ -94,9 +94,10 @@ def measure_machine(
     ranks: Ranks,
     seconds: float,
     told: Callable[[int, int, Item], None],
-    launch_us: float = 0.0,
 ) -> Found:
     """The machine that these ranks run on. groups: of the ranks of a node, and of ranks of different nodes, if any."""
+    ranks.mean(0.0)  # all begin at once
+    launch_us = ranks.mean(runner.launch_us())
     samples = measure(items_of(device, groups), runner, ranks, seconds, told)
     count = groups[0].inside if groups else 1
     main, remarks = SIZES[device.type].main, []

@@ -26,6 +26,7 @@ Transferred = Callable[[Transfer], Callable[[], object]]  # a transfer to the ca
 IN_GRAPH = 20  # calls of a CUDA graph
 SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
 WORK = 512  # of the square product before a collective
+BATCHES, LAUNCHES = 10, 20  # of small calls, and how many each has
 
 
 def _in_turns(item: Call, device: torch.device) -> Callable[[], object]:
@@ -55,8 +56,18 @@ class HostRunner:
         move = self.transfer(item)
         if item.kind == MESSAGE:  # the other rank waits for it
             return lambda times: _host_us(move, times)
-        work = products("float32", (WORK,))[0].make(self.device)
+        work = self._work()
         return lambda times: _host_us(move, times, work)
+
+    def launch_us(self) -> float:
+        """How much longer a small call takes after a product, which leaves little of torch's code and of the calls'
+        operands in the caches, than after a call like itself."""
+        x, add, work = torch.ones(1), torch.ops.aten.add.Tensor, self._work()
+        after = min(_host_us(lambda: add(x, x), LAUNCHES, work) for _ in range(BATCHES))
+        return max(0.0, after - min(_host_us(lambda: add(x, x), LAUNCHES) for _ in range(BATCHES)))
+
+    def _work(self) -> Callable[[], object]:
+        return products("float32", (WORK,))[0].make(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class CudaRunner:
         found = []
         for _ in range(20):
             torch.cuda.synchronize(self.device)
-            found.append(_host_us(lambda: add(x, x), 100))
+            found.append(_host_us(lambda: add(x, x), 5 * LAUNCHES))
         return min(found)
 
 

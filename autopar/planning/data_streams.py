@@ -142,6 +142,9 @@ class _Streams:
 
     def compute(self, us: float, launched: float) -> None:
         """Calls that take so long on the device, and the host as long to launch."""
+        if self.data.machine.is_host:
+            self.device += us + launched
+            return
         begin, left = max(self.device, self.host), 1 - self.data.machine.device.communicating
         slowed = min(max(0.0, self.moving - begin), us / left)
         self.host += launched
@@ -154,11 +157,11 @@ class _Streams:
 
     def move(self, kind: str, bytes_: float, group: Group) -> float:
         """Start a collective; us when it ends."""
-        us = self.data.collective_us(kind, bytes_, group)
-        self.host += self.data.machine.launch_us
+        us, launched = self.data.collective_us(kind, bytes_, group), self.data.machine.launch_us
         if self.data.machine.is_host:
-            self.device += us
+            self.device += us + launched
             return self.device
+        self.host += launched
         self.moving = max(self.moving, self.device, self.host) + us
         return self.moving
 

@@ -113,8 +113,10 @@ class _Pass:
         moved = line(*_sum(each for each in times if each[0].load.link not in (RING, TURNS)))
         turns = line(*_sum(each for each in times if each[0].load.link in (RING, TURNS)))
         hosted = line(*(calls * machine.launch_us for calls in self.calls))
-        hidden = 1.0 if machine.is_host else machine.device.communicating
-        busy = line(*self.computed) + turns + hidden * moved
+        if machine.is_host:
+            busy = line(*self.computed) + turns + moved
+            return busy + hosted, busy + hosted
+        busy = line(*self.computed) + turns + machine.device.communicating * moved
         return max(busy, moved, hosted), busy
 
 

@@ -101,8 +101,10 @@ class Sheets:
         found = held_of_entry(self.stored[False], whole)
         for name, kinds in OF_KINDS.items():
             own = {kind: sheet for kind, sheet in whole.items() if kind in kinds}
-            found[name] = found[f"{name}_busy"] = sum(sheet.entry_us(times[kind]) for kind, sheet in own.items())
-            found[f"{name}_launched"] = machine.launch_us * sum(sheet.entry_calls for sheet in own.values())
+            busy = sum(sheet.entry_us(times[kind]) for kind, sheet in own.items())
+            launched = machine.launch_us * sum(sheet.entry_calls for sheet in own.values())
+            found[name] = busy + launched * machine.is_host
+            found |= {f"{name}_busy": busy, f"{name}_launched": launched}
         return found
 
 

@@ -75,3 +75,10 @@ def test_the_host_is_waited_for_where_calls_are_small() -> None:
     assert slow.total == pytest.approx(5 * 1000.0 + 0.5), "the last launch, and its call"
     assert slow.hosted == pytest.approx(slow.total - slow.computed - slow.exposed.get("tp", 0.0))
     assert slow.computed == free.computed
+
+
+def test_cores_launch_calls_themselves() -> None:
+    found, before = (ran(replace(MACHINE, is_host=True, launch_us=us)) for us in (3.0, 0.0))
+    assert found.calls == 5 and found.hosted == 5 * 3.0
+    assert found.total == pytest.approx(before.total + 5 * 3.0)
+    assert (found.computed, found.exposed) == (before.computed, before.exposed)

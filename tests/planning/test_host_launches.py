@@ -1,0 +1,54 @@
+"""Plans for cores, which launch each call themselves before they compute it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from plan_jobs import llama_job
+
+import autopar
+from autopar.machines import Machine, named
+from autopar.planning.bounds import Bounds, Work
+from autopar.planning.candidates import Candidate
+from autopar.planning.layers import Layers
+from autopar.planning.plan import layers_of
+from autopar.planning.predict import predict
+
+LAUNCH = 200.0  # us
+NEAR = 0.03
+
+
+def machine(launch: float) -> Machine:
+    return replace(named("cpu"), launch_us=launch)
+
+
+def job(rows: int) -> autopar.Job:
+    return llama_job(4, 64, 2, 128, 256, 32, rows)
+
+
+@cache
+def layers(launch: float) -> Layers:
+    return layers_of(job(2), machine(launch))
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(2, 1, 1, 0, "none", 2, 4), Candidate(1, 2, 1, 0, "none", 2, 2), Candidate(1, 1, 2, 0, "none", 2, 4),
+        Candidate(2, 1, 2, 2, "none", 1, 4), Candidate(2, 1, 2, 3, "none", 1, 4, "zb-h1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate) -> None:
+    given = job(candidate.dp * candidate.rows * candidate.microbatches)
+    compiled = autopar.compile(
+        given.model, candidate.mesh, loss_fn=given.loss_fn, batch=given.batch, precision="bf16", **candidate.options()
+    )
+    found, quick = (predict(candidate, layers(us), machine(us)).total for us in (LAUNCH, 0.0))
+    emitted, before = (compiled.time(machine(us)).total for us in (LAUNCH, 0.0))
+    assert found == pytest.approx(emitted, rel=NEAR)
+    assert found - quick == pytest.approx(emitted - before, rel=NEAR) and emitted > 2 * before
+    bounds = Bounds(layers(LAUNCH), Work(0.0, 0.0, 0.0, "float32"), machine(LAUNCH), layers(LAUNCH).equal)
+    assert all(bound(candidate) <= found for bound in bounds.steps)
