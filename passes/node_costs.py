@@ -14,7 +14,7 @@ from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
-from autopar.machines.model import FRESH, MESSAGE, Group
+from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, Group
 from autopar.passes.causal import causal_pairs
 from autopar.passes.moved import OVER, moved_bytes
 
@@ -25,17 +25,18 @@ RING, TURNS = "ring", "turns"  # messages beside the products of a call; message
 class Load:
     """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
 
-    flops: of its product, in `dtype`; attention: a fused one. squares: of these those of a causal mask's squares, of
-    `width` queries and keys each; a kernel computes little more than half of one. moved: bytes read and written.
-    results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or
-    TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value that a collective moves.
+    flops: of its product, in `dtype`; kind: of a fused attention or a convolution, as of `Machine.call_us`. squares: of
+    these those of a causal mask's squares, of `width` queries and keys each; a kernel computes little more than half of
+    one. moved: bytes read and written. results: bytes of each result. link: how it talks over `axis`: a collective's
+    name, MESSAGE to one rank, RING or TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value
+    that a collective moves.
     """
 
     flops: float = 0.0
     squares: float = 0.0
     width: int = 0
     dtype: str = ""
-    attention: bool = False
+    kind: str = ""
     moved: float = 0.0
     results: tuple[float, ...] = ()
     link: str = ""
@@ -64,7 +65,7 @@ class Load:
 
 def _kind(load: Load) -> tuple[object, ...]:
     times = tuple(times for times, _ in load.sent)
-    return load.flops > 0, load.dtype, load.attention, load.width, len(load.results), load.link, load.axis, times
+    return load.flops > 0, load.dtype, load.kind, load.width, len(load.results), load.link, load.axis, times
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -95,7 +96,7 @@ def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
 
 def _computed_us(load: Load, machine: Machine) -> float:
     hidden = load.squares * (1 - machine.square(load.width)) if load.squares else 0.0
-    took = machine.call_us(load.flops - hidden, load.dtype, load.moved, load.attention)
+    took = machine.call_us(load.flops - hidden, load.dtype, load.moved, load.kind)
     if sum(load.results) < FRESH:
         return took
     return took + sum(map(machine.fresh_us, load.results))
@@ -133,7 +134,8 @@ def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     if not record(node).flops:
         return Load(moved=moved, results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
-    return Load(*_flops(node, mesh), dtype, "attention" in str(node.target), moved, results)
+    kind = next((kind for kind in (ATTENTION, CONVOLUTION) if kind in str(node.target)), "")
+    return Load(*_flops(node, mesh), dtype, kind, moved, results)
 
 
 def _flops(node: fx.Node, mesh: Mesh) -> tuple[float, float, int]:

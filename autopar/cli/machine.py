@@ -22,7 +22,7 @@ from autopar.ir.measure import human
 from autopar.machines import built_in, check_writable, machine_text, named, notes_of, path_of, write_machine
 from autopar.machines.fit import Fit, fits
 from autopar.machines.plan import Found
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, UPDATE, Item
+from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Item
 from autopar.machines.workload import KINDS
 from autopar.settings import Settings
 
@@ -78,7 +78,7 @@ def _report(found: Found, path: Path, ranks: int, device: str) -> None:
     notes = [f"Measured on {date.today()} by autopar machine measure: {ranks} x {units}, torch {torch.__version__}."]
     write_machine(found.machine, path, [*notes, *found.remarks])
     show("what the machine says of what was measured: mean error, the largest, and where that is")
-    for kind in (PRODUCT, ATTENTION, STREAM, UPDATE, *KINDS):
+    for kind in (PRODUCT, *SHARED, STREAM, UPDATE, *KINDS):
         if kind in known:
             show(f"  {_line(kind, known[kind], found)}")
     for remark in found.remarks:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from autopar.machines.files import COLLECTIVES
 from autopar.machines.model import ALL, ANY, FRESH, MESSAGE, PRODUCTS, Curve, Device, Group, Link, Machine
-from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, UPDATE, Call, Sample, Transfer
+from autopar.machines.samples import LEAST, PRODUCT, SHARED, STREAM, UPDATE, Call, Sample, Transfer
 
 TOLERANCE = 0.2
 APART = 3.9  # of sizes of transfers, which have one time each, where a call of a size has several shapes
 DIGITS = 4  # of a constant
 LEAST_SHARE = 2e-6  # a file takes no less than half of it
-MOST_ATTENTION = 2.0
+MOST_SHARE = 2.0  # of what products reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,8 @@ def fit_device(samples: Sequence[Sample], memory: float, main: str, is_host: boo
                    for each, us in products if each.dtype == main], rises=True),
         fit_curve([Point(each.bytes_, 0.0, each.bytes_ / bandwidth * 1e6, us) for each, us in streams]),
     )  # fmt: skip
-    return replace(
-        device, attention=_attention(device, calls), fresh=_fresh(device, fresh), update=_update(device, calls)
-    )  # fmt: skip
+    shares: dict[str, Any] = {kind: _share(device, calls, kind) for kind in SHARED}
+    return replace(device, fresh=_fresh(device, fresh), update=_update(device, calls), **shares)
 
 
 def _fresh(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
@@ -130,11 +130,11 @@ def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:
     return [dtype for dtype in PRODUCTS if dtype in seen]
 
 
-def _attention(device: Device, calls: Iterable[tuple[Call, float]]) -> float:
+def _share(device: Device, calls: Iterable[tuple[Call, float]], kind: str) -> float:
     """The share of what a product of as many FLOPs reaches."""
     machine = _on(device, Link(1.0, 0.0, 0.0))
-    found = [machine.product_us(call.flops, call.dtype) / us for call, us in calls if call.kind == ATTENTION]
-    return _short(min(MOST_ATTENTION, _mean(found))) if found else 1.0
+    found = [machine.product_us(call.flops, call.dtype) / us for call, us in calls if call.kind == kind]
+    return _short(min(MOST_SHARE, _mean(found))) if found else 1.0
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -52,6 +52,7 @@ FRESH = 32 * 2**20  # glibc's largest M_MMAP_THRESHOLD: what is larger is mapped
 ANY = "any"
 MESSAGE = "message"
 ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
+ATTENTION, CONVOLUTION = "attention", "convolution"  # kinds of calls whose FLOPs reach what is no product's share
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 H100 = 132  # multiprocessors
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
@@ -62,12 +63,12 @@ TILE, TILE_CPU = 128, 512
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device. flops: its peaks by dtype, a second. products: the share of a peak that a product reaches, by its
-    FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches. bandwidth: of its memory,
-    bytes a second. streams: the share of it, by the bytes that a call reads and writes. memory: bytes. least_us: of a
-    call. processors: streaming multiprocessors of a GPU, those of an H100 if not given. communicating: the share of the
-    device that collectives take from the calls beside them. fresh: bytes a second that the system gives of new pages,
-    as a result of `FRESH` bytes or more needs them on a host. update: the share of the bandwidth that an optimizer
-    reaches, which writes where it has read."""
+    FLOPs; attention: the same of one fused attention, of what a product of its FLOPs reaches; convolution: of a
+    convolution. bandwidth: of its memory, bytes a second. streams: the share of it, by the bytes that a call reads and
+    writes. memory: bytes. least_us: of a call. processors: streaming multiprocessors of a GPU, those of an H100 if not
+    given. communicating: the share of the device that collectives take from the calls beside them. fresh: bytes a
+    second that the system gives of new pages, as a result of `FRESH` bytes or more needs them on a host. update: the
+    share of the bandwidth that an optimizer reaches, which writes where it has read."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -80,6 +81,11 @@ class Device:
     communicating: float = 0.0
     fresh: float = math.inf
     update: float | None = None
+    convolution: float = 1.0
+
+    def reached(self, kind: str) -> float:
+        """Of what a product of as many FLOPs reaches, by a kind of call."""
+        return {ATTENTION: self.attention, CONVOLUTION: self.convolution}.get(kind, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +153,13 @@ class Machine:
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
-    def product_us(self, flops: float, dtype: str, attention: bool = False) -> float:
-        """The time of a product by its FLOPs on one rank. dtype: of its operands ("bfloat16")."""
+    def product_us(self, flops: float, dtype: str, kind: str = "") -> float:
+        """The time of a product by its FLOPs on one rank. dtype: of its operands ("bfloat16"). kind: ATTENTION or
+        CONVOLUTION of one that is more than a product."""
         if not flops:
             return 0.0
         peak = self.device.flops.get(dtype) or self.device.flops["float32"]
-        share = self.device.products(flops) * (self.device.attention if attention else 1.0)
+        share = self.device.products(flops) * self.device.reached(kind)
         return flops / (peak * share) * 1e6
 
     def square(self, width: int) -> float:
@@ -169,9 +176,9 @@ class Machine:
         share = self.device.update
         return self.memory_us(max(1.0, bytes_)) if share is None else bytes_ / (self.device.bandwidth * share) * 1e6
 
-    def call_us(self, flops: float, dtype: str, bytes_: float, attention: bool = False) -> float:
+    def call_us(self, flops: float, dtype: str, bytes_: float, kind: str = "") -> float:
         """The time of a call: of its products, or of the bytes that it reads and writes."""
-        return max(self.device.least_us, self.product_us(flops, dtype, attention), self.memory_us(bytes_))
+        return max(self.device.least_us, self.product_us(flops, dtype, kind), self.memory_us(bytes_))
 
     def fresh_us(self, result: float) -> float:
         """The time until a result of so many bytes has its pages: none where an allocator keeps them."""

@@ -14,7 +14,7 @@ from autopar.machines.fit import fit_device, fit_link
 from autopar.machines.measure import Ranks, Runner, measure
 from autopar.machines.model import PRODUCTS, Group, Machine
 from autopar.machines.samples import Item, Sample
-from autopar.machines.workload import attentions, least, products, streams, transfers, updates
+from autopar.machines.workload import attentions, convolutions, least, products, streams, transfers, updates
 
 KIB = 2**10
 
@@ -31,6 +31,7 @@ class Sizes:
     streams: tuple[int, ...]
     transfers: tuple[int, ...]
     updates: tuple[int, ...] = ()
+    channels: tuple[int, ...] = (64, 128)
 
 
 SIZES = {
@@ -62,6 +63,7 @@ def items_of(device: torch.device, groups: Sequence[Group]) -> list[Item]:
     calls: list[Item] = [least(sizes.main), *products(sizes.main, sizes.products)]
     calls += [call for dtype in _dtypes(device) if dtype != sizes.main for call in products(dtype, sizes.others)]
     calls += [*attentions(sizes.main, sizes.attentions, sizes.heads), *streams(sizes.main, sizes.streams)]
+    calls += convolutions(sizes.main, sizes.channels)
     calls += updates(sizes.main, sizes.updates)
     return _mixed([*calls, *transfers(groups, sizes.transfers)])
 

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.machines.model import MESSAGE, Group, Machine
+from autopar.machines.model import ATTENTION, CONVOLUTION, MESSAGE, Group, Machine
 
-PRODUCT, ATTENTION, STREAM, UPDATE, LEAST = "product", "attention", "stream", "update", "least"
+PRODUCT, STREAM, UPDATE, LEAST = "product", "stream", "update", "least"
+SHARED = (ATTENTION, CONVOLUTION)  # kinds that reach a share of what products do
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call on one device. kind: PRODUCT, ATTENTION, STREAM, UPDATE (an optimizer's), or LEAST: the smallest there is.
-    name: what is called. bytes_: read and written. make: the call, with its operands on a device. result: bytes of
-    what it gives."""
+    """A call on one device. kind: PRODUCT, ATTENTION, CONVOLUTION, STREAM, UPDATE (an optimizer's), or LEAST: the
+    smallest there is. name: what is called. bytes_: read and written. make: the call, with its operands on a device.
+    result: bytes of what it gives."""
 
     kind: str
     name: str
@@ -38,7 +39,7 @@ class Call:
     def us_on(self, machine: Machine) -> float:
         if self.kind == UPDATE:
             return machine.update_us(self.bytes_)
-        took = machine.call_us(self.flops, self.dtype, self.bytes_, attention=self.kind == ATTENTION)
+        took = machine.call_us(self.flops, self.dtype, self.bytes_, self.kind)
         return took + machine.fresh_us(self.result)
 
 

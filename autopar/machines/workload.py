@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import ADAMW, MESSAGE, Group
-from autopar.machines.samples import ATTENTION, LEAST, PRODUCT, STREAM, UPDATE, Call, Transfer
+from autopar.machines.model import ADAMW, ATTENTION, CONVOLUTION, MESSAGE, Group
+from autopar.machines.samples import LEAST, PRODUCT, STREAM, UPDATE, Call, Transfer
 
 KINDS = (*COLLECTIVES, MESSAGE)
+LONG_SUMS = "long sums"
 # Of a product of n x n x n, all with its 2 n^3 FLOPs: batch, rows, inner, columns.
 SHAPES: dict[str, Callable[[int], tuple[int, int, int, int]]] = {
     "square": lambda n: (1, n, n, n),
     "many rows": lambda n: (1, 4 * n, n // 2, n // 2),  # tokens through a weight
-    "long sums": lambda n: (1, n // 2, 4 * n, n // 2),  # the gradient of a weight
+    LONG_SUMS: lambda n: (1, n // 2, 4 * n, n // 2),  # the gradient of a weight
     "batched": lambda n: (8, n // 2, n // 2, n // 2),  # heads
 }
 WIDTH = 512  # of the rows that a memory-bound call reads
 HEAD = 64
+IMAGES, SIDE, KERNEL = 8, 32, 3  # of a convolution: images, and the sides of these and of its kernel
 
 
 def values(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
@@ -50,7 +52,11 @@ def _product(name: str, n: int, dtype: str) -> Call:
 
     def make(device: torch.device) -> Callable[[], object]:
         lead = (batch,) if batch > 1 else ()
-        a, b = values(device, dtype, *lead, rows, inner), values(device, dtype, *lead, inner, columns)
+        b = values(device, dtype, *lead, inner, columns)
+        if name == LONG_SUMS:
+            across = values(device, dtype, inner, rows).t()  # the rows of both operands are summed over
+            return lambda: torch.matmul(across, b)
+        a = values(device, dtype, *lead, rows, inner)
         return lambda: torch.matmul(a, b)
 
     return Call(PRODUCT, f"{name} {n}", 2.0 * n**3, bytes_, dtype, make)
@@ -75,6 +81,30 @@ def _attention(n: int, dtype: str, heads: int) -> Call:
 
     flops = 14.0 * heads * n * n * HEAD  # 2 products forward, 5 backward, as the rules count
     return Call(ATTENTION, f"attention {n}", flops, 12.0 * heads * n * HEAD * dtype_of(dtype).itemsize, dtype, make)
+
+
+def convolutions(dtype: str, channels: Iterable[int]) -> list[Call]:
+    """Convolutions of images, forward and backward, of some numbers of channels."""
+    return [_convolution(n, dtype) for n in channels]
+
+
+def _convolution(n: int, dtype: str) -> Call:
+    def make(device: torch.device) -> Callable[[], object]:
+        x, grad = (values(device, dtype, IMAGES, n, SIDE, SIDE) for _ in range(2))
+        inputs = x.requires_grad_(), values(device, dtype, n, n, KERNEL, KERNEL).requires_grad_()
+
+        def both() -> object:
+            with torch.enable_grad():
+                out = F.conv2d(*inputs, padding=KERNEL // 2)
+            return torch.autograd.grad(out, inputs, grad)
+
+        return both
+
+    image, weight = IMAGES * n * SIDE**2, n * n * KERNEL**2
+    flops = 3 * 2.0 * image * n * KERNEL**2  # a product forward, 2 backward
+    return Call(
+        CONVOLUTION, f"convolution {n}", flops, (6.0 * image + 3 * weight) * dtype_of(dtype).itemsize, dtype, make
+    )
 
 
 # Name: operands and results as large as x, and the call.

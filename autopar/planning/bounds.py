@@ -41,7 +41,8 @@ class Bounds:
         self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
         self.rising = machine.rising()
         flops = machine.device.flops
-        best = max(share for _, share in machine.device.products.points)
+        device = machine.device
+        best = max(share for _, share in device.products.points) * max(1.0, device.attention, device.convolution)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
         self._data: dict[Hashable, tuple[float, float]] = {}
         self._micro: dict[Hashable, tuple[float, float, float]] = {}  # as of `Layers.least_us`

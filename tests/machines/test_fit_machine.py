@@ -13,8 +13,8 @@ from autopar.machines import named
 from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
 from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
 from autopar.machines.plan import SIZES, items_of
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, UPDATE, Call, Item, Sample
-from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers, updates
+from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Sample
+from autopar.machines.workload import KINDS, attentions, convolutions, least, products, streams, transfers, updates
 
 
 def seen(machine: Machine, items: list[Item], noise: float = 0.0) -> list[Sample]:
@@ -29,13 +29,14 @@ def calls() -> list[Item]:
     found: list[Item] = [least(sizes.main), *attentions(sizes.main, sizes.attentions, sizes.heads)]
     for dtype in PRODUCTS:
         found += products(dtype, sizes.products)
+    found += convolutions(sizes.main, sizes.channels)
     return [*found, *streams(sizes.main, sizes.streams)]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g", "h200"])
 def test_a_device_is_found_again(name: str, noise: float):
-    known = named(name)
+    known = replace(named(name), device=replace(named(name).device, convolution=0.4))
     found = fit_device(seen(known, calls(), noise), known.device.memory, "bfloat16")
     reached = known.device.products(2 * 12288**3), known.device.streams(2**30)
     for dtype in PRODUCTS:
@@ -43,6 +44,7 @@ def test_a_device_is_found_again(name: str, noise: float):
     assert found.bandwidth == pytest.approx(known.device.bandwidth * reached[1], rel=0.02 + noise)
     assert found.memory == pytest.approx(known.device.memory, rel=1e-3)
     assert found.attention == pytest.approx(known.device.attention, rel=0.05 + noise)
+    assert found.convolution == pytest.approx(0.4, rel=0.05 + noise)
     for flops in (1e9, 1e11, 2e12):
         ratio = found.products(flops) * found.flops["bfloat16"] / known.device.products(flops)
         assert ratio == pytest.approx(known.device.flops["bfloat16"], rel=0.08 + noise)
@@ -134,7 +136,7 @@ def test_how_well_a_machine_tells_is_said_by_kind():
     known = named("h200")
     samples = seen(known, calls())
     assert {kind: fit.most for kind, fit in fits(known, samples).items()} == pytest.approx(
-        dict.fromkeys(("least", PRODUCT, ATTENTION, STREAM), 0.0)
+        dict.fromkeys(("least", PRODUCT, *SHARED, STREAM), 0.0)
     )
     samples = [Sample(each.item, each.us * (2 if each.item.kind == STREAM else 1)) for each in samples]
     samples[-1] = replace(samples[-1], us=samples[-1].us / 8)
@@ -147,7 +149,7 @@ def test_how_well_a_machine_tells_is_said_by_kind():
 
 def test_what_is_measured_on_a_cpu():
     items = items_of(torch.device("cpu"), (Group(2),))
-    assert {item.kind for item in items} == {"least", PRODUCT, ATTENTION, STREAM, UPDATE, *KINDS}
+    assert {item.kind for item in items} == {"least", PRODUCT, *SHARED, STREAM, UPDATE, *KINDS}
     assert {item.dtype for item in items if item.kind == PRODUCT} == {"float64", "float32", "bfloat16", "float16"}
     assert len(set(items)) == len(items)
     assert not [item for item in items_of(torch.device("cpu"), ()) if item.kind in KINDS]

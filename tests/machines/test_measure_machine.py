@@ -23,7 +23,7 @@ from autopar.machines.measure import Alone, measure
 from autopar.machines.model import MESSAGE, Group, Machine
 from autopar.machines.plan import items_of, measure_machine
 from autopar.machines.runners import CACHES, SETS, CudaRunner, HostRunner
-from autopar.machines.samples import ATTENTION, PRODUCT, STREAM, UPDATE, Call, Item, Transfer
+from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Transfer
 from autopar.machines.workload import KINDS, attentions, least, products, streams, transfers
 from autopar.settings import Settings
 
@@ -127,7 +127,7 @@ def test_a_machine_is_made_of_what_was_measured():
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2, rel=1e-3
     )
     assert {kind: fit.mean < 0.15 for kind, fit in fits(found.machine, found.samples).items()} == dict.fromkeys(
-        ("least", PRODUCT, ATTENTION, STREAM, UPDATE, *KINDS), True
+        ("least", PRODUCT, *SHARED, STREAM, UPDATE, *KINDS), True
     )
 
 

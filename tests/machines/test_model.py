@@ -88,7 +88,7 @@ def test_a_call_takes_its_products_its_bytes_or_the_least():
     assert machine.call_us(1e9, "float32", 0) == pytest.approx(2000)
     assert machine.call_us(1e9, "bfloat16", 0) == pytest.approx(500)
     assert machine.call_us(1e9, "int8", 0) == pytest.approx(2000)  # a dtype without a peak of its own
-    assert machine.call_us(1e9, "bfloat16", 0, attention=True) == pytest.approx(1000)
+    assert machine.call_us(1e9, "bfloat16", 0, "attention") == pytest.approx(1000)
     assert machine.call_us(1e9, "bfloat16", 1e9) == pytest.approx(10_000)
     assert machine.call_us(0, "", 100) == 5.0
 
