@@ -40,8 +40,7 @@ class Bounds:
     def __init__(self, layers: Layers, work: Work, machine: Machine, equal: int) -> None:
         self.layers, self.work, self.machine, self.equal = layers, work, machine, equal
         self.rising = machine.rising()
-        flops = machine.device.flops
-        device = machine.device
+        device, flops = machine.device, machine.device.flops
         best = max(share for _, share in device.products.points) * max(1.0, device.attention, device.convolution)
         self._flop_us = 1e6 / (flops.get(work.dtype, flops["float32"]) * best)
         self._data: dict[Hashable, tuple[float, float]] = {}

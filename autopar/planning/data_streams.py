@@ -217,12 +217,9 @@ class _Graph:
         host, device, moving, freed = (
             self.left_out * (now - then) for now, then in zip(self._state, begin, strict=True)
         )
-        streams = self.streams
-        streams.host, streams.device, streams.moving = (
-            streams.host + host,
-            streams.device + device,
-            streams.moving + moving,
-        )
+        self.streams.host += host
+        self.streams.device += device
+        self.streams.moving += moving
         self.freed += freed
         self.gathers.later(moving)
         self.sums.later(moving)

@@ -87,10 +87,10 @@ class Section:
     @property
     def places(self) -> np.ndarray:
         """Those where a cut may be best, the last one left out: where another one makes the stages on both sides no
-        longer, none is."""
+        longer, none is. The ends of the model, which nothing crosses, are no cuts."""
         time, crossing = self.time, self.crossing
         less = crossing[:, None] - crossing
-        near = np.abs(time[:, None] - time) <= less
+        near = (np.abs(time[:, None] - time) <= less) & (crossing > 0)
         first = np.arange(len(time))[:, None] > np.arange(len(time))
         worse = (near & ((less > 0) | first)).any(axis=1)
         worse[0] = False

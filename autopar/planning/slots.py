@@ -42,9 +42,8 @@ def slots_of(sections: Sections, shares: Sequence[Share], layers: int) -> tuple[
 def few(slots: Sequence[Slot], enough: float) -> tuple[Sequence[Slot], int, int]:
     """The slots of a stage without some of its whole layers, which are all alike; the unit of the last one before
     these, and how many they are. enough: bytes of gradients that are left with the layers before them."""
-    units = list(dict.fromkeys(slot.unit for slot in slots if slot.section == 1))[
-        1:-1
-    ]  # those at the ends may be parts
+    layers = list(dict.fromkeys(slot.unit for slot in slots if slot.section == LAYERS))
+    units = layers[1:-1]  # those at the ends may be parts
     if len(units) <= FIRST + LAST:
         return slots, -1, 0
     layer = sum(slot.weight.gradient for slot in slots if slot.unit == units[0] and slot.weight)
@@ -63,7 +62,7 @@ def _slots(sections: Sections, begin: Part, end: Part, layers: int) -> Iterator[
     yield from _between(sections.entry, 0, 0, begin.entry, end.entry)
     for number in range(math.floor(begin.layers + CLOSE), math.ceil(end.layers - CLOSE)):
         low, high = max(begin.layers - number, 0.0), min(end.layers - number, 1.0)
-        yield from _between(sections.layer, 1, 1 + number, low, high)
+        yield from _between(sections.layer, LAYERS, 1 + number, low, high)
     yield from _between(sections.behind, 2, 1 + layers, begin.behind, end.behind)
 
 

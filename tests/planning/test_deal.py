@@ -55,6 +55,12 @@ def test_all_stages_together_are_the_model() -> None:
     assert shares[0].stored != shares[0].time, "a layer that is cut has other parts of its parameters than of its time"
 
 
+def test_the_ends_of_a_model_stand_for_no_cut() -> None:
+    """Nothing crosses them, and a stage before or behind them has nothing."""
+    short = section([0.1, 5.0, 0.1], [0.0, 0.4, 0.4])
+    assert list(short.places) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_places_that_are_left_out_are_never_better(count: int) -> None:
     """Where three values cross, or nothing is computed since the place before, a cut is not looked at."""
