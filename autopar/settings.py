@@ -19,6 +19,7 @@ class Settings:
     kernels: AUTOPAR_KERNELS, a directory where generated kernels are kept; by default a part of the user's cache.
     exact: AUTOPAR_EXACT_KERNELS, by which generated kernels round after each op, as eager does.
     interpret: TRITON_INTERPRET, by which Triton runs kernels on a CPU.
+    trims: whether MALLOC_TRIM_THRESHOLD_ says when glibc gives memory back; else ranks on a CPU keep it.
     rank, world_size, local_rank, local_world_size: what torchrun sets; None without a launcher.
     error_file: where torchrun looks for what a rank that fails has to say.
     """
@@ -27,6 +28,7 @@ class Settings:
     kernels: Path = Path.home() / ".cache" / "autopar" / "kernels"
     exact: bool = False
     interpret: bool = False
+    trims: bool = False
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
@@ -41,6 +43,7 @@ class Settings:
             kernels=_path("AUTOPAR_KERNELS") or _cache() / "autopar" / "kernels",
             exact=_flag("AUTOPAR_EXACT_KERNELS"),
             interpret=_flag("TRITON_INTERPRET"),
+            trims="MALLOC_TRIM_THRESHOLD_" in os.environ,
             rank=_integer("RANK"),
             world_size=_integer("WORLD_SIZE"),
             local_rank=_integer("LOCAL_RANK"),

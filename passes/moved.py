@@ -22,6 +22,9 @@ LOOKUPS = frozenset(
 # a piece of rows once or twice, and writes exponentials into a buffer. What it does there finds the buffer in a cache.
 PASSES: Mapping[Any, int] = MappingProxyType({op("logsumexp"): 3, op("cross_entropy_backward"): 3})
 WIDE = 4
+# Times that their calls on a CPU go through memory as large as the result, but for calls that write over what was just
+# written: runtime/norms.py takes them apart there.
+APART: Mapping[Any, int] = MappingProxyType({op("rms_norm"): 5, op("rms_norm_backward"): 13})
 # Gradients that are written over an operand, of which nothing else is left: they need no memory of their own.
 OVER = frozenset((op("cross_entropy_backward"),))
 

@@ -16,7 +16,7 @@ from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
 from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, Group
 from autopar.passes.causal import causal_pairs
-from autopar.passes.moved import OVER, moved_bytes
+from autopar.passes.moved import APART, OVER, moved_bytes
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
@@ -27,7 +27,8 @@ class Load:
 
     flops: of its product, in `dtype`; kind: of a fused attention or a convolution, as of `Machine.call_us`. squares: of
     these those of a causal mask's squares, of `width` queries and keys each; a kernel computes little more than half of
-    one. moved: bytes read and written. results: bytes of each result. link: how it talks over `axis`: a collective's
+    one. moved: bytes read and written. apart: times that calls of a CPU go through its first result, 0 where these move
+    no more than `moved`. results: bytes of each result. link: how it talks over `axis`: a collective's
     name, MESSAGE to one rank, RING or TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value
     that a collective moves.
     """
@@ -38,6 +39,7 @@ class Load:
     dtype: str = ""
     kind: str = ""
     moved: float = 0.0
+    apart: int = 0
     results: tuple[float, ...] = ()
     link: str = ""
     axis: str = ""
@@ -65,7 +67,7 @@ class Load:
 
 def _kind(load: Load) -> tuple[object, ...]:
     times = tuple(times for times, _ in load.sent)
-    return load.flops > 0, load.dtype, load.kind, load.width, len(load.results), load.link, load.axis, times
+    return load.flops > 0, load.dtype, load.kind, load.width, load.apart, len(load.results), load.link, load.axis, times
 
 
 def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
@@ -97,6 +99,8 @@ def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
 def _computed_us(load: Load, machine: Machine) -> float:
     hidden = load.squares * (1 - machine.square(load.width)) if load.squares else 0.0
     took = machine.call_us(load.flops - hidden, load.dtype, load.moved, load.kind)
+    if load.apart and machine.is_host:  # each reads and writes as much
+        took = load.apart / 2 * machine.call_us(0.0, load.dtype, 2 * load.results[0])
     if sum(load.results) < FRESH:
         return took
     return took + sum(map(machine.fresh_us, load.results))
@@ -132,10 +136,10 @@ def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     operands = operand_nodes(node)
     moved, results = moved_bytes(node, operands, sizes), _results(node, mesh, sizes)
     if not record(node).flops:
-        return Load(moved=moved, results=results)
+        return Load(moved=moved, apart=APART.get(node.target, 0), results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
     kind = next((kind for kind in (ATTENTION, CONVOLUTION) if kind in str(node.target)), "")
-    return Load(*_flops(node, mesh), dtype, kind, moved, results)
+    return Load(*_flops(node, mesh), dtype, kind, moved, results=results)
 
 
 def _flops(node: fx.Node, mesh: Mesh) -> tuple[float, float, int]:

@@ -52,7 +52,7 @@ def measure_here(device: str, name: str, seconds: float, told: Callable[[int, in
     """Measure as one of the ranks of this job, or alone. All ranks must call this."""
     settings = Settings.read()
     place = device_of_rank(device, settings)
-    compute_on(place)
+    compute_on(place, settings)
     if settings.world_size is not None:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     groups = _groups(settings)

@@ -6,7 +6,9 @@ transfer the mean of the ranks, for all but the last have waited.
 
 A step is a sum over many calls, so what counts is the mean of a call's times and not the least, which is luck: calls
 run in batches, long enough to have in them what a machine does beside, and the median of their means counts, which a
-burst of other work does not move. All items are gone through twice, so that such a burst spoils one of the rounds.
+burst of other work does not move. All items are gone through twice, so that such a burst spoils one of the rounds. Of
+transfers the mean of all counts, but for such bursts: on a host most take their least time and some ten times that,
+until a thread that waited has a core again, and each step has such ones.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ ROUNDS = 2
 BATCH_US = 20e3  # of calls between two looks at the clock
 MOST_CALLS, LEAST_BATCHES, MOST_BATCHES = 2000, 2, 20
 CALLS = 3 + LEAST_BATCHES  # of one item at least
+BURST = 10  # times the median of batches: more than what transfers take now and then
 TOO_LONG = 0.1  # of the time that is left: an item that needs more is left out
 
 Run = Callable[[int], float]  # so many calls; the microseconds of one
@@ -87,7 +90,13 @@ def measure(
         times = _times(item, runner, ranks, now() + share_us / 1e6, now)
         smaller.append((item.size, statistics.median_low(times)))
         found.setdefault(item, []).extend(times)
-    return [Sample(item, statistics.median_low(times)) for item, times in found.items()]
+    return [Sample(item, _counts(item, times)) for item, times in found.items()]
+
+
+def _counts(item: Item, times: Sequence[float]) -> float:
+    """Of the means of batches."""
+    median = statistics.median_low(times)
+    return statistics.fmean(us for us in times if us <= BURST * median) if isinstance(item, Transfer) else median
 
 
 def _queue(

@@ -2,8 +2,8 @@
 
 There a call finds few of its operands in a cache: weights were last read a micro-batch ago. So a call has several sets
 of operands that take turns, up to `SETS` or as many as caches hold, and its last results stay alive beside them. On a
-host ranks come to a collective one after the other, from calls that took a bit more or less on each: so each
-collective there follows a call of a millisecond or two, whose time does not count.
+host ranks come to a collective one after the other, from calls that took a bit more or less on each, and its threads
+have to get a core: so each collective there follows some milliseconds of products, whose time does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.machines.workload import products
 Transferred = Callable[[Transfer], Callable[[], object]]  # a transfer to the call that does it
 IN_GRAPH = 20  # calls of a CUDA graph
 SETS, CACHES = 8, 64 * 2**20  # of operands; bytes that caches hold
-WORK = 512  # of the square product before a collective
+WORK, TIMES = 512, 4  # of the square products before a collective, and how many; before a small call it is one
 BATCHES, LAUNCHES = 10, 20  # of small calls, and how many each has
 
 
@@ -56,7 +56,7 @@ class HostRunner:
         move = self.transfer(item)
         if item.kind == MESSAGE:  # the other rank waits for it
             return lambda times: _host_us(move, times)
-        work = self._work()
+        work = self._work(TIMES)
         return lambda times: _host_us(move, times, work)
 
     def launch_us(self) -> float:
@@ -66,8 +66,9 @@ class HostRunner:
         after = min(_host_us(lambda: add(x, x), LAUNCHES, work) for _ in range(BATCHES))
         return max(0.0, after - min(_host_us(lambda: add(x, x), LAUNCHES) for _ in range(BATCHES)))
 
-    def _work(self) -> Callable[[], object]:
-        return products("float32", (WORK,))[0].make(self.device)
+    def _work(self, times: int = 1) -> Callable[[], object]:
+        product = products("float32", (WORK,))[0].make(self.device)
+        return lambda: [product() for _ in range(times)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.parallel.pages import keep_pages
 from autopar.settings import Settings
 
 
@@ -27,11 +28,13 @@ def device_of_rank(asked: str | torch.device | None, settings: Settings) -> torc
     return torch.device("cuda", _own_index(settings)) if device.index is None else device
 
 
-def compute_on(device: torch.device) -> None:
+def compute_on(device: torch.device, settings: Settings) -> None:
     """Make a GPU the current one of this process, also where a group was made before: what names no device (kernels of
-    Triton, objects that ranks exchange) would all go to the first."""
+    Triton, objects that ranks exchange) would all go to the first. On a CPU keep the memory of steps."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif device.type == "cpu" and not settings.trims:
+        keep_pages()
 
 
 def _own_index(settings: Settings) -> int:

@@ -102,7 +102,7 @@ def join(asked: Asked) -> Agreed:
         asked.mesh_on(world)
         options_of(**asked.step)
         check_open(asked.is_auto, asked.step, asked.batch, asked.machine)
-    compute_on(place)
+    compute_on(place, settings)
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
         if settings.world_size is None:

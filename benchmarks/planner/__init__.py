@@ -4,8 +4,9 @@
 
 Three models (a GPT, a Llama, a convolutional one) on two Gloo ranks, each in some dozen ways: dp, tp or pp, ZeRO,
 recomputation, micro-batches, sequence parallelism. The machine is the one that `autopar machine measure` writes. All
-ways of a model are compiled in the same two processes and take a step each in turns, so that other work of the machine
-meets all of them alike; the median of the steps counts, as `machine measure` takes that of batches. Predicted is
+ways of a model, each in two processes of its own, take three steps each in turns, so that other work of the machine
+meets all of them alike. The first of the three does not count: it finds nothing in the caches of the cores, as no step
+of a training does. The median of the others counts, as `machine measure` takes that of batches. Predicted is
 `Compiled.time` of the very programs that run, with the optimizer's step (a fused AdamW). Memory is `Compiled.memory`
 beside what the process allocated, by torch's profiler: the tensors, and apart from them by how much the scratch memory
 of torch's kernels raises the peak (oneDNN's convolutions). Of several steps the least counts: two ranks and the threads

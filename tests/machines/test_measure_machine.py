@@ -89,6 +89,14 @@ def test_what_now_and_then_takes_longer_counts_not():
     assert measured(fake, 600) == pytest.approx({item: item.us_on(named("cpu")) for item in ITEMS})
 
 
+def test_of_transfers_those_count_too_whose_thread_waited_for_a_core():
+    """Of others not."""
+    fake = Pretended(named("cpu"), extra_us=lambda run: 300.0 if run % 3 == 1 else 0.0)
+    for item, us in measured(fake, 600).items():
+        extra = us - item.us_on(named("cpu"))
+        assert extra == (pytest.approx(100.0, rel=0.3) if isinstance(item, Transfer) else pytest.approx(0.0, abs=1e-6))
+
+
 def test_the_slowest_rank_counts_and_of_transfers_the_mean():
     fake = Pretended(named("cpu"), slower=1.5)
     slower = {item: 1.25 if isinstance(item, Transfer) else 1.5 for item in ITEMS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,8 +12,9 @@ import autopar
 from autopar.ir.measure import local_bytes
 from autopar.ir.ops import op
 from autopar.ir.program import operand_nodes
-from autopar.passes.moved import LOOKUPS, OVER, PASSES
-from autopar.passes.node_costs import loads_of
+from autopar.machines import Machine
+from autopar.passes.moved import APART, LOOKUPS, OVER, PASSES
+from autopar.passes.node_costs import load_us, loads_of
 
 ROWS, WORDS, WIDTH = 6, 50, 8
 
@@ -54,3 +57,30 @@ def test_logits_in_a_short_float_are_widened() -> None:
     program = autopar.compile(Words(), "dp=1", loss_fn=loss_fn, batch=(ids, ids), precision="bf16").program
     moved = [load.moved for node, load in loads_of(program).items() if node.target in PASSES and load is not None]
     assert moved == [3 * ROWS * WORDS * 4] * 2
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x))
+
+
+def test_what_a_cpu_takes_apart_goes_through_memory_more_often_there() -> None:
+    """As many calls as it has there, each of which reads and writes as much."""
+    x = torch.randn(ROWS, WIDTH)
+    program = autopar.compile(Norm(), "dp=1", loss_fn=lambda model, x: model(x).sum(), batch=(x,)).program
+    device = Machine.flat(flops=1.0, memory=2.0, link=1.0, latency_us=0.0, least_us=0.0)
+    host = replace(device, is_host=True)
+    seen = set()
+    for node, load in loads_of(program).items():
+        if load is None:
+            continue
+        on_device, on_host = (load_us(load, program.mesh, machine) for machine in (device, host))
+        times = APART.get(node.target)
+        assert on_device == load.moved / 2
+        assert on_host == (on_device if times is None else times * ROWS * WIDTH * 4 / 2), node
+        seen.add(node.target)
+    assert APART.keys() <= seen

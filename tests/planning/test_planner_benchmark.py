@@ -13,7 +13,7 @@ import autopar
 from benchmarks.allocated import scratch_of
 from benchmarks.planner.__main__ import summary
 from benchmarks.planner.configurations import configurations
-from benchmarks.planner.measure import Row, Side, row_of
+from benchmarks.planner.measure import Row, Side
 
 ROWS = [
     Row("gpt dp=2", "gpt", predicted=1.0, measured=1.25, held=(100.0, 100.0)),
@@ -34,13 +34,10 @@ def test_errors_and_regret() -> None:
 def test_a_step_takes_as_long_as_its_slowest_rank_and_the_median_counts() -> None:
     way = next(iter(configurations()))
     time = autopar.compile(nn.Linear(2, 2), "dp=1", loss_fn=loss_fn, batch=(torch.empty(2, 2),)).time("cpu")
-    ranks = [
-        Side(float, time, (2.0, 1.0), 5.0, [1.0, 9.0, 2.0], [0.5, 0.5, 0.1]),
-        Side(float, time, (1.0, 1.0), 7.0, [3.0, 1.0, 4.0], [0.1, 0.2, 0.3]),
-    ]
-    row = row_of(way, ranks)
+    steps = [[(1.0, 0.5), (3.0, 0.1)], [(9.0, 0.5), (1.0, 0.2)], [(2.0, 0.1), (4.0, 0.3)]]
+    row = Side(way, (), time, steps, [((2.0, 1.0), 5.0), ((1.0, 1.0), 7.0)]).row()
     assert (row.measured, row.optimizer, row.steps, row.held, row.scratch) == (4.0, 0.5, 3, (2.0, 1.0), 7.0)
-    assert row_of(way, [ranks[0], "no"]).refused == "no"
+    assert Side(way, (), "no").row().refused == "no"
 
 
 def test_scratch_is_what_a_call_frees_before_it_returns() -> None:
