@@ -25,7 +25,7 @@ from autopar.torch_compat import local_of
 @dataclass(frozen=True, slots=True)
 class Allocated:
     """Bytes at the peak of a step and of the optimizer's, with those of the tensors that were there before. tensors:
-    without the scratch memory of torch's kernels, which such a call allocates and frees before it returns."""
+    without the scratch memory of torch's kernels and of Gloo, as of `scratch_of`."""
 
     tensors: int
     all: int
@@ -73,9 +73,12 @@ def _most(runs: Iterable[list[dict[str, Any]]], has_scratch: bool) -> int:
 
 
 def scratch_of(events: list[dict[str, Any]]) -> set[int]:
-    """The places of what a call of torch allocates and frees before it returns."""
+    """The places of what a call of torch allocates and frees before it returns, and of what a thread of Gloo allocates
+    and frees by itself (the flat copy of an all-gather): threads that call torch for no step, which begins with a call.
+    """
     call: dict[int, tuple[float, int]] = {}  # by thread: when the call that is under way ends, and its place
-    made: dict[int, tuple[int, int]] = {}  # by address: the place of the event, and of the call
+    made: dict[int, tuple[int, int, int]] = {}  # by address: the place of the event, of the call, and the thread
+    own_thread = next((event["tid"] for event in events if event["name"] != "[memory]"), -1)
     found = set[int]()
     for place, event in enumerate(events):
         thread, now = event["tid"], float(event["ts"])
@@ -86,9 +89,9 @@ def scratch_of(events: list[dict[str, Any]]) -> set[int]:
         end, own = call.get(thread, (-1.0, 0))
         address, inside = event["args"]["Addr"], own if now <= end else -1
         if event["args"]["Bytes"] > 0:
-            made[address] = place, inside
+            made[address] = place, inside, thread
         elif address in made:
-            first, maker = made.pop(address)
-            if maker == inside != -1:
+            first, maker, its_thread = made.pop(address)
+            if maker == inside != -1 or its_thread == thread != own_thread:
                 found |= {first, place}
     return found

@@ -40,7 +40,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_the_median_counts() -> Non
     assert Side(way, (), "no").row().refused == "no"
 
 
-def test_scratch_is_what_a_call_frees_before_it_returns() -> None:
+def test_scratch_is_what_a_call_frees_before_it_returns_and_what_a_thread_of_gloo_has_alone() -> None:
     def memory(at: float, bytes_: int, address: int, thread: int = 1) -> dict[str, Any]:
         return {"name": "[memory]", "ts": at, "tid": thread, "args": {"Bytes": bytes_, "Addr": address}}
 
@@ -49,12 +49,14 @@ def test_scratch_is_what_a_call_frees_before_it_returns() -> None:
 
     events = [
         call(0, 10, "aten::convolution"), memory(1, 8, 100), call(2, 6, "aten::empty"), memory(3, 16, 200),
-        memory(4, 32, 300), memory(5, 64, 500, thread=2), memory(7, -16, 200), memory(8, -64, 500, thread=2),
+        memory(4, 32, 300), memory(5, 64, 500, thread=2), memory(7, -16, 200), memory(8, -64, 500),
         memory(9, -8, 100), memory(20, -32, 300), memory(21, 4, 100), memory(22, -4, 100),
         call(30, 40, "c10d::reduce_scatter_"), memory(31, 2, 400), memory(32, -2, 400),
+        memory(50, 128, 600, thread=2), memory(51, 256, 700), memory(52, -128, 600, thread=2),
+        memory(53, -256, 700, thread=2),
     ]  # fmt: skip
     found = scratch_of(events)
-    assert sorted(event["args"]["Bytes"] for i, event in enumerate(events) if i in found) == [-16, -8, 8, 16]
+    assert sorted(event["args"]["Bytes"] for i, event in enumerate(events) if i in found) == [-128, -16, -8, 8, 16, 128]
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
