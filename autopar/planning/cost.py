@@ -168,12 +168,11 @@ class Cost:
         """Bytes of the parameters that an optimizer changes."""
         return self.parameters(layers) - self.frozen(layers)
 
-    def gathered(self, is_all: bool) -> Cost:
-        """With `copies` and `plain` of the parameters alone that ZeRO splits: of all, or of those that are trained."""
+    def gathered(self, is_all: bool) -> tuple[Linear, Linear]:
+        """`copies` and `plain` of the parameters that ZeRO splits: of all, or of those that are trained."""
         if is_all:
-            return self
-        copies, plain = self.copies.minus(self.frozen_copies), self.plain.minus(self.frozen_plain)
-        return replace(self, copies=copies, plain=plain)
+            return self.copies, self.plain
+        return self.copies.minus(self.frozen_copies), self.plain.minus(self.frozen_plain)
 
     @property
     def _saved_behind(self) -> float:

@@ -102,8 +102,8 @@ def _least_of_pipeline(
 
 def _read(candidate: Candidate, whole: Cost) -> Linear:
     """Bytes of the parameters as a step reads them: what is gathered, in the dtype that computes."""
-    cost = whole.gathered(candidate.zero == 3)
-    return Linear(cost.copies.outside + cost.plain.outside, cost.copies.each + cost.plain.each)
+    copies, plain = whole.gathered(candidate.zero == 3)
+    return Linear(copies.outside + plain.outside, copies.each + plain.each)
 
 
 def _waits(candidate: Candidate, moved: Moved, machine: Machine) -> float:

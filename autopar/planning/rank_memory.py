@@ -48,7 +48,7 @@ def _held(candidate: Candidate, stage: Stage, parts: int) -> Held:
     gradients = cost.gradients(stage.share.stored.layers) / parts
     if not stage.share.time.entry:  # what the first stage keeps
         gradients += cost.terms.outside / parts
-    plain = cost.gathered(candidate.zero == 3).plain
+    _, plain = cost.gathered(candidate.zero == 3)
     ahead = plain.entry if candidate.zero and candidate.pp > 1 and not candidate.gathers_again else 0.0
     others = cost.beside(stage.share.time, stage.moved)
     return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, others, ahead
@@ -73,7 +73,7 @@ def _copies(candidate: Candidate, rank: Stage, tied: float) -> float:
         return 2 * (cost.copies.each + cost.plain.each) + on_way
     gathered = 0.0
     if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
-        plain = cost.gathered(candidate.zero == 3).plain
+        _, plain = cost.gathered(candidate.zero == 3)
         is_gone = candidate.microbatches <= 2 or candidate.pp > 1  # where a pipeline has it, `Moments` say
         gathered = plain(layers) - (plain.entry if is_gone else 0.0)
     return cost.copies(layers) + max(0.0, gathered + _lent(candidate, rank, tied))
