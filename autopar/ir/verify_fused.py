@@ -95,15 +95,23 @@ def _check_call(node: fx.Node, call: fx.Node, mesh: Mesh, made: dict[Any, Made])
     given = made[key]
     several = record(call).several
     expected = tuple(one for one, type_ in zip(given, record(call).types, strict=False) if type_) if several else given
-    if not _agree(types, expected):
+    if not _agree(call, types, expected):
         _fail(node, f"%{call.name} = {call.target} gives {_text(expected)}, and is recorded as {_text(types)}")
 
 
-def _agree(types: Made, expected: Made) -> bool:
-    """True for the same types. What a norm keeps of its rows is in the dtype of the device that was captured on."""
+def _agree(call: fx.Node, types: Made, expected: Made) -> bool:
+    """True for the same types. What a norm keeps of its rows is in the dtype of the device that was captured on, and
+    what comes of a bool and a number in torch's default dtype of the capture."""
     shapes = [shape for shape, _ in types] == [shape for shape, _ in expected]
     floats = [dtype.is_floating_point for _, dtype in types] == [dtype.is_floating_point for _, dtype in expected]
-    return shapes and floats and types[:1] == expected[:1]
+    operands = call.all_input_nodes
+    is_default = bool(operands) and "dtype" not in call.kwargs and not any(map(_is_float, operands))
+    return shapes and floats and (is_default or types[:1] == expected[:1])
+
+
+def _is_float(operand: fx.Node) -> bool:
+    known = record(operand)
+    return known.is_tensor and known.type.dtype.is_floating_point
 
 
 def _key(call: fx.Node, mesh: Mesh) -> Any:
