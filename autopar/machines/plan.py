@@ -31,7 +31,7 @@ class Sizes:
     streams: tuple[int, ...]
     transfers: tuple[int, ...]
     updates: tuple[int, ...] = ()
-    channels: tuple[int, ...] = (64, 128)
+    channels: tuple[int, ...] = (32, 64, 96, 128)
 
 
 SIZES = {

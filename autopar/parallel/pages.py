@@ -1,7 +1,7 @@
 """Keep the pages of memory that a step on a CPU lets go of.
 
 glibc gives the free end of its heap back to the system (mallopt(3), M_TRIM_THRESHOLD), and the next calls ask for the
-same pages again: 5 to 15 % of a step (benchmarks/RESULTS.md). A step needs as much as the one before it, so what is
+same pages again: up to 16 % of a step (benchmarks/RESULTS.md). A step needs as much as the one before it, so what is
 free stays with the process. Results of 32 MiB or more are mapped anew each time, as before.
 """
 

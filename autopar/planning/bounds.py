@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
@@ -82,7 +82,7 @@ class Bounds:
         if twin.again is None:
             return self._still(twin, twin.recompute) * self.calls(twin)
         parts = [self._still(twin, policy) * self._of_policy(twin, policy) for policy in ("none", "selective")]
-        return min(*parts, self.rows(replace(twin, recompute="full", again=None), is_again=True))
+        return min(*parts, self.rows(twin._replace(recompute="full", again=None), is_again=True))
 
     def twin_step(self, candidate: Candidate) -> float:
         """The same by its whole step."""
@@ -104,7 +104,7 @@ class Bounds:
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
         none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
-        return min(*none, self.again(replace(candidate, recompute="full", again=None)))
+        return min(*none, self.again(candidate._replace(recompute="full", again=None)))
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of

@@ -24,7 +24,7 @@ def with_fewest(candidate: Candidate, layers: Layers, machine: Machine, limit: f
         return candidate
     if _bytes(candidate, 0, layers) <= limit:
         return None
-    mixes = (replace(candidate, again=replace(candidate.again, less=less, more=more)) for less, more in MIXES)
+    mixes = (candidate._replace(again=replace(candidate.again, less=less, more=more)) for less, more in MIXES)
     found = [predict(_fewest(mix, layers, limit), layers, machine) for mix in mixes if _bytes(mix, 0, layers) > limit]
     fitting = [made for made in found if made.memory <= limit]
     best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
@@ -53,4 +53,4 @@ def _bytes(mix: Candidate, count: int, layers: Layers) -> float:
 
 def _with_count(mix: Candidate, count: int) -> Candidate:
     assert mix.again is not None
-    return replace(mix, again=replace(mix.again, count=count))
+    return mix._replace(again=replace(mix.again, count=count))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, ULYSSES
@@ -52,8 +52,7 @@ class Again:
         return f"{SHORT[self.more]} {self.count or 'some'} of {self.layers} layers{others}"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):  # of which there are a million: made and hashed in a third of a dataclass's time
     """A plan. rows: of a micro-batch on one rank; with cp or ulysses of it their ranks, each of which has a part of
     every row. microbatches: of a step. sequence: activations lie split over tp. fsdp: states are split over it, and
     replicated over dp. order: of the axes, outermost first. chunks: stages of each rank of a pipeline. again: how many
@@ -106,7 +105,7 @@ class Candidate:
             return None
         order = tuple(axis for axis in self.order if axis != CONTEXT)
         order = tuple(CONTEXT if axis == ULYSSES else axis for axis in order)
-        return replace(self, cp=self.context, ulysses=1, order=(ULYSSES, *order))
+        return self._replace(cp=self.context, ulysses=1, order=(ULYSSES, *order))
 
     @property
     def data(self) -> int:
@@ -233,7 +232,7 @@ class Space:
         for cp, ulysses in self.parts(candidate):
             outer = [axis for axis in candidate.order if axis != ULYSSES]
             at = outer.index(CONTEXT) + 1
-            yield replace(candidate, cp=cp, ulysses=ulysses, order=(*outer[:at], ULYSSES, *outer[at:]))
+            yield candidate._replace(cp=cp, ulysses=ulysses, order=(*outer[:at], ULYSSES, *outer[at:]))
 
     def parts(self, candidate: Candidate) -> Sequence[tuple[int, int]]:
         """The sizes of cp and ulysses of those that `shared` makes.

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, groupby
 from operator import attrgetter
 
@@ -27,7 +27,7 @@ OWN = ("recompute", "again")  # fields that no bound reads before that of what i
 # By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
-    1: attrgetter(*(each.name for each in fields(Candidate) if each.name not in OWN)),
+    1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
     3: lambda candidate: candidate,
 }
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
@@ -156,7 +156,7 @@ def _one_of_each(plans: Iterable[Prediction]) -> list[Prediction]:
     hide all that moves farther."""
     first: dict[Prediction, Prediction] = {}
     for each in sorted(plans, key=lambda each: (each.total, _places(each.candidate))):
-        first.setdefault(replace(each, candidate=replace(each.candidate, order=ORDER)), each)
+        first.setdefault(replace(each, candidate=each.candidate._replace(order=ORDER)), each)
     return list(first.values())
 
 

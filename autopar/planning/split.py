@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from autopar.ir.measure import group_of
 from autopar.ir.mesh import CONTEXT_AXES, SHARDED, Mesh
@@ -15,8 +15,7 @@ INNER = (*CONTEXT_AXES, TENSOR)  # split the parts of each other, in this order
 Axes = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """tp, cp, ulysses: ranks of each. sequence: activations lie split over tp where no weight needs them whole. around:
     the axes of the mesh among which these lie, outermost first; none where nothing lies between neighbours. data: ranks
     that divide the rows, of a model whose forward pass takes them together: sums over these are among its calls."""
@@ -34,7 +33,7 @@ class Split:
         """As it lies in a mesh of these axes, outermost first."""
         found = Split(tp, sequence, cp, ulysses)
         inner = tuple(_inner(axes)) if tp * found.context > 1 else ()
-        return found if not inner or inner == found.mesh.axes else replace(found, around=inner)
+        return found if not inner or inner == found.mesh.axes else found._replace(around=inner)
 
     @property
     def context(self) -> int:
@@ -59,17 +58,17 @@ class Split:
             for name, size in axes
             if name == outer or name not in (DATA, SHARDED)
         ]
-        return replace(self, around=tuple(joined), data=ranks)
+        return self._replace(around=tuple(joined), data=ranks)
 
     @property
     def program(self) -> Split:
         """The split that its programs are made for: how many ranks divide the rows changes none."""
-        return replace(self.near, data=min(self.data, 2))
+        return self.near._replace(data=min(self.data, 2))
 
     @property
     def near(self) -> Split:
         """The same with nothing between its ranks."""
-        return replace(self, around=()) if self.around else self
+        return self._replace(around=()) if self.around else self
 
     @property
     def placed(self) -> Mesh:

@@ -110,11 +110,13 @@ def started(chosen: Sequence[Configuration], machine: Machine) -> Iterator[list[
             answers = [pipe.recv() for pipe in pipes]
             refused = next((answer for answer in answers if isinstance(answer, str)), None)
             sides.append(Side(configuration, pipes, refused or answers[0]))
-        yield sides
-        for pipe in (pipe for side in sides for pipe in side.pipes):
-            pipe.close()
-        for process in processes:
-            process.join()
+        try:
+            yield sides
+        finally:  # a rank ends when nobody can ask it any more
+            for pipe in (pipe for side in sides for pipe in side.pipes):
+                pipe.close()
+            for process in processes:
+                process.join()
 
 
 def take_turns(sides: Sequence[Side], seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.machines import Machine
 from autopar.parallel.module import ParallelModule
@@ -48,7 +50,8 @@ def serve(rank: int, configuration: Configuration, machine: Machine, store: str,
         pipe.send(way.timed() if asked == STEP else way.held(rank))
 
 
-def _asked(pipe: Connection) -> Any:
+def _asked(pipe: Connection) -> Iterator[str]:
+    """What the process that started this one asks for, until it has closed its end."""
     try:
         while True:
             yield pipe.recv()
@@ -61,10 +64,11 @@ class _Way:
     model: ParallelModule
     optimizer: torch.optim.Optimizer
     batch: tuple[Any, ...]
-    compiled: Any
+    compiled: Compiled
 
     @classmethod
     def of(cls, configuration: Configuration) -> _Way:
+        """Raises AutoparError for a way that is refused."""
         name, batch = configuration.model, batch_of(configuration.model)
         model = autopar.parallelize(
             model_of(name), configuration.mesh, loss_fn=loss_of(name), device="cpu", **configuration.options

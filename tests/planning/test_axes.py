@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 
@@ -95,18 +95,18 @@ def test_an_order_that_is_asked_for() -> None:
 def test_groups_of_the_data_axes() -> None:
     plan = Candidate(2, 2, 1, 3, "none", 1, 2, fsdp=4, cp=2)
     assert DataGroups.of(plan, 8) == DataGroups(Group(8, 4), Group(2, 1))
-    assert DataGroups.of(replace(plan, order=("cp", "tp", "dp", "pp", "fsdp")), 8) == DataGroups(
+    assert DataGroups.of(plan._replace(order=("cp", "tp", "dp", "pp", "fsdp")), 8) == DataGroups(
         Group(8, 4), Group(2, 2)
     )
-    assert DataGroups.of(replace(plan, fsdp=1, zero=0), 8) == DataGroups(Group(1), Group(4, 4))
-    assert DataGroups.of(replace(plan, fsdp=1, zero=1), 4) == DataGroups(Group(4, 2), Group(1))
+    assert DataGroups.of(plan._replace(fsdp=1, zero=0), 8) == DataGroups(Group(1), Group(4, 4))
+    assert DataGroups.of(plan._replace(fsdp=1, zero=1), 4) == DataGroups(Group(4, 2), Group(1))
 
 
 # -- what is decided ------------------------------------------------------------------------------------------------
 
 
 def test_all_of_a_candidate_can_be_decided() -> None:
-    assert WAYS.keys() == {field.name for field in fields(Candidate)} - {"again"}, "follows from the memory"
+    assert WAYS.keys() == set(Candidate._fields) - {"again"}, "follows from the memory"
     read = dict(map(read_fixed, ("tp=8", "sequence=false", "order=pp,dp,tp", "schedule=1f1b", "recompute=full")))
     assert fixed_text(read) == "tp=8, sequence=false, order=pp,dp,tp, schedule=1f1b, recompute=full"
     for each in Space(8, 8, 2, Model(6), read_all("sequence=false", "tp=2", "rows=2", "fsdp=2")).candidates():
@@ -193,7 +193,7 @@ def test_plans_that_only_lie_elsewhere_are_one() -> None:
 
 
 def unordered(made: Prediction) -> Candidate:
-    return replace(made.candidate, order=ORDER)
+    return made.candidate._replace(order=ORDER)
 
 
 def test_why_other_places_lost() -> None:
@@ -211,7 +211,7 @@ def test_rows_that_a_rank_of_dp_could_take_whole_are_no_faster_over_cp() -> None
     for each in replace(space, fixed={**space.fixed, "cp": 2}).candidates():
         if each not in kept and each.dp * each.fsdp == 2:
             left_out += 1
-            whole = replace(each, dp=4, fsdp=1, cp=1, rows=each.rows // 2, order=ORDER)
+            whole = each._replace(dp=4, fsdp=1, cp=1, rows=each.rows // 2, order=ORDER)
             assert str(whole) in known and predicted(whole).total <= predicted(each).total * (1 + 1e-9), each
     assert left_out
 

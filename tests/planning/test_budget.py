@@ -53,12 +53,12 @@ def with_count(count: int, of: Candidate = SOME) -> Prediction:
     assert of.again is not None
     ends = {0: of.again.less, EQUAL: of.again.more}
     again = None if count in ends else replace(of.again, count=count)
-    return predicted(replace(of, recompute=ends.get(count, LAYERS), again=again))
+    return predicted(of._replace(recompute=ends.get(count, LAYERS), again=again))
 
 
 def mixed(less: str, more: str, of: Candidate = SOME) -> Candidate:
     assert of.again is not None
-    return replace(of, again=replace(of.again, less=less, more=more))
+    return of._replace(again=replace(of.again, less=less, more=more))
 
 
 @pytest.mark.parametrize(("less", "more"), MIXES)
@@ -109,7 +109,7 @@ def planned_for(limit: float, **fixed: object) -> Planned:
 
 def middle() -> float:
     """Of the plan that holds least with most of its layers computed again."""
-    least = replace(SOME, zero=3)
+    least = SOME._replace(zero=3)
     return (with_count(4, least).memory + with_count(5, least).memory) / 2
 
 
@@ -147,7 +147,7 @@ def _one_of_each(made: list[Prediction]) -> list[Prediction]:
     """Of plans that differ in what of the layers is computed again alone, the first."""
     first: dict[Candidate, Prediction] = {}
     for each in made:
-        first.setdefault(replace(each.candidate, again=None), each)
+        first.setdefault(each.candidate._replace(again=None), each)
     return list(first.values())
 
 

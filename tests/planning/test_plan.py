@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def test_parameters_that_are_gathered_once(planned: Planned) -> None:
         planned_for(fixed={**PLAIN, **fixed, "dp": 2}).found.best
         for fixed in ({"reshard_after_forward": False}, {"zero": 2})
     )
-    assert [replace(each.candidate, zero=2, reshard_after_forward=True) for each in found] == [e.candidate for e in two]
+    assert [each.candidate._replace(zero=2, reshard_after_forward=True) for each in found] == [e.candidate for e in two]
     assert [(each.total, each.memory) for each in found] == [(each.total, each.memory) for each in two]
     with pytest.raises(PlanError, match="reshard_after_forward=false is of plans with zero=3, over 2 or more ranks of"):
         planned_for(fixed={"zero": 1, "reshard_after_forward": False})

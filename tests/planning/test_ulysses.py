@@ -80,8 +80,8 @@ def test_a_prediction_is_near_the_emitted_programs(candidate: Candidate, name: s
 
 def test_data_axes_are_those_of_as_many_ranks_of_cp() -> None:
     plan = Candidate(2, 1, 1, 1, "none", 1, 2, cp=2, ulysses=2, order=ORDER)
-    for each in (plan, replace(plan, zero=0), replace(plan, fsdp=2, zero=3)):
-        twin = replace(each, cp=4, ulysses=1)
+    for each in (plan, plan._replace(zero=0), plan._replace(fsdp=2, zero=3)):
+        twin = each._replace(cp=4, ulysses=1)
         assert (each.data, each.shards, DataGroups.of(each, 8)) == (twin.data, twin.shards, DataGroups.of(twin, 8))
     assert DataGroups.of(plan, 4) == DataGroups(Group(8, 4), Group(1))
 
