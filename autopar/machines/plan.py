@@ -31,14 +31,14 @@ class Sizes:
     streams: tuple[int, ...]
     transfers: tuple[int, ...]
     updates: tuple[int, ...] = ()
-    channels: tuple[int, ...] = (32, 64, 96, 128)
+    channels: tuple[int, ...] = (64, 128)
 
 
 SIZES = {
     "cpu": Sizes(
         "float32", (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), (64, 256, 512), (64, 128, 256, 512), 8,
         tuple(KIB * 4**k for k in range(2, 9)), (64, 1024, *(KIB * 2**k for k in range(2, 16))),
-        tuple(KIB * 4**k for k in range(4, 7)),
+        tuple(KIB * 4**k for k in range(4, 7)), (32, 64, 96, 128),
     ),
     "cuda": Sizes(
         "bfloat16", (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288), (512, 2048, 4096),
