@@ -25,6 +25,8 @@ WIDE = 4
 # Times that their calls on a CPU go through memory as large as the result, but for calls that write over what was just
 # written: runtime/norms.py takes them apart there.
 APART: Mapping[Any, int] = MappingProxyType({op("rms_norm"): 5, op("rms_norm_backward"): 13})
+# Gradients of norms, whose kernels sum over rows and over columns.
+NORMS = frozenset((op("rms_norm_backward"), _aten.native_layer_norm_backward.default))
 # Gradients that are written over an operand, of which nothing else is left: they need no memory of their own.
 OVER = frozenset((op("cross_entropy_backward"),))
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.ir.fused import fused_of
 from autopar.ir.measure import goes_to_one, group_of, local_bytes, local_types, moved_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import collective_of, is_collective, is_mesh_op
 from autopar.ir.program import Program, is_getitem, is_view, operand_nodes, record
 from autopar.ir.ring_ops import CHAIN_IN_TURNS, axis_of, is_ring, messages_of
 from autopar.machines import Machine
-from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, Group
+from autopar.machines.model import ATTENTION, CONVOLUTION, FRESH, MESSAGE, NORM, Group
 from autopar.passes.causal import causal_pairs
-from autopar.passes.moved import APART, OVER, moved_bytes
+from autopar.passes.moved import APART, NORMS, OVER, moved_bytes
 
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
@@ -25,9 +26,9 @@ RING, TURNS = "ring", "turns"  # messages beside the products of a call; message
 class Load:
     """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
 
-    flops: of its product, in `dtype`; kind: of a fused attention or a convolution, as of `Machine.call_us`. squares: of
-    these those of a causal mask's squares, of `width` queries and keys each; a kernel computes little more than half of
-    one. moved: bytes read and written. apart: times that calls of a CPU go through its first result, 0 where these move
+    flops: of its product, in `dtype`; kind: of a fused attention, a convolution or the gradient of a norm, as of
+    `Machine.call_us`. squares: of these those of a causal mask's squares, of `width` queries and keys each; a kernel computes little more than half of
+    one. moved: bytes read and written. total: bytes of a sum over micro-batches that it adds to. apart: times that calls of a CPU go through its first result, 0 where these move
     no more than `moved`. results: bytes of each result. link: how it talks over `axis`: a collective's
     name, MESSAGE to one rank, RING or TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value
     that a collective moves.
@@ -39,6 +40,7 @@ class Load:
     dtype: str = ""
     kind: str = ""
     moved: float = 0.0
+    total: float = 0.0
     apart: int = 0
     results: tuple[float, ...] = ()
     link: str = ""
@@ -61,7 +63,8 @@ class Load:
         )  # fmt: skip
         return replace(
             self, flops=line(self.flops, other.flops), squares=line(self.squares, other.squares),
-            moved=line(self.moved, other.moved), results=tuple(map(line, self.results, other.results)), sent=sent,
+            moved=line(self.moved, other.moved), total=line(self.total, other.total),
+            results=tuple(map(line, self.results, other.results)), sent=sent,
         )  # fmt: skip
 
 
@@ -70,15 +73,23 @@ def _kind(load: Load) -> tuple[object, ...]:
     return load.flops > 0, load.dtype, load.kind, load.width, load.apart, len(load.results), load.link, load.axis, times
 
 
-def node_times(program: Program, machine: Machine) -> dict[fx.Node, float]:
-    """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory)."""
-    return {node: load_us(load, program.mesh, machine) for node, load in loads_of(program).items()}
+def node_times(program: Program, machine: Machine, adds: bool = False) -> dict[fx.Node, float]:
+    """The time of every call of a LOCAL program on one micro-batch, in us (roofline: products or memory). adds: of a
+    later one, as of `loads_of`."""
+    return {node: load_us(load, program.mesh, machine) for node, load in loads_of(program, adds).items()}
 
 
-def loads_of(program: Program) -> dict[fx.Node, Load | None]:
-    """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time."""
+def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]:
+    """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time. adds: of one that
+    reads what earlier micro-batches made of the values that it leaves as parts of sums."""
     sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
-    return {node: _load(node, program.mesh, sizes) for node in program.calls()}
+    found = {node: _load(node, program.mesh, sizes) for node in program.calls()}
+    parts = (node for node, out in program.leaving if adds and out.kind == "part")
+    for node in parts:
+        load = found.get(node) if node is not None else None
+        if node is not None and load is not None and not load.link:
+            found[node] = replace(load, total=float(sizes[node]))
+    return found
 
 
 def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
@@ -98,7 +109,7 @@ def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
 
 def _computed_us(load: Load, machine: Machine) -> float:
     hidden = load.squares * (1 - machine.square(load.width)) if load.squares else 0.0
-    took = machine.call_us(load.flops - hidden, load.dtype, load.moved, load.kind)
+    took = machine.call_us(load.flops - hidden, load.dtype, load.moved + load.total, load.kind)
     if load.apart and machine.is_host:  # each reads and writes as much
         took = load.apart / 2 * machine.call_us(0.0, load.dtype, 2 * load.results[0])
     if sum(load.results) < FRESH:
@@ -136,10 +147,16 @@ def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:
     operands = operand_nodes(node)
     moved, results = moved_bytes(node, operands, sizes), _results(node, mesh, sizes)
     if not record(node).flops:
-        return Load(moved=moved, apart=APART.get(node.target, 0), results=results)
+        return Load(moved=moved, kind=_kind_of_norm(node), apart=APART.get(node.target, 0), results=results)
     dtype = str(record(operands[0]).type.dtype).removeprefix("torch.")
     kind = next((kind for kind in (ATTENTION, CONVOLUTION) if kind in str(node.target)), "")
     return Load(*_flops(node, mesh), dtype, kind, moved, results=results)
+
+
+def _kind_of_norm(node: fx.Node) -> str:
+    group = fused_of(node)
+    targets = {node.target} if group is None else {call.target for call in group.graph.nodes}
+    return "" if NORMS.isdisjoint(targets) else NORM
 
 
 def _flops(node: fx.Node, mesh: Mesh) -> tuple[float, float, int]:

@@ -52,7 +52,7 @@ def run(program: Program, machine: Machine) -> Ran:
     Where cores are the devices (`machine.is_host`) they launch calls and move data too: nothing hides a launch, nor a
     collective.
     """
-    return run_launches(launches_of(program), list(node_times(program, machine).values()), machine)
+    return run_launches(launches_of(program), list(node_times(program, machine, adds=True).values()), machine)
 
 
 def launches_of(program: Program) -> list[Launch | None]:

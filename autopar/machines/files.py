@@ -103,7 +103,7 @@ def _device(table: _Table) -> Device:
         table.count("processors", _PROCESSORS) if "processors" in table.values else H100,
         table.number("communicating", _PART, 0.0), table.number("fresh", _SPEED, math.inf),
         table.number("update", _SHARE) if "update" in table.values else None,
-        table.number("convolution", _SHARE, 1.0),
+        table.number("convolution", _SHARE, 1.0), table.number("norm", _SHARE, 1.0),
     )  # fmt: skip
     table.end()
     return device
@@ -209,6 +209,8 @@ def machine_text(machine: Machine, notes: Iterable[str] = ()) -> str:
     lines += [f"memory = {_word(device.memory)}  # bytes", f"least_us = {_word(device.least_us)}  # us, of any call"]
     lines += [f"attention = {_word(device.attention)}  # of what a product of as many FLOPs reaches"]
     lines += [f"convolution = {_word(device.convolution)}  # the same"] if device.convolution != 1.0 else []
+    if device.norm != 1.0:
+        lines += [f"norm = {_word(device.norm)}  # of what another call of as many bytes reaches, by a norm's gradient"]
     if not machine.is_host or device.processors != H100:
         lines += [f"processors = {device.processors}  # multiprocessors"]
     if not machine.is_host or device.communicating:

@@ -131,9 +131,10 @@ def _dtypes(products: Iterable[tuple[Call, float]]) -> list[str]:
 
 
 def _share(device: Device, calls: Iterable[tuple[Call, float]], kind: str) -> float:
-    """The share of what a product of as many FLOPs reaches."""
-    machine = _on(device, Link(1.0, 0.0, 0.0))
-    found = [machine.product_us(call.flops, call.dtype) / us for call, us in calls if call.kind == kind]
+    """The share of what a product of as many FLOPs reaches, or a memory-bound call of as many bytes."""
+    machine = _on(replace(device, least_us=0.0), Link(1.0, 0.0, 0.0))
+    alike = [(call, us) for call, us in calls if call.kind == kind]
+    found = [machine.call_us(call.flops, call.dtype, 0.0 if call.flops else call.bytes_) / us for call, us in alike]
     return _short(min(MOST_SHARE, _mean(found))) if found else 1.0
 
 

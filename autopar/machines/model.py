@@ -53,6 +53,7 @@ ANY = "any"
 MESSAGE = "message"
 ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gradient, by a fused kernel
 ATTENTION, CONVOLUTION = "attention", "convolution"  # kinds of calls whose FLOPs reach what is no product's share
+NORM = "norm"  # the gradient of a norm, whose bytes do not reach what those of other calls reach
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
 H100 = 132  # multiprocessors
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
@@ -68,7 +69,8 @@ class Device:
     writes. memory: bytes. least_us: of a call. processors: streaming multiprocessors of a GPU, those of an H100 if not
     given. communicating: the share of the device that collectives take from the calls beside them. fresh: bytes a
     second that the system gives of new pages, as a result of `FRESH` bytes or more needs them on a host. update: the
-    share of the bandwidth that an optimizer reaches, which writes where it has read."""
+    share of the bandwidth that an optimizer reaches, which writes where it has read. norm: what the gradient of a norm
+    reaches, of what another memory-bound call of as many bytes does."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -82,10 +84,11 @@ class Device:
     fresh: float = math.inf
     update: float | None = None
     convolution: float = 1.0
+    norm: float = 1.0
 
     def reached(self, kind: str) -> float:
-        """Of what a product of as many FLOPs reaches, by a kind of call."""
-        return {ATTENTION: self.attention, CONVOLUTION: self.convolution}.get(kind, 1.0)
+        """By a kind of call, of what a product of as many FLOPs reaches, or another call of as many bytes (NORM)."""
+        return {ATTENTION: self.attention, CONVOLUTION: self.convolution, NORM: self.norm}.get(kind, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,8 @@ class Machine:
 
     def call_us(self, flops: float, dtype: str, bytes_: float, kind: str = "") -> float:
         """The time of a call: of its products, or of the bytes that it reads and writes."""
-        return max(self.device.least_us, self.product_us(flops, dtype, kind), self.memory_us(bytes_))
+        moved = self.memory_us(bytes_) / (self.device.norm if kind == NORM else 1.0)
+        return max(self.device.least_us, self.product_us(flops, dtype, kind), moved)
 
     def fresh_us(self, result: float) -> float:
         """The time until a result of so many bytes has its pages: none where an allocator keeps them."""

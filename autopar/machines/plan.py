@@ -14,7 +14,7 @@ from autopar.machines.fit import fit_device, fit_link
 from autopar.machines.measure import Ranks, Runner, measure
 from autopar.machines.model import PRODUCTS, Group, Machine
 from autopar.machines.samples import Item, Sample
-from autopar.machines.workload import attentions, convolutions, least, products, streams, transfers, updates
+from autopar.machines.workload import attentions, convolutions, least, norms, products, streams, transfers, updates
 
 KIB = 2**10
 
@@ -32,13 +32,14 @@ class Sizes:
     transfers: tuple[int, ...]
     updates: tuple[int, ...] = ()
     channels: tuple[int, ...] = (64, 128)
+    norms: tuple[int, ...] = tuple(KIB * 4**k for k in range(6, 10))
 
 
 SIZES = {
     "cpu": Sizes(
         "float32", (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), (64, 256, 512), (64, 128, 256, 512), 8,
         tuple(KIB * 4**k for k in range(2, 9)), (64, 1024, *(KIB * 2**k for k in range(2, 16))),
-        tuple(KIB * 4**k for k in range(4, 7)), (32, 64, 96, 128),
+        tuple(KIB * 4**k for k in range(4, 7)), (32, 64, 96, 128), tuple(KIB * 4**k for k in range(4, 8)),
     ),
     "cuda": Sizes(
         "bfloat16", (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288), (512, 2048, 4096),
@@ -63,7 +64,7 @@ def items_of(device: torch.device, groups: Sequence[Group]) -> list[Item]:
     calls: list[Item] = [least(sizes.main), *products(sizes.main, sizes.products)]
     calls += [call for dtype in _dtypes(device) if dtype != sizes.main for call in products(dtype, sizes.others)]
     calls += [*attentions(sizes.main, sizes.attentions, sizes.heads), *streams(sizes.main, sizes.streams)]
-    calls += convolutions(sizes.main, sizes.channels)
+    calls += [*convolutions(sizes.main, sizes.channels), *norms(sizes.main, sizes.norms)]
     calls += updates(sizes.main, sizes.updates)
     return _mixed([*calls, *transfers(groups, sizes.transfers)])
 

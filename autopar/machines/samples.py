@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.machines.model import ATTENTION, CONVOLUTION, MESSAGE, Group, Machine
+from autopar.machines.model import ATTENTION, CONVOLUTION, MESSAGE, NORM, Group, Machine
 
 PRODUCT, STREAM, UPDATE, LEAST = "product", "stream", "update", "least"
-SHARED = (ATTENTION, CONVOLUTION)  # kinds that reach a share of what products do
+SHARED = (ATTENTION, CONVOLUTION, NORM)  # kinds that reach a share of what products do, or memory-bound calls
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call on one device. kind: PRODUCT, ATTENTION, CONVOLUTION, STREAM, UPDATE (an optimizer's), or LEAST: the
-    smallest there is. name: what is called. bytes_: read and written. make: the call, with its operands on a device.
+    """A call on one device. kind: PRODUCT, ATTENTION, CONVOLUTION, STREAM, NORM (its gradient), UPDATE (an
+    optimizer's), or LEAST: the smallest there is. name: what is called. bytes_: read and written. make: the call, with its operands on a device.
     result: bytes of what it gives."""
 
     kind: str

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.machines.files import COLLECTIVES
-from autopar.machines.model import ADAMW, ATTENTION, CONVOLUTION, MESSAGE, Group
+from autopar.machines.model import ADAMW, ATTENTION, CONVOLUTION, MESSAGE, NORM, Group
 from autopar.machines.samples import LEAST, PRODUCT, STREAM, UPDATE, Call, Transfer
 
 KINDS = (*COLLECTIVES, MESSAGE)
@@ -135,6 +135,26 @@ def _stream(name: str, size: int, dtype: str) -> Call:
 
     one = float(rows * WIDTH * dtype_of(dtype).itemsize)
     return Call(STREAM, name, 0.0, times * one, dtype, make, one if times > 1 else 0.0)
+
+
+def norms(dtype: str, sizes: Iterable[int]) -> list[Call]:
+    """Gradients of LayerNorm, by the bytes that they read and write."""
+    return [_norm(size, dtype) for size in sizes]
+
+
+def _norm(size: int, dtype: str) -> Call:
+    rows = max(1, size // (3 * dtype_of(dtype).itemsize * WIDTH))
+    aten = torch.ops.aten
+
+    def make(device: torch.device) -> Callable[[], object]:
+        x, grad = (values(device, dtype, rows, WIDTH) for _ in range(2))
+        weight, bias = (values(device, dtype, WIDTH) for _ in range(2))
+        _, mean, scale = aten.native_layer_norm.default(x, [WIDTH], weight, bias, 1e-5)
+        operands = grad, x, [WIDTH], mean, scale, weight, bias
+        return lambda: aten.native_layer_norm_backward.default(*operands, [True, True, True])
+
+    bytes_ = 3.0 * rows * WIDTH * dtype_of(dtype).itemsize
+    return Call(NORM, "layer_norm", 0.0, bytes_, dtype, make, bytes_ / 3)
 
 
 def updates(dtype: str, sizes: Iterable[int]) -> list[Call]:

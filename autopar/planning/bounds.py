@@ -113,12 +113,14 @@ class Bounds:
         if candidate.pp == 1 or candidate.again is not None:
             return 0.0
         cost = self.layers.cost(candidate.split.near, candidate.rows, candidate.recompute).in_stages()
+        cost = cost if candidate.adds else cost.alone
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
         cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
         cost = cost.in_stages() if candidate.pp > 1 else cost
+        cost = cost if candidate.adds else cost.alone
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
 

@@ -108,6 +108,12 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         return self._replace(cp=self.context, ulysses=1, order=(ULYSSES, *order))
 
     @property
+    def adds(self) -> bool:
+        """True if a micro-batch reads all gradients of those before it. With ZeRO-2 and 3 a rank's part of them is left,
+        which takes no time here."""
+        return self.microbatches > 1 and self.zero < 2
+
+    @property
     def data(self) -> int:
         """The ranks over which gradients are sums."""
         return self.dp * self.fsdp * self.context

@@ -54,7 +54,8 @@ class Linear:
 class Cost:
     """Of a rank, by its layers. forward, backward: us of a micro-batch; weights: the part of the backward pass that is
     computed apart, for gradients of weights; sums: that which adds up gradients of tied parameters; exposed: the part
-    of both that waits for tp and cp. once: us of what is computed once a step. busy: us that a pass takes where calls
+    of both that waits for tp and cp. adds: the part by which it is longer since gradients are added to those of earlier
+    micro-batches. once: us of what is computed once a step. busy: us that a pass takes where calls
     are there when the device is ready for them; launched: that the host needs for its calls. The rest are bytes: those
     of `Held`, and what one layer hands to the next."""
 
@@ -68,6 +69,7 @@ class Cost:
     backward_launched: Linear
     weights_launched: Linear
     exposed: Linear
+    adds: Linear
     once: Linear
     sums: Linear
     parameters: Linear
@@ -98,6 +100,13 @@ class Cost:
             PEAKS, never
         )
         return replace(self, **changes)
+
+    @property
+    def alone(self) -> Cost:
+        """Of a micro-batch whose gradients are added to nothing."""
+        spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights(1.0) else ()))
+        less: dict[str, Any] = {name: getattr(self, name).minus(self.adds) for name in spent}
+        return replace(self, **less, adds=Linear(0.0, 0.0))
 
     @property
     def inputs(self) -> tuple[Linear, Linear]:
@@ -185,7 +194,7 @@ def _pace(busy: Linear, launched: Linear) -> Pace:
 
 
 PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
-OF_TIME = ("forward", "backward", "weights", "exposed", "once", "terms", "lent")
+OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "terms", "lent")
 OF_SAVED = ("saved", "late", "made")
 LINES = {  # sums over layers, by what of a stage's share counts for them
     each.name: "time" if each.name in OF_TIME else "saved" if each.name in OF_SAVED else "stored"

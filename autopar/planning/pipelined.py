@@ -111,7 +111,7 @@ def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
     data = data_of(candidate, layers)
     return (
-        candidate.rows, candidate.recompute, candidate.again, candidate.pp,
+        candidate.rows, candidate.recompute, candidate.again, candidate.adds, candidate.pp,
         candidate.pp == 1 or _is_near(candidate.axes, layers.micros.machine.ranks),
         candidate.chunks, candidate.pp > 1 and data.is_each and (data.groups.shards, candidate.gathers_again),
     )  # fmt: skip
@@ -183,7 +183,8 @@ def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     split = _split(candidate, layers)
 
     def cost(recompute: str) -> Cost:
-        return layers.cost(split, candidate.rows, recompute, candidate.halves)
+        found = layers.cost(split, candidate.rows, recompute, candidate.halves)
+        return found if candidate.adds else found.alone
 
     again = candidate.again
     if again is None:

@@ -150,6 +150,16 @@ class Sheet:
         """How many of these there are; what waits for a collective is none."""
         return sum(call.side == BEFORE and call.launch is not None and call.launch.awaits < 0 for call in self.calls)
 
+    def adds_us(self, times: list[float], machine: Machine, is_less: bool, is_entry: bool = False) -> float:
+        """us by which calls take longer because they add to what earlier micro-batches made. is_entry: of those calls
+        alone that come before the layers."""
+        return sum(
+            us - load_us(replace(call.load, total=0.0), self.mesh, machine)
+            for call, us in zip(self.calls, times, strict=True)
+            if call.load and call.load.total
+            if (call.side == BEFORE if is_entry else call.stays or not is_less)
+        )
+
     def sums_us(self, times: list[float]) -> float:
         """us of joined sums."""
         return sum(time for time, call in zip(times, self.calls, strict=True) if call.term == SUM)
@@ -220,7 +230,7 @@ def _calls(
     kind: str, program: Program, rest: Rest, waited: Collection[str], given: Collection[str]
 ) -> Iterator[Call]:  # fmt: skip
     """Sums of gradients take no time here: they are taken over all data axes at once (`data_time.py`)."""
-    loads, launches = loads_of(program), launches_of(program)
+    loads, launches = loads_of(program, adds=True), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
     last: dict[fx.Node, fx.Node] = {}

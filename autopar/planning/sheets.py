@@ -94,7 +94,9 @@ class Sheets:
             found[f"{name}_busy"] = sum(ran.total - ran.hosted for ran in rans)
             found[f"{name}_launched"] = machine.launch_us * sum(ran.calls for ran in rans)
         sums = sum(graphs[kind].sums_us(times[kind]) for kind in graphs if kind in "BW")
-        return {**found, "once": once, "sums": sums, "exposed": exposed}
+        adding = "W" if "W" in graphs else "B"
+        adds = graphs[adding].adds_us(times[adding], machine, is_less)
+        return {**found, "once": once, "sums": sums, "exposed": exposed, "adds": adds}
 
     def _entry(self, machine: Machine, times: Mapping[str, list[float]]) -> Costs:
         whole = {kind: pair[False] for kind, pair in self.sheets.items()}
@@ -105,6 +107,8 @@ class Sheets:
             launched = machine.launch_us * sum(sheet.entry_calls for sheet in own.values())
             found[name] = busy + launched * machine.is_host
             found |= {f"{name}_busy": busy, f"{name}_launched": launched}
+        adding = "W" if "W" in whole else "B"
+        found["adds"] = whole[adding].adds_us(times[adding], machine, is_less=False, is_entry=True)
         return found
 
 

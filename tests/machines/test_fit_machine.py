@@ -14,7 +14,7 @@ from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
 from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
 from autopar.machines.plan import SIZES, items_of
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Sample
-from autopar.machines.workload import KINDS, attentions, convolutions, least, products, streams, transfers, updates
+from autopar.machines.workload import KINDS, attentions, convolutions, least, norms, products, streams, transfers, updates
 
 
 def seen(machine: Machine, items: list[Item], noise: float = 0.0) -> list[Sample]:
@@ -29,14 +29,14 @@ def calls() -> list[Item]:
     found: list[Item] = [least(sizes.main), *attentions(sizes.main, sizes.attentions, sizes.heads)]
     for dtype in PRODUCTS:
         found += products(dtype, sizes.products)
-    found += convolutions(sizes.main, sizes.channels)
+    found += [*convolutions(sizes.main, sizes.channels), *norms(sizes.main, sizes.norms)]
     return [*found, *streams(sizes.main, sizes.streams)]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g", "h200"])
 def test_a_device_is_found_again(name: str, noise: float):
-    known = replace(named(name), device=replace(named(name).device, convolution=0.4))
+    known = replace(named(name), device=replace(named(name).device, convolution=0.4, norm=0.3))
     found = fit_device(seen(known, calls(), noise), known.device.memory, "bfloat16")
     reached = known.device.products(2 * 12288**3), known.device.streams(2**30)
     for dtype in PRODUCTS:
@@ -45,6 +45,7 @@ def test_a_device_is_found_again(name: str, noise: float):
     assert found.memory == pytest.approx(known.device.memory, rel=1e-3)
     assert found.attention == pytest.approx(known.device.attention, rel=0.05 + noise)
     assert found.convolution == pytest.approx(0.4, rel=0.05 + noise)
+    assert found.norm == pytest.approx(0.3, rel=0.1 + noise)  # as near as the curve of streams is
     for flops in (1e9, 1e11, 2e12):
         ratio = found.products(flops) * found.flops["bfloat16"] / known.device.products(flops)
         assert ratio == pytest.approx(known.device.flops["bfloat16"], rel=0.08 + noise)

@@ -20,7 +20,7 @@ from autopar.errors import MachineError
 from autopar.machines import named, read_machine
 from autopar.machines.fit import fits
 from autopar.machines.measure import Alone, measure
-from autopar.machines.model import MESSAGE, Group, Machine
+from autopar.machines.model import MESSAGE, NORM, Group, Machine
 from autopar.machines.plan import items_of, measure_machine
 from autopar.machines.runners import CACHES, SETS, CudaRunner, HostRunner
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Transfer
@@ -163,7 +163,7 @@ def test_each_node_of_several_is_one_level():
 def test_every_call_runs_on_this_host():
     """Each reads and writes as many bytes, and makes what its name says."""
     items = [item for item in items_of(CPU, ()) if isinstance(item, Call) and item.size < 1e6]
-    assert {item.kind for item in items} == {"least", PRODUCT, STREAM}
+    assert {item.kind for item in items} == {"least", PRODUCT, STREAM, NORM}
     for item in (*items, *attentions("float32", (16,), 2)):
         assert item.make(CPU)() is not None, item
     batched = next(item for item in items if item.name == "batched 64")
