@@ -27,11 +27,11 @@ class Load:
     """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
 
     flops: of its product, in `dtype`; kind: of a fused attention, a convolution or the gradient of a norm, as of
-    `Machine.call_us`. squares: of these those of a causal mask's squares, of `width` queries and keys each; a kernel computes little more than half of
-    one. moved: bytes read and written. total: bytes of a sum over micro-batches that it adds to. apart: times that calls of a CPU go through its first result, 0 where these move
-    no more than `moved`. results: bytes of each result. link: how it talks over `axis`: a collective's
-    name, MESSAGE to one rank, RING or TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value
-    that a collective moves.
+    `Machine.call_us`. squares: of these those of a causal mask's squares, of `width` queries and keys each; a kernel
+    computes little more than half of one. moved: bytes read and written. total: bytes of a sum over micro-batches that
+    it adds to. apart: times that calls of a CPU go through its first result, 0 where these move no more than `moved`.
+    results: bytes of each result. link: how it talks over `axis`: a collective's name, MESSAGE to one rank, RING or
+    TURNS; "" not at all. sent: (times, bytes) of its messages, or once the value that a collective moves.
     """
 
     flops: float = 0.0
@@ -80,8 +80,8 @@ def node_times(program: Program, machine: Machine, adds: bool = False) -> dict[f
 
 
 def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]:
-    """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time. adds: of one that
-    reads what earlier micro-batches made of the values that it leaves as parts of sums."""
+    """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time. adds: of one
+    that reads what earlier micro-batches made of the values that it leaves as parts of sums."""
     sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
     found = {node: _load(node, program.mesh, sizes) for node in program.calls()}
     parts = (node for node, out in program.leaving if adds and out.kind == "part")

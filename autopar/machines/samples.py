@@ -15,8 +15,8 @@ SHARED = (ATTENTION, CONVOLUTION, NORM)  # kinds that reach a share of what prod
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call on one device. kind: PRODUCT, ATTENTION, CONVOLUTION, STREAM, NORM (its gradient), UPDATE (an
-    optimizer's), or LEAST: the smallest there is. name: what is called. bytes_: read and written. make: the call, with its operands on a device.
-    result: bytes of what it gives."""
+    optimizer's), or LEAST: the smallest there is. name: what is called. bytes_: read and written. make: the call, with
+    its operands on a device. result: bytes of what it gives."""
 
     kind: str
     name: str

@@ -109,8 +109,8 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
 
     @property
     def adds(self) -> bool:
-        """True if a micro-batch reads all gradients of those before it. With ZeRO-2 and 3 a rank's part of them is left,
-        which takes no time here."""
+        """True if a micro-batch reads all gradients of those before it. With ZeRO-2 and 3 these are a rank's part of
+        them, which takes no time here."""
         return self.microbatches > 1 and self.zero < 2
 
     @property

@@ -1,8 +1,8 @@
 """The models of published measurements as plain modules.
 
 All were trained in a short float beside masters in float32: parameters are cast before they are used, and all that is
-computed with them is short (`SHORT`), the residual stream, norms and softmax among it. (`precision="bf16"`, as autocast,
-keeps these in float32.)
+computed with them is short (`SHORT`), the residual stream, norms and softmax among it. As autocast, `precision="bf16"`
+would keep these in float32.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def asked_for(x: Tensor) -> Tensor:
 
 
 class GPTBlock(nn.Module):
-    """A block of GPT-2. is_fused: with one fused attention and no dropout; else as Megatron-LM had it in 2021. is_whole:
-    where it is computed again, all of it is (`asked_for`)."""
+    """A block of GPT-2. is_fused: with one fused attention and no dropout; else as Megatron-LM had it in 2021.
+    is_whole: where it is computed again, all of it is (`asked_for`)."""
 
     def __init__(self, width: int, heads: int, is_fused: bool, is_whole: bool) -> None:
         super().__init__()

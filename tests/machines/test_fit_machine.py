@@ -14,7 +14,17 @@ from autopar.machines.fit import Point, fit_curve, fit_device, fit_link, fits
 from autopar.machines.model import FRESH, MESSAGE, PRODUCTS, Curve, Group, Machine
 from autopar.machines.plan import SIZES, items_of
 from autopar.machines.samples import PRODUCT, SHARED, STREAM, UPDATE, Call, Item, Sample
-from autopar.machines.workload import KINDS, attentions, convolutions, least, norms, products, streams, transfers, updates
+from autopar.machines.workload import (
+    KINDS,
+    attentions,
+    convolutions,
+    least,
+    norms,
+    products,
+    streams,
+    transfers,
+    updates,
+)  # fmt: skip
 
 
 def seen(machine: Machine, items: list[Item], noise: float = 0.0) -> list[Sample]:
