@@ -21,8 +21,9 @@ LLAMA = {  # layers, width, heads, heads of keys, hidden, words
 }  # fmt: skip
 # torchtitan's selective recomputation keeps attention and every second product of a block, from the first one on.
 EVERY_SECOND = {
-    "blocks.*.k": "full", "blocks.*.o": "full", "blocks.*.up": "full", "*": "selective",
-}  # fmt: skip
+    **dict.fromkeys((f"blocks.*.{each}" for each in ("q", "v", "core", "gate", "down")), "selective"),
+    "*": "full",
+}
 RECOMPUTE: dict[str, Any] = {"none": "none", "full": "full", "per op": EVERY_SECOND}
 
 
@@ -30,7 +31,7 @@ def mpt(row: Row) -> Case:
     """llm-foundry: FlashAttention, FSDP; FS is ZeRO-3, SGO ZeRO-2, AC full recomputation."""
     length, gpus, ga, gbs = numbers(row, "seq", "gpus", "ga", "gbs")
     layers, width, heads = MPT[row["model"]]
-    options: dict[str, Any] = {"zero": 3 if row["sharding"] == "FS" else 2}
+    options: dict[str, Any] = {"zero": 3 if row["sharding"] == "FS" else 2, "precision": "bf16"}
     options |= {"recompute": "full"} if row["ac"] == "AC" else {}
     options |= {"microbatches": ga} if ga > 1 else {}
     tokens = float(row["tok_s_gpu"]) * gpus
@@ -53,7 +54,7 @@ def nanotron(row: Row) -> Case:
     """The best found of all that fit: fp32 accumulation, no recomputation, tp with sequence parallelism."""
     dp, tp, pp, microbatches, mbs = numbers(row, "dp", "tp", "pp", "grad_acc", "mbs")
     layers, width, heads, hidden, tied = NANOTRON[row["params_B"]]
-    options = pipelined(pp, microbatches)
+    options: dict[str, Any] = {"precision": "bf16", **pipelined(pp, microbatches)}
     options |= {"zero": int(row["zero"][1:])} if dp > 1 else {}
     options |= {"sequence_parallel": True} if tp > 1 else {}
     gbs = dp * microbatches * mbs
@@ -79,7 +80,7 @@ def _llama(name: str, length: int) -> partial[Llama]:
 def _fsdp(row: Row, measured: dict[str, float]) -> Case:
     length, gpus, local = numbers(row, "seq", "gpus", "local_batch")
     is_compiled = row["compiled"] == "1"
-    options = {"zero": 3, "recompute": RECOMPUTE[row["recompute"]]}
+    options = {"zero": 3, "precision": "bf16", "recompute": RECOMPUTE[row["recompute"]]}
     options |= {"compile": "triton"} if is_compiled else {}
     return Case(
         f"{row['model']} dp={gpus} recompute={row['recompute']}{' compiled' if is_compiled else ''}",
@@ -105,6 +106,7 @@ def nemo(row: Row) -> Case:
     )
     dp = gpus // (tp * pp * cp)
     options: dict[str, Any] = {
+        "precision": "bf16",
         "zero": 1,
         "compile": "triton",
         **pipelined(pp, microbatches, chunks),

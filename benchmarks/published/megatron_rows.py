@@ -21,7 +21,7 @@ from benchmarks.published.models import GPT
 
 LENGTH, WORDS = 2048, 51200
 FIRST, LAST = "tokens, positions", "norm, head"
-KERNELS = {"compile": "triton"}  # those fused by the JIT and by hand
+KERNELS = {"precision": "fp16", "compile": "triton"}  # those fused by the JIT and by hand
 FULL = {**KERNELS, "recompute": "full"}
 OUTLIERS = {("3.6", "8", "64"), ("3.6", "8", "2")}  # model, tp, rows of a micro-batch
 

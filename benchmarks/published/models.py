@@ -1,9 +1,4 @@
-"""The models of published measurements as plain modules.
-
-All were trained in a short float beside masters in float32: parameters are cast before they are used, and all that is
-computed with them is short (`SHORT`), the residual stream, norms and softmax among it. As autocast, `precision="bf16"`
-would keep these in float32.
-"""
+"""The models of published measurements as plain modules."""
 
 from __future__ import annotations
 
@@ -16,35 +11,6 @@ from torch import Tensor, nn
 from benchmarks.published.kernels import causal_softmax
 
 DROPOUT = 0.1  # of Megatron-LM
-SHORT = torch.bfloat16  # what dtype of 2 bytes it is changes no time and no memory
-
-
-class Linear(nn.Linear):
-    """With its parameters in the dtype of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-
-
-class Embedding(nn.Embedding):
-    """Looked up in its short copy."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight.to(SHORT))
-
-
-class LayerNorm(nn.LayerNorm):
-    """With its parameters in the dtype of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """With its parameters in the dtype of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def asked_for(x: Tensor) -> Tensor:
@@ -61,9 +27,9 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.heads, self.is_fused, self.is_whole = heads, is_fused, is_whole
         self.dropout = nn.Dropout(0.0 if is_fused else DROPOUT)
-        self.norm_1, self.norm_2 = LayerNorm(width), LayerNorm(width)
-        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
-        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm_1(x)).chunk(3, -1))
@@ -85,10 +51,10 @@ class GPT(nn.Module):
         self, layers: int, width: int, heads: int, words: int, length: int, is_fused: bool, is_whole: bool = False
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = Embedding(words, width), Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(GPTBlock(width, heads, is_fused, is_whole) for _ in range(layers))
-        self.norm = LayerNorm(width)
-        self.head = Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -103,23 +69,34 @@ def token_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())
 
 
+class Core(nn.Module):
+    """Fused causal attention. is_grouped: fewer heads of keys than of queries."""
+
+    def __init__(self, is_grouped: bool) -> None:
+        super().__init__()
+        self.is_grouped = is_grouped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+
+
 class LlamaBlock(nn.Module):
     """A block of Llama. keys: heads of keys and values, each for as many heads of queries (arXiv 2305.13245)."""
 
     def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
         super().__init__()
-        self.size, self.is_grouped = width // heads, keys < heads
-        self.norm_1, self.norm_2 = RMSNorm(width), RMSNorm(width)
-        self.q, self.o = Linear(width, width, bias=False), Linear(width, width, bias=False)
-        self.k, self.v = (Linear(width, keys * self.size, bias=False) for _ in range(2))
-        self.gate, self.up = Linear(width, hidden, bias=False), Linear(width, hidden, bias=False)
-        self.down = Linear(hidden, width, bias=False)
+        self.size, self.core = width // heads, Core(keys < heads)
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, keys * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm_1(x)
         q, k, v = (layer(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+        y = self.core(q, k, v)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         h = self.norm_2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -128,7 +105,7 @@ class LlamaBlock(nn.Module):
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arXiv 2104.09864), halves turned against each other."""
     a, b = x.chunk(2, -1)
-    return x * cos.to(x.dtype) + torch.cat((-b, a), -1) * sin.to(x.dtype)
+    return x * cos + torch.cat((-b, a), -1) * sin
 
 
 class Llama(nn.Module):
@@ -138,9 +115,9 @@ class Llama(nn.Module):
         self, layers: int, width: int, heads: int, keys: int, hidden: int, words: int, length: int, tied: bool
     ) -> None:
         super().__init__()
-        self.tokens = Embedding(words, width)
+        self.tokens = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, keys, hidden) for _ in range(layers))
-        self.norm, self.head = RMSNorm(width), Linear(width, words, bias=False)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         self.register_buffer("cos", torch.empty(length, width // heads))

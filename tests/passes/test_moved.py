@@ -15,6 +15,7 @@ from autopar.ir.program import operand_nodes
 from autopar.machines import Machine
 from autopar.passes.moved import APART, LOOKUPS, OVER, PASSES
 from autopar.passes.node_costs import load_us, loads_of
+from autopar.passes.streams import run
 
 ROWS, WORDS, WIDTH = 6, 50, 8
 
@@ -84,3 +85,44 @@ def test_what_a_cpu_takes_apart_goes_through_memory_more_often_there() -> None:
         assert on_host == (on_device if times is None else times * ROWS * WIDTH * 4 / 2), node
         seen.add(node.target)
     assert APART.keys() <= seen
+
+
+def test_later_micro_batches_read_the_sums_that_they_add_to() -> None:
+    """Of a gradient that is a sum over micro-batches, and of nothing else."""
+    ids = torch.zeros(ROWS, dtype=torch.int64)
+    made = autopar.compile(Words(), "dp=1", loss_fn=loss_fn, batch=(ids, ids), microbatches=2, precision="bf16")
+    graph = made.pipeline.graphs[0, "B"]
+    parts = {node for node, out in graph.leaving if out.kind == "part"}
+    first, later = loads_of(graph), loads_of(graph, adds=True)
+    machine = Machine.flat(flops=1e9, memory=2.0, link=1.0, latency_us=0.0, least_us=0.0)
+    seen = set()
+    for node, load in later.items():
+        if load is None:
+            continue
+        assert load.total == (local_bytes(node, graph.mesh) if node in parts else 0.0), node
+        assert replace(load, total=0.0) == first[node]
+        more = load_us(load, graph.mesh, machine) - load_us(first[node], graph.mesh, machine)
+        assert more == load.total / 2, node
+        seen |= {node} if load.total else set()
+    assert {node.name for node in seen} == {"cast_3", "embedding_backward"}, "the weights; what is summed is a view"
+    assert run(graph, machine).total > sum(load_us(load, graph.mesh, machine) for load in first.values())
+
+
+def test_gradients_of_norms_reach_a_share_of_what_others_do() -> None:
+    """Alone, and in a group."""
+    x = torch.randn(ROWS, WIDTH)
+    machine = Machine.flat(flops=1.0, memory=2.0, link=1.0, latency_us=0.0, least_us=0.0)
+    slower = replace(machine, device=replace(machine.device, norm=0.5))
+    for norm in (nn.RMSNorm, nn.LayerNorm):
+        for compile_ in (None, "triton"):
+            model = nn.Sequential(norm(WIDTH), nn.Tanh(), norm(WIDTH))
+            program = autopar.compile(
+                model, "dp=1", loss_fn=lambda model, x: model(x).square().sum(), batch=(x,), compile=compile_
+            ).program
+            loads = {node: load for node, load in loads_of(program).items() if load is not None}
+            longer = {
+                node: load_us(load, program.mesh, slower) / load_us(load, program.mesh, machine)
+                for node, load in loads.items()
+            }
+            backward = {node for node in longer if "norm_backward" in str(node.target) or "norm_backward" in node.name}
+            assert backward and longer == {node: 2.0 if node in backward else 1.0 for node in longer}
