@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.ir.measure import local_bytes
-from autopar.ir.ops import op
+from autopar.ir.measure import group_of, local_bytes
+from autopar.ir.ops import collective_of, op
 from autopar.ir.plan import BUCKET_BYTES, Plan
 from autopar.ir.program import CAST, Builder, Program, operand_nodes, record
+from autopar.machines import Machine
+from autopar.machines.model import Group
 from autopar.passes.coalesce import Coalesced
 
 MADE_BY = "bucket"
@@ -63,9 +65,11 @@ def bucket(program: Program, plan: Plan) -> Program:
     return found.run() if found.sums else program
 
 
-def bucket_limit(total: float, asked: int | None) -> float:
-    """The bytes from which on a bucket is full. total: of all sums of a graph. asked: `StepOptions.bucket_bytes`."""
-    return asked or min(BUCKET_BYTES, max(total // FEWEST, LEAST_BYTES))
+def bucket_limit(total: float, machine: Machine, kind: str, group: Group, asked: int | None) -> float:
+    """The bytes from which on a bucket is full: the start of its collective, which takes the longer the more nodes it
+    goes through, is then at most half of its time. total: of all sums of a graph. kind: "all_reduce" or
+    "reduce_scatter". asked: `StepOptions.bucket_bytes`."""
+    return asked or min(max(BUCKET_BYTES, machine.half_bytes(kind, group)), max(total // FEWEST, LEAST_BYTES))
 
 
 @dataclass(slots=True)
@@ -101,13 +105,13 @@ class _Bucket:
         self.flat = Coalesced(self.build, self.mesh)
         self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
         self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limit = 0.0
+        self.limits: dict[tuple[str, str], float] = {}  # by kind and axis
         self.sums, self.casts = sums_of_gradients(program)
         self.names = _names_of_sums(program)
 
     def run(self) -> Program:
-        self.limit = bucket_limit(sum(map(self._bytes, self.sums)), self.plan.options.bucket_bytes)
-        self.most = max([self.limit, *map(self._bytes, self.sums)])
+        self.total = sum(map(self._bytes, self.sums))
+        self.most = max(*map(self._limit, self.sums), *map(self._bytes, self.sums))
         return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
 
     def _put(self, node: fx.Node) -> None:
@@ -120,14 +124,15 @@ class _Bucket:
 
     def _add(self, node: fx.Node) -> None:
         bytes_ = self._bytes(node)
-        if bytes_ >= self.limit:  # alone it needs no copy
+        limit = self._limit(node)
+        if bytes_ >= limit:  # alone it needs no copy
             self._start(_Open([node]))
             return
         key = (node.target, str(node.args[1]), record(node).type.dtype)
         found = self.open.setdefault(key, _Open())
         found.nodes.append(node)
         found.bytes_ += bytes_
-        if found.bytes_ >= self.limit:
+        if found.bytes_ >= limit:
             del self.open[key]
             self._start(found)
 
@@ -147,6 +152,14 @@ class _Bucket:
         for i, entry in enumerate(before[:-1]):
             if entry in self.started and sum(sizes[i:]) > 2 * self.most:
                 self._finish(entry)
+
+    def _limit(self, node: fx.Node) -> float:
+        key = kind, axis = collective_of(node.target).name, str(node.args[1])
+        if key not in self.limits:
+            machine, asked = self.plan.fixed.machine, self.plan.options.bucket_bytes
+            group = group_of(self.plan.mesh, axis, machine.ranks)
+            self.limits[key] = bucket_limit(self.total, machine, kind, group, asked)
+        return self.limits[key]
 
     def _bytes(self, node: fx.Node) -> int:
         return local_bytes(operand_nodes(node)[0], self.mesh)

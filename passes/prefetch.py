@@ -6,13 +6,14 @@ from itertools import groupby
 
 from torch import fx
 
-from autopar.ir.measure import local_bytes
+from autopar.ir.measure import group_of, local_bytes
 from autopar.ir.mesh import axes_of_group
 from autopar.ir.modules import unit_of
 from autopar.ir.ops import op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, is_given, record
 from autopar.machines import Machine
+from autopar.machines.model import Group
 from autopar.passes.coalesce import Coalesced
 
 MADE_BY = "prefetch"
@@ -52,9 +53,10 @@ def prefetch(program: Program, plan: Plan) -> Program:
     return _Prefetch(program, plan).run() if plan.zero_axes else program
 
 
-def small_limit(machine: Machine, asked: int | None) -> float:
-    """The bytes from which on a parameter moves alone. asked: `StepOptions.bucket_bytes`."""
-    return asked or machine.latency_us * machine.device.bandwidth / 2e6
+def small_limit(machine: Machine, group: Group, asked: int | None) -> float:
+    """The bytes from which on a parameter moves alone: until then copying it, there and back, takes less than the start
+    of a gather. asked: `StepOptions.bucket_bytes`."""
+    return asked or machine.start_us("all_gather", group) * machine.device.bandwidth / 2e6
 
 
 class _Prefetch:
@@ -62,7 +64,7 @@ class _Prefetch:
         self.program, self.axes = program, set(plan.zero_axes)
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
-        self.small = small_limit(plan.fixed.machine, plan.options.bucket_bytes)
+        self.plan = plan
         self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
         self.layers = self._layers()
         self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
@@ -101,7 +103,7 @@ class _Prefetch:
             small: dict[object, list[fx.Node]] = {}
             for node in nodes:
                 alike = node.args[1], record(node).type.dtype  # what moves together
-                if local_bytes(node, self.program.mesh) >= self.small or _is_mirrored(node):
+                if local_bytes(node, self.program.mesh) >= self._small(str(node.args[1])) or _is_mirrored(node):
                     bundles.append([node])
                 elif alike in small:
                     small[alike].append(node)
@@ -110,6 +112,10 @@ class _Prefetch:
                     bundles.append(small[alike])
             found.append(bundles)
         return found
+
+    def _small(self, axis: str) -> float:
+        machine, asked = self.plan.fixed.machine, self.plan.options.bucket_bytes
+        return small_limit(machine, group_of(self.plan.mesh, axis, machine.ranks), asked)
 
     def _is_early(self, node: fx.Node) -> bool:
         """True for a gather of what is there before the step begins: a parameter, or one in another dtype."""

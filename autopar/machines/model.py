@@ -200,6 +200,14 @@ class Machine:
             sent /= group.size
         return self._latency_us(group, rounds) + sent / self._speed(kind, bytes_, group) * 1e6
 
+    def start_us(self, kind: str, group: Group) -> float:
+        """The time of a collective that moves nothing: rings and trees pass it on from rank to rank."""
+        return self._latency_us(group, 2 if kind == "all_reduce" else 1) if group.size > 1 else 0.0
+
+    def half_bytes(self, kind: str, group: Group) -> float:
+        """The bytes that a collective moves, at the full speed of its links, in the time of its start."""
+        return self.start_us(kind, group) * self._speed(kind, LARGE, group) / 1e6
+
     def message_us(self, bytes_: float, group: Group) -> float:
         """The time of a message from one rank of a group to the next."""
         link = self._link(group)

@@ -250,7 +250,7 @@ class _Gathers:
         """weights: in the order of their use, with the layers that they belong to. made: us to make a byte of one from
         the parameter that is stored."""
         self.streams, self.group, self.made = streams, group, made
-        small = small_limit(streams.data.machine, asked)
+        small = small_limit(streams.data.machine, group, asked)
         self.layers: list[list[_Bundle]] = []
         self.uses: list[tuple[int, _Bundle | None]] = []  # of each weight its layer, and what it waits for
         for number, (_, own) in enumerate(groupby(weights, key=lambda pair: (pair[0], pair[1].unit))):
@@ -318,7 +318,9 @@ class _Sums:
     started: list[tuple[float, float]] = field(default_factory=list)  # bytes, and us of their ends
 
     def __post_init__(self) -> None:
-        self.limit = bucket_limit(sum(self.gradients), self.asked)
+        self.limit = bucket_limit(
+            sum(self.gradients), self.streams.data.machine, self.kind, self.group, self.asked
+        )  # fmt: skip
         self.most = max([self.limit, *self.gradients])
 
     def later(self, us: float) -> None:
