@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.published
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TargetError
 from benchmarks.published.case import UNITS
 from benchmarks.published.kernels import register
 from benchmarks.published.own import Own, Planner
@@ -86,7 +86,10 @@ def main() -> int:
     options = {"compile": args.compile} if args.compile else {}
     register()
     for path in args.files:
-        found = table(path, options, args.only, args.parts)
+        try:
+            found = table(path, options, args.only, args.parts)
+        except TargetError as error:
+            parser.error(str(error))
         if found:
             print("\n".join(f"  {line}" for line in summary(found)))
         if args.plan:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.machines import Machine
+from benchmarks.published.models import token_loss
 
 Row = Mapping[str, str]
 STEP, MEMORY, FORWARD, BACKWARD = "step", "memory", "forward", "backward"
@@ -22,7 +23,7 @@ class Case:
     batch. model: made on no device. rows, length: of the global batch. measured: by what it is: seconds of a step, of a
     layer's forward or backward pass, or bytes of a rank at its peak. is_outlier: by ../shared/MACHINES.md. shorter: the
     model with a layer less, where a layer was measured. made_for: what the programs are made for, if that is not
-    `machine`, which they are simulated on."""
+    `machine`, which they are simulated on. loss: of the model and a batch."""
 
     name: str
     group: str
@@ -36,6 +37,7 @@ class Case:
     is_outlier: bool = False
     shorter: Callable[[], nn.Module] | None = None
     made_for: Machine | None = None
+    loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = token_loss
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.empty(self.rows, self.length, dtype=torch.int64, device="meta")

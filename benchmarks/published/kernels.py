@@ -1,7 +1,10 @@
-"""A kernel of Megatron-LM that steps of 2021 were measured with: scale, causal mask and softmax in one.
+"""Kernels that steps were measured with, where autopar has others.
 
-As far as we remember arXiv 2104.04473 (the paper was not at hand): logits are read once and probabilities written once,
-in the dtype of the products.
+causal_softmax: of Megatron-LM in 2021, scale, causal mask and softmax in one. As far as we remember arXiv 2104.04473
+(the paper was not at hand): logits are read once and probabilities written once, in the dtype of the products.
+
+log_softmax: torch's own, in eager mode. It keeps its result for the backward pass, as large as the logits in float32;
+autopar's cross entropy keeps a number for each row.
 """
 
 from __future__ import annotations
@@ -49,8 +52,41 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
 causal_softmax.register_autograd(_backward, setup_context=_keep)
 
 
+@torch.library.custom_op("published::log_softmax", mutates_args=())
+def log_softmax(logits: Tensor) -> Tensor:
+    """Over the last dim."""
+    return torch.log_softmax(logits, -1)
+
+
+@torch.library.custom_op("published::log_softmax_backward", mutates_args=())
+def log_softmax_backward(grad: Tensor, result: Tensor) -> Tensor:
+    return grad - result.exp() * grad.sum(-1, keepdim=True)
+
+
+@log_softmax.register_fake
+def _(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@log_softmax_backward.register_fake
+def _(grad: Tensor, result: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _keep_result(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _log_softmax_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+    (result,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return log_softmax_backward(grad, result)  # type: ignore[no-any-return]
+
+
+log_softmax.register_autograd(_log_softmax_backward, setup_context=_keep_result)
+
+
 def register() -> None:
-    """Say how the kernels may be split: by sequences and heads."""
+    """Say how the kernels may be split: by sequences and heads, or by rows."""
     autopar.register_rule(
         "published::causal_softmax", "b a s k -> b a s k", replicated=("s", "k"), sizes={"s": 4, "k": 4},
         args={"scale": 0.5},
@@ -59,3 +95,5 @@ def register() -> None:
         "published::causal_softmax_backward", "b a s k, b a s k -> b a s k", replicated=("s", "k"), linear="grad",
         args={"scale": 0.5},
     )  # fmt: skip
+    autopar.register_rule("published::log_softmax", "n v -> n v", replicated=("v",))
+    autopar.register_rule("published::log_softmax_backward", "n v, n v -> n v", replicated=("v",), linear="grad")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from autopar.machines import Machine, named
@@ -32,10 +33,11 @@ def _waiting(machine: Machine) -> Machine:
 
 
 def _staged(layers: int, pp: int, microbatches: int, chunks: int = 1) -> dict[str, Any]:
-    """As many layers on each stage."""
-    found = pipelined(pp, microbatches, chunks)
+    """As many layers on each stage, or one more on some."""
+    found, count = pipelined(pp, microbatches, chunks), pp * chunks
     if pp > 1:
-        found["stages"] = stages([layers // (pp * chunks)] * (pp * chunks), FIRST, LAST)
+        ends = [layers * i // count for i in range(count + 1)]
+        found["stages"] = stages([end - begin for begin, end in pairwise(ends)], FIRST, LAST)
     return found
 
 

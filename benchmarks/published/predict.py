@@ -15,7 +15,6 @@ from autopar.ir.plan import Fixed
 from autopar.planning import StepTime
 from autopar.planning.pipeline_time import emitted_costs
 from benchmarks.published.case import BACKWARD, FORWARD, MEMORY, STEP, Case
-from benchmarks.published.models import token_loss
 
 PASSES = {FORWARD: "F", BACKWARD: "BIW"}  # kinds of actions
 
@@ -73,7 +72,7 @@ def compiled(case: Case) -> Compiled:
     with torch.device("meta"):
         model = case.model()
     made = compile_step(
-        model, token_loss, case.batch(), {}, mesh_of(case.mesh), options_of(**case.options),
+        model, case.loss, case.batch(), {}, mesh_of(case.mesh), options_of(**case.options),
         fixed=Fixed(machine=case.made_for or case.machine),
     )  # fmt: skip
     return Compiled.of(made[1])
