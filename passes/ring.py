@@ -22,7 +22,6 @@ from autopar.ir.ring_ops import (
     RING_COMPARED_BACKWARD,
     is_ring_backward,
 )
-from autopar.passes.search.costs import BYTES_PER_FLOP
 
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round
@@ -71,16 +70,16 @@ def ring(program: Program, plan: Plan) -> Program:
     asked = plan.options.attention
     if asked not in ("auto", "ring") or not any(axis in plan.mesh for axis in CONTEXT_AXES):
         return program
-    return _Rings(program, is_forced=asked == "ring").run()
+    return _Rings(program, plan.weighed_on, is_forced=asked == "ring").run()
 
 
-def hidden(queries: int, group: int, itemsize: int, causal: bool) -> float:
+def hidden(queries: int, group: int, itemsize: int, causal: bool, machine: Machine) -> float:
     """The time of the products of a step as a multiple of its message's.
 
     For each of its keys a message has d + e elements; the products of the `queries` on a rank, of `group` heads for one
     of keys, have 2 (d + e) operations each, half of them under a causal mask.
     """
-    return 2 * queries * group * BYTES_PER_FLOP / itemsize / (2 if causal else 1)
+    return 2 * queries * group * machine.bytes_per_flop(ATTENTION) / itemsize / (2 if causal else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ class _Found:
 
 
 class _Rings:
-    def __init__(self, program: Program, is_forced: bool) -> None:
-        self.program, self.is_forced = program, is_forced
+    def __init__(self, program: Program, machine: Machine, is_forced: bool) -> None:
+        self.program, self.machine, self.is_forced = program, machine, is_forced
         self.build = Builder(MADE_BY)
         self.refused: dict[str, list[fx.Node]] = {}  # what stays gathered, by the reason
         self.found: dict[fx.Node, _Found] = {}
@@ -161,7 +160,7 @@ class _Rings:
         """True where a ring is asked for, or hides its messages; the reason is kept for the nodes."""
         q, k = map(record, one.queries_and_keys)
         queries = local_shape(q.type.shape, q.layout, self.program.mesh)[KEYS]
-        times = hidden(queries, q.type.shape[1] // k.type.shape[1], k.type.dtype.itemsize, one.causal)
+        times = hidden(queries, q.type.shape[1] // k.type.shape[1], k.type.dtype.itemsize, one.causal, self.machine)
         most = " at most" if one.is_compared else ""
         said = f"a step's products take{most} {times:.3g} times as long as its message"
         if self.is_forced or (times >= 1 and not most):

@@ -136,8 +136,8 @@ class StepOptions:
 
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
     sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
-      stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where what the ranks
-      no longer all compute outweighs the starts of more collectives (`passes/search/step_cost.py`); a note says so.
+      stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where it is
+      simulated as faster (`passes/streams.py`); a note says so.
     specialize: take values that the model reads from tensors (`if mask.any():`, `.item()`) from the first batch of each
       signature. Each step is checked to have the same; if not, another program is compiled for its values, up to 8.
       Needs batch="global".

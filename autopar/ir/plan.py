@@ -71,6 +71,13 @@ class Plan:
     rules: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def weighed_on(self) -> Machine:
+        """The machine whose speeds decide what lies and moves where. On a host it is the one that programs are made for
+        where nobody names one, so that a laptop has the layouts of the cluster."""
+        machine = self.fixed.machine
+        return named(DEVICES) if machine.is_host else machine
+
+    @property
     def microbatches(self) -> int:
         """The parts of a rank's batch that are computed one after another."""
         return self.options.microbatches or 1

@@ -55,6 +55,7 @@ ADAMW = 7  # reads of weight, gradient and two moments, writes of all but the gr
 ATTENTION, CONVOLUTION = "attention", "convolution"  # kinds of calls whose FLOPs reach what is no product's share
 NORM = "norm"  # the gradient of a norm, whose bytes do not reach what those of other calls reach
 LARGE = 1e8  # bytes of a message that reaches the full speed of its link
+LARGE_FLOPS = 1e12  # of a product that reaches all that a product reaches
 H100 = 132  # multiprocessors
 # Queries and keys that fused attention takes at a time: what lies behind the diagonal of a causal mask it leaves out by
 # such tiles. Of FlashAttention-2 (from memory of arXiv 2307.08691), and of torch's kernel for CPUs (docs/planning.md).
@@ -187,6 +188,11 @@ class Machine:
     def fresh_us(self, result: float) -> float:
         """The time until a result of so many bytes has its pages: none where an allocator keeps them."""
         return result / self.device.fresh * 1e6 if result >= FRESH else 0.0
+
+    def bytes_per_flop(self, kind: str = "") -> float:
+        """The bytes that a link within a node moves while a device does one operation of a large product in a short
+        float. kind: as of `product_us`."""
+        return self.inside.speed(ANY, LARGE) * self.product_us(LARGE_FLOPS, "bfloat16", kind) / LARGE_FLOPS / 1e6
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, CoupledError
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
 from autopar.machines import Machine
-from autopar.passes.search.step_cost import step_cost
+from autopar.passes.streams import run
 from autopar.planning.between import between
 from autopar.planning.captures import LEAST_ROWS, Captures
 from autopar.planning.depth import Shallow
@@ -24,7 +24,7 @@ from autopar.planning.split import Split
 from autopar.planning.stage import Micro, cut_at
 
 PARTS = 2  # micro-batches of a program: all of them are alike
-GOOD = 1.01  # of the cost of the best layouts: these are as good
+GOOD = 1.01  # of the time in the best layouts: these are as good
 LOW, HIGH = 1, 64  # rows of a micro-batch on one rank for which programs are made; others lie between them
 
 
@@ -122,11 +122,12 @@ class Micros:
     def _alike(self, split: Split) -> Lowered | None:
         """The program of self.low rows in the layouts of that of HIGH; None if others are better there.
 
-        What is good at both ends is good in between: the costs of layouts are linear in the rows, so the least of all
-        of them lies above the chord of its ends, and these layouts lie on a chord that is hardly above that one.
+        What is good at both ends is good in between: what calls ask for is linear in the rows, so that the least of all
+        layouts lies above the chord of its ends, nearly, and these lie on a chord that is hardly above that one.
         """
         if split not in self._low:
             found, best = self.lowered(split, self.low, like=self.local(split, HIGH)), self.local(split, self.low)
-            is_good = step_cost(found.program).total <= GOOD * step_cost(best.program).total
+            took = [run(each.program, self.machine).total for each in (found, best)]
+            is_good = took[0] <= GOOD * took[1]
             self._low[split] = found if is_good else None
         return self._low[split]

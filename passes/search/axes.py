@@ -43,7 +43,7 @@ class AxisSearch:
     """The search of one axis. The states of `classes` hold what the axes before it have chosen.
 
     is_idle: the axis should split the batch, or its positions, and cannot divide them: every value is replicated on it.
-    may_refuse: a model for which the axis is of no use is an error.
+    may_refuse: a model for which the axis is of no use is an error. per_flop: bytes that an operation counts as.
     """
 
     classes: Classes
@@ -51,6 +51,7 @@ class AxisSearch:
     intent: Intent
     mesh: Mesh
     pins: Pins
+    per_flop: float
     is_idle: bool = False
     may_refuse: bool = False
 
@@ -60,7 +61,9 @@ class AxisSearch:
 
     def options(self, pins: Pins, whole_weights: bool = False) -> Options:
         """The strategies of each class, if the user's layouts were `pins`."""
-        options = options_of(self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes))
+        options = options_of(
+            self.classes, self.axis, self.size, self.intent, pins, dict(self.mesh.axes), self.per_flop
+        )  # fmt: skip
         return with_whole_weights(self.classes, options, pins) if whole_weights else options
 
     def problem(self, options: Options, strict: bool) -> Problem:
@@ -107,7 +110,8 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
             intent = intent_of(axis, mesh, plan.sequence_parallel, plan.options.attention, lengths)
             is_idle = plan.batch_replicated and axis in DATA_AXES  # micro-batches divide it all the same
             is_idle |= plan.context_replicated and intent.context
-            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), is_idle, not plan.fixed.uneven)
+            per_flop = plan.weighed_on.bytes_per_flop()
+            yield AxisSearch(classes, axis, intent, mesh, _pins(plan), per_flop, is_idle, not plan.fixed.uneven)
 
 
 def _lengths(classes: Classes) -> set[int]:

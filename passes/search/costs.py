@@ -1,21 +1,20 @@
 """What moving a value between two states of an axis costs, in bytes per rank (ring algorithms).
 
 all-reduce 2 (n-1)/n B, all-gather and reduce-scatter (n-1)/n B, all-to-all (n-1)/n B/n, for a value of B bytes on
-n ranks (arXiv 2104.04473, section 3.2). Compute counts too, at the ratio of a link's to a processor's speed, so
-that work is not repeated to save a few bytes. The figures are constants: a plan does not depend on the machine.
+n ranks (arXiv 2104.04473, section 3.2). Compute counts too, at the ratio of a link's to a device's speed
+(`Machine.bytes_per_flop`), so that work is not repeated to save a few bytes. The other figures below only break ties:
+which technique is used is a matter of bytes, at any model size and on any machine.
 """
 
 from __future__ import annotations
 
 from autopar.passes.search.states import State
 
-# Bytes that a link moves while a processor does one operation: 1e11 B/s over 4e14 FLOP/s (an 8-GPU server).
-BYTES_PER_FLOP = 2.5e-4
-# A collective's fixed cost. It only breaks ties: which technique is used is a matter of bytes, at any model size.
+# A collective's fixed cost.
 BYTES_PER_COLLECTIVE = 16.0
 
-# For each byte of a result that an op makes of partial sums: nothing moves, but the parts are kept beside the sum. It
-# only breaks ties, at any size: a sum is taken where its parts are made (a residual stream is kept whole).
+# For each byte of a result that an op makes of partial sums: nothing moves, but the parts are kept beside the sum. So a
+# sum is taken where its parts are made (a residual stream is kept whole).
 BYTES_PER_SUM = 1e-4
 
 

@@ -9,7 +9,7 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.ops import op, op_name
 from autopar.ir.program import TensorType
 from autopar.passes.rules.rule import Halo
-from autopar.passes.search.costs import BYTES_PER_FLOP, BYTES_PER_SUM, move_cost
+from autopar.passes.search.costs import BYTES_PER_SUM, move_cost
 from autopar.passes.search.cut_batch import cut_dims, cut_from_batch
 from autopar.passes.search.intents import BYTES_PER_REPLICA, Intent, Role
 from autopar.passes.search.items import Classes, Item, operand_types, used_role
@@ -52,12 +52,14 @@ def options_of(
     intent: Intent,
     pins: Mapping[str, Mapping[str, State]],
     sizes: dict[str, int],
+    per_flop: float,
 ) -> Options:
     """List the strategies of each item on one axis, with their costs in bytes per rank (see costs.py).
 
     A call may run as its rule allows: replicated, split along a candidate name, or linear in partial sums. A parameter
     or batch tensor may have the states that the intent of the axis gives it and all its users accept, or its pin alone.
     pins: by parameter, the state on each axis that the user fixed. sizes: of the axes that were searched before.
+    per_flop: bytes that an operation of a product counts as.
     """
     candidates = _candidates(classes, intent)
     options: Options = []
@@ -65,7 +67,7 @@ def options_of(
         if item.rule is None:
             options.append([])
             continue
-        flops = item.rule.flops * BYTES_PER_FLOP * item.count
+        flops = item.rule.flops * per_flop * item.count
         found = strategies(item.rule, names, size, tuple(item.taken))
         if intent.only_positions:  # a slice sees those before its own in attention alone
             found = [one for one in found if not one.choice or one.choice[0] not in item.rule.neighbours]
