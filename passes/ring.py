@@ -22,6 +22,8 @@ from autopar.ir.ring_ops import (
     RING_COMPARED_BACKWARD,
     is_ring_backward,
 )
+from autopar.machines import Machine
+from autopar.machines.model import ATTENTION
 
 MADE_BY = "ring"
 KEYS = 2  # the dim of keys and values that goes round

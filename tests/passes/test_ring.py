@@ -214,7 +214,8 @@ class _One(nn.Module):
         return sdpa(q, k, v, is_causal=self.causal, enable_gqa=True)
 
 
-# S/n g / itemsize >= 1 / bytes_per_flop = 1039 on H100: in bf16, S/n g >= 2079 for causal attention, 1039 without a mask.
+# S/n g / itemsize >= 1 / bytes_per_flop = 1039 on H100: in bf16 S/n g >= 2079 for causal attention, 1039 without a
+# mask.
 @pytest.mark.parametrize(
     ("time", "causal", "heads", "is_ring"),
     [(4 * 2080, True, 1, True), (4 * 2072, True, 1, False), (4 * 520, True, 4, True), (4 * 512, True, 4, False),

@@ -203,8 +203,8 @@ def test_auto_goes_by_cost_and_says_so(time: int, width: int, wish: bool) -> Non
 def test_auto_goes_by_the_machine() -> None:
     """On one whose collectives take long to start it is off, and on a host what it is on a cluster."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(VOCABULARY, 1024, layers=1, heads=8, width=1024))
-        tokens = torch.empty(2, 1024, dtype=torch.int64)
+        model = GPT(GPTConfig(VOCABULARY, 4096, layers=1, heads=8, width=4096))
+        tokens = torch.empty(2, 4096, dtype=torch.int64)
         found = capture(model, token_loss, (tokens, tokens), {})
     h100 = named("h100-80g")
     slow = replace(h100, inside=replace(h100.inside, hop_us=1e3))  # gathers and scatters of a ring, no all-reduce
