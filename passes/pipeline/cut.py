@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +80,7 @@ class Line:
         own = np.array([cost[node] for node in self.nodes])
         each = {node: time for node, time in cost.items() if times.of[node] is When.BODY}
         total = own + self._backward(program, each, own)
-        crossing, saved = self._values(program, position, machine)
+        crossing, saved = self._values(program, position, machine, times.renewed)
         train = any(out.kind == "gradient" for out in program.outputs)
         transfer = (1 + train) * crossing
         # a place is the number of nodes before it; views stay with what they are views of
@@ -104,7 +105,7 @@ class Line:
         return np.array([time / shares[key] * backward.get(key, 0.0) if shares[key] else 0.0 for key, time in lines])
 
     def _values(
-        self, program: Program, position: Mapping[fx.Node, int], machine: Machine
+        self, program: Program, position: Mapping[fx.Node, int], machine: Machine, renewed: AbstractSet[fx.Node]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The time that it takes to send what is needed on both sides of each place, and the bytes that each node
         for the backward pass. Each value is a message: two small ones cost more than one."""
@@ -117,7 +118,7 @@ class Line:
             bytes_ = local_bytes(node, program.mesh)
             source = node.args[0] if is_getitem(node) else None
             first = position.get(source, i) if isinstance(source, fx.Node) else i  # results stay with their call
-            if last > first:
+            if last > first and node not in renewed:  # every stage that uses it gathers it
                 time = machine.message_us(bytes_, self.ranks)
                 steps[first + 1] += time
                 steps[last + 1 if last + 1 <= count else count] -= time

@@ -15,12 +15,13 @@ from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Flow, Work
 from autopar.passes.pipeline.costs import costs_of
 from autopar.passes.pipeline.cut import Limits, Stages, cut, forward_nodes
+from autopar.passes.pipeline.gathers import gathered_by_stage
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
 from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import backward_nodes, place_backward, weight_nodes, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_casts_of_terms, with_reductions
+from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_reductions, with_steps_of_terms
 from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
 
 
@@ -104,11 +105,15 @@ class _Staged:
     def all(self) -> Stages:
         return {**self.forward, **self.backward}
 
-    def moved_to(self, program: Program, new: Mapping[fx.Node, fx.Node]) -> _Staged:
-        """The same stages in a program that was made of this one; new: its nodes by those of this one."""
-        return _Staged(
-            program, *({new[n]: s for n, s in of.items() if n in new} for of in (self.forward, self.backward))
+    def moved_to(self, program: Program, new: Mapping[fx.Node, fx.Node], placed: Mapping[fx.Node, int]) -> _Staged:
+        """The same stages in a program that was made of this one; new: its nodes by those of this one. placed: the
+        stages of nodes that have others, or stand for none of this one."""
+        forward, backward = (
+            {new[n]: stage for n, stage in of.items() if n in new}
+            | {n: stage for n, stage in placed.items() if record(n).is_backward == is_backward}
+            for of, is_backward in ((self.forward, False), (self.backward, True))
         )
+        return _Staged(program, forward, backward)
 
 
 def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
@@ -133,15 +138,22 @@ def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
     return cut(program, times, len(places.ranks), limits)
 
 
-def _keep_across(staged: _Staged) -> _Staged:
+def _keep_across(staged: _Staged, plan: Plan) -> _Staged:
     """Let a recomputed call read, across the border of stages, what the forward pass sent."""
-    return staged.moved_to(*kept_across(staged.program, staged.all))
+    renewed = _times(staged.program, plan).renewed
+    return staged.moved_to(*kept_across(staged.program, staged.all, renewed), {})
+
+
+def _gather_per_stage(staged: _Staged, plan: Plan) -> _Staged:
+    """Let each stage gather the parameters that it uses, as those that no other stage uses."""
+    renewed = _times(staged.program, plan).renewed
+    return staged.moved_to(*gathered_by_stage(staged.program, renewed, staged.all)) if renewed else staged
 
 
 def _accumulate_per_stage(staged: _Staged, plan: Plan) -> _Staged:
     """Let each stage add up its own micro-batches before stages add to one another."""
     times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
-    staged = replace(staged, backward=with_casts_of_terms(times, staged.backward))
+    staged = replace(staged, backward=with_steps_of_terms(times, staged.backward))
     return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
 
 
@@ -158,7 +170,8 @@ class _Partition:
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
         staged = _assign(program, plan, places)
         if self.count > 1:
-            staged = _accumulate_per_stage(_keep_across(staged), plan)
+            for step in (_keep_across, _gather_per_stage, _accumulate_per_stage):
+                staged = step(staged, plan)
         self.program, self.forward = staged.program, staged.forward
         self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
         self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Mapping
+
 import torch
 from torch import fx
 
@@ -9,11 +11,12 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective, op
 from autopar.ir.pipeline import Join, Reduction
-from autopar.ir.program import Builder, Program, Record, record, set_record
+from autopar.ir.program import CAST, Builder, Program, Record, is_view, record
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.when import Times, When, is_join, times_of
 
-ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
+ADD, PAD = torch.ops.aten.add.Tensor, torch.ops.aten.constant_pad_nd.default
+MOVES = (op("all_gather"), op("all_to_all"), op("shard"), op("keep_first"))
 
 
 def reduction_of(node: fx.Node) -> Reduction:
@@ -68,9 +71,11 @@ def with_reductions(program: Program) -> Program:
     return build.rewrite(program, put)
 
 
-def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
+def sums_by_stage(
+    program: Program, times: Times, stages: Stages
+) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
-    each old one. The gradient of a weight that two stages use:
+    each old one, and the stages of those that stand for no old one. The gradient of a weight that two stages use:
 
         microbatches: 2
         stage 0: mul sum_1 add
@@ -97,75 +102,144 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         %sum_2_total: f32[8] [-] = autopar.all_reduce.default(%sum_2, "mb", "sum")
         %add: f32[8] [-] = aten.add.Tensor(%sum_1_total, %sum_2_total)
         return gradient "w" = %add
+
+    What happens to the sum before micro-batches are added up (with ZeRO-2 and ZeRO-3 it is scattered over the data
+    axes) happens to each term instead, on the stage of that term: so what leaves that stage is a rank's part.
     """
     reductions = {node: node.args[0] for node in times.reductions if times.of[node] is When.AFTER}
-    late = {
-        one: join
-        for join, part in reductions.items()
-        if isinstance(part, fx.Node) and reduction_of(join).joins[-1].kind == "sum"
-        for one in _additions(part, stages)
-    }
-    build = Builder("stages")
+    sums: dict[fx.Node, dict[fx.Node, None]] = {}  # of each join, those that come after it
+    terms: dict[fx.Node, list[tuple[fx.Node, tuple[fx.Node, ...]]]] = {}  # with a join, and what happens before it
+    passed: set[fx.Node] = set()  # what stands between terms and their join
+    for join, part in reductions.items():
+        if not isinstance(part, fx.Node) or reduction_of(join).joins[-1].kind != "sum":
+            continue
+        late = dict.fromkeys(_additions(part, stages))
+        if not late:
+            continue
+        sums[join] = late
+        for term, steps in _paths(part, late):
+            terms.setdefault(term, []).append((join, steps))
+            passed.update(late, steps)
+    build, placed = Builder("stages"), Stages()
+    totals: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def put(node: fx.Node) -> fx.Node | None:
-        part = reductions.get(node)
-        return _total(build, part, node, late) if isinstance(part, fx.Node) and part in late else None
+        for join, steps in terms.get(node, ()):
+            made = build.value[node] if node in build.value else build.copy(node)
+            for step in reversed(steps):
+                made = _alone(build, step, made, node)
+                placed[made] = stages[node]
+            totals[join, node] = made
+        if node in sums:
+            return _total(build, node, reductions[node], sums[node], totals)
+        return build.value.get(node)
 
-    return build.rewrite(program, put, later=late), build.value
+    found = build.rewrite(program, put, later=passed)
+    return found, build.value, placed
 
 
-def with_casts_of_terms(times: Times, stages: Stages) -> Stages:
-    """The stages, with the cast of each term of a sum over micro-batches and stages where its operand is: a term that
-    is added up there leaves once a step, and the fewer bytes of what a cast widens would for every micro-batch."""
+def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
+    """The stages, with what happens to each term of a sum over micro-batches and stages (a cast) where the term is
+    made: it is added up there and leaves once a step, and the fewer bytes of what a cast widens would for every
+    micro-batch."""
     found = dict(stages)
     for join in times.reductions:
         part = join.args[0]
-        terms = _terms(_added(part)) if isinstance(part, fx.Node) else set()
-        for term in terms:
-            if term.target is CAST and len(term.users) == 1 and term in found:
-                found[term] = found.get(term.all_input_nodes[0], found[term])
+        for term in _terms(_added(part)) if isinstance(part, fx.Node) else ():
+            steps = _steps(term)
+            made = steps[-1].all_input_nodes[0] if steps else term
+            found |= {step: found[made] for step in steps if step in found and made in found}
     return found
 
 
 def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
-    """The sums of terms of different stages, that nothing but a join and one another reads."""
-    left, right = (*node.args, None, None)[:2]
-    if not _is_sum(node) or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+    """The sums of terms of different stages, that nothing but a join and one another reads, maybe step by step."""
+    total = _behind(node)
+    if not _is_sum(total):
         return []
-    found = [node, *_additions(left, stages), *_additions(right, stages)]
+    found = [total, *(one for arg in total.all_input_nodes for one in _additions(arg, stages))]
     terms = _terms(found)
-    if len({stages.get(term) for term in terms}) == 1 or not all(term in stages for term in terms):
-        return []
-    return found
+    return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else []
 
 
 def _added(node: fx.Node) -> list[fx.Node]:
-    """The sums of terms, that nothing but a join and one another reads."""
-    return [node, *(one for arg in node.all_input_nodes for one in _added(arg))] if _is_sum(node) else []
+    """The sums of terms, that nothing but a join and one another reads, maybe step by step."""
+    total = _behind(node)
+    return [total, *(one for arg in total.all_input_nodes for one in _added(arg))] if _is_sum(total) else []
 
 
 def _is_sum(node: fx.Node) -> bool:
-    is_plain = node.target is ADD and not node.kwargs and len(node.users) == 1
-    return is_plain and len(node.all_input_nodes) == 2
+    if node.target is not ADD or node.kwargs or len(node.users) != 1 or len(node.all_input_nodes) != 2:
+        return False
+    return all(record(arg).types == record(node).types for arg in node.all_input_nodes)
 
 
 def _terms(sums: list[fx.Node]) -> set[fx.Node]:
-    return {arg for one in sums for arg in one.all_input_nodes} - set(sums)
+    return {arg for one in sums for arg in one.all_input_nodes if _behind(arg) not in sums}
 
 
-def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A value summed over the micro-batches."""
-    assert isinstance(node, fx.Node)
-    like = _summed(record(node), str(join.args[1]))
-    if node not in late:
-        made = build.call(join.target, build.value[node], *join.args[1:], like=like, name=f"{node.name}_total")  # type: ignore[arg-type]
-        set_record(made, record(made).with_(operands=(record(node).layout,)))
-        return made
-    if node not in build.value:
-        args = [_total(build, arg, join, late) for arg in node.args]
-        like = like.with_(operands=tuple(record(arg).layout for arg in args))
-        build.value[node] = build.call(ADD, *args, like=like, name=node.name)
-    return build.value[node]
+def _steps(node: fx.Node) -> list[fx.Node]:
+    """What happens to one value alone and happens to a sum as it does to its terms, the last first."""
+    found = []
+    while _is_linear(node) and len(node.users) == 1:
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The value that a row of such steps begins with."""
+    steps = _steps(node)
+    return steps[-1].all_input_nodes[0] if steps else node
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """True for a call of one value that gives of a sum what it gives of the terms, added up."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_join(node):
+        return False
+    if node.target in (op("all_reduce"), op("reduce_scatter")):
+        return node.args[-1] == "sum"
+    if node.target is CAST:  # the sum of terms that were widened is the better one
+        source, made = record(node.all_input_nodes[0]).type.dtype, record(node).type.dtype
+        return source.is_floating_point and made.is_floating_point and made.itemsize >= source.itemsize
+    return node.target in MOVES or (node.target is PAD and len(node.args) == 2) or is_view(node)
+
+
+def _paths(node: fx.Node, late: Container[fx.Node]) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """The terms of sums, each with the steps that come between it and a join, the last first."""
+    steps = tuple(_steps(node))
+    total = _behind(node)
+    if total not in late:
+        yield node, ()
+        return
+    for arg in total.all_input_nodes:
+        for term, more in _paths(arg, late):
+            yield term, (*steps, *more)
+
+
+def _alone(build: Builder, step: fx.Node, made: fx.Node, term: fx.Node) -> fx.Node:
+    """What happens to a sum, done to one of its terms."""
+    args, kwargs = fx.node.map_arg((step.args, dict(step.kwargs)), lambda _: made)
+    like = record(step).with_(operands=record(made).layouts)  # type: ignore[arg-type]
+    return build.call(step.target, *args, like=like, name=f"{term.name}_{step.name}", **kwargs)  # type: ignore[arg-type]
+
+
+def _total(
+    build: Builder,
+    join: fx.Node,
+    part: fx.Node,
+    late: Container[fx.Node],
+    totals: Mapping[tuple[fx.Node, fx.Node], fx.Node],
+) -> fx.Node:
+    """The sum over the micro-batches of what a join reads, by terms."""
+    total, axes = _behind(part), str(join.args[1])
+    if total not in late:
+        made = totals[join, part]
+        like = _summed(record(made), axes).with_(operands=record(made).layouts)  # type: ignore[arg-type]
+        return build.call(join.target, made, *join.args[1:], like=like, name=f"{part.name}_total")  # type: ignore[arg-type]
+    args = [_total(build, join, arg, late, totals) for arg in total.args]  # type: ignore[arg-type]
+    like = record(total).with_(types=record(args[0]).types, layouts=record(args[0]).layouts, flops=0)
+    return build.call(ADD, *args, like=like.with_(operands=tuple(record(arg).layout for arg in args)), name=total.name)
 
 
 def _summed(found: Record, axes: str) -> Record:
