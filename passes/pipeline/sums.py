@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import fx
@@ -71,9 +72,7 @@ def with_reductions(program: Program) -> Program:
     return build.rewrite(program, put)
 
 
-def sums_by_stage(
-    program: Program, times: Times, stages: Stages
-) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
+def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
     each old one, and the stages of those that stand for no old one. The gradient of a weight that two stages use:
 
@@ -106,14 +105,13 @@ def sums_by_stage(
     What happens to the sum before micro-batches are added up (with ZeRO-2 and ZeRO-3 it is scattered over the data
     axes) happens to each term instead, on the stage of that term: so what leaves that stage is a rank's part.
     """
-    reductions = {node: node.args[0] for node in times.reductions if times.of[node] is When.AFTER}
-    sums: dict[fx.Node, dict[fx.Node, None]] = {}  # of each join, those that come after it
+    parts = {node: part for node in times.reductions if isinstance(part := node.args[0], fx.Node)}
+    sums: dict[fx.Node, set[fx.Node]] = {}  # of each join, those that come after it
     terms: dict[fx.Node, list[tuple[fx.Node, tuple[fx.Node, ...]]]] = {}  # with a join, and what happens before it
     passed: set[fx.Node] = set()  # what stands between terms and their join
-    for join, part in reductions.items():
-        if not isinstance(part, fx.Node) or reduction_of(join).joins[-1].kind != "sum":
-            continue
-        late = dict.fromkeys(_additions(part, stages))
+    for join, part in parts.items():
+        is_late_sum = times.of[join] is When.AFTER and reduction_of(join).joins[-1].kind == "sum"
+        late = _additions(part, stages) if is_late_sum else set()
         if not late:
             continue
         sums[join] = late
@@ -131,7 +129,7 @@ def sums_by_stage(
                 placed[made] = stages[node]
             totals[join, node] = made
         if node in sums:
-            return _total(build, node, reductions[node], sums[node], totals)
+            return _total(build, node, parts[node], sums[node], totals)
         return build.value.get(node)
 
     found = build.rewrite(program, put, later=passed)
@@ -152,20 +150,20 @@ def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
     return found
 
 
-def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
+def _additions(node: fx.Node, stages: Stages) -> set[fx.Node]:
     """The sums of terms of different stages, that nothing but a join and one another reads, maybe step by step."""
     total = _behind(node)
     if not _is_sum(total):
-        return []
-    found = [total, *(one for arg in total.all_input_nodes for one in _additions(arg, stages))]
+        return set()
+    found = {total}.union(*(_additions(arg, stages) for arg in total.all_input_nodes))
     terms = _terms(found)
-    return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else []
+    return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else set()
 
 
-def _added(node: fx.Node) -> list[fx.Node]:
+def _added(node: fx.Node) -> set[fx.Node]:
     """The sums of terms, that nothing but a join and one another reads, maybe step by step."""
     total = _behind(node)
-    return [total, *(one for arg in total.all_input_nodes for one in _added(arg))] if _is_sum(total) else []
+    return {total}.union(*map(_added, total.all_input_nodes)) if _is_sum(total) else set()
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -174,7 +172,7 @@ def _is_sum(node: fx.Node) -> bool:
     return all(record(arg).types == record(node).types for arg in node.all_input_nodes)
 
 
-def _terms(sums: list[fx.Node]) -> set[fx.Node]:
+def _terms(sums: AbstractSet[fx.Node]) -> set[fx.Node]:
     return {arg for one in sums for arg in one.all_input_nodes if _behind(arg) not in sums}
 
 
