@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Mapping
 
-import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective, op
 from autopar.ir.pipeline import Join, Reduction
-from autopar.ir.program import CAST, Builder, Program, Record, is_view, record
+from autopar.ir.program import Builder, Program, Record, record
 from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.terms import ADD, is_sum, paths_to_terms, start_of, steps_behind, sums_of, terms_of
 from autopar.passes.pipeline.when import Times, When, is_join, times_of
-
-ADD, PAD = torch.ops.aten.add.Tensor, torch.ops.aten.constant_pad_nd.default
-MOVES = (op("all_gather"), op("all_to_all"), op("shard"), op("keep_first"))
 
 
 def reduction_of(node: fx.Node) -> Reduction:
@@ -115,7 +111,7 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         if not late:
             continue
         sums[join] = late
-        for term, steps in _paths(part, late):
+        for term, steps in paths_to_terms(part, late):
             terms.setdefault(term, []).append((join, steps))
             passed.update(late, steps)
     build, placed = Builder("stages"), Stages()
@@ -143,8 +139,8 @@ def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
     found = dict(stages)
     for join in times.reductions:
         part = join.args[0]
-        for term in _terms(_added(part)) if isinstance(part, fx.Node) else ():
-            steps = _steps(term)
+        for term in terms_of(sums_of(part)) if isinstance(part, fx.Node) else ():
+            steps = steps_behind(term)
             made = steps[-1].all_input_nodes[0] if steps else term
             found |= {step: found[made] for step in steps if step in found and made in found}
     return found
@@ -152,67 +148,12 @@ def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
 
 def _additions(node: fx.Node, stages: Stages) -> set[fx.Node]:
     """The sums of terms of different stages, that nothing but a join and one another reads, maybe step by step."""
-    total = _behind(node)
-    if not _is_sum(total):
+    total = start_of(node)
+    if not is_sum(total):
         return set()
     found = {total}.union(*(_additions(arg, stages) for arg in total.all_input_nodes))
-    terms = _terms(found)
+    terms = terms_of(found)
     return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else set()
-
-
-def _added(node: fx.Node) -> set[fx.Node]:
-    """The sums of terms, that nothing but a join and one another reads, maybe step by step."""
-    total = _behind(node)
-    return {total}.union(*map(_added, total.all_input_nodes)) if _is_sum(total) else set()
-
-
-def _is_sum(node: fx.Node) -> bool:
-    if node.target is not ADD or node.kwargs or len(node.users) != 1 or len(node.all_input_nodes) != 2:
-        return False
-    return all(record(arg).types == record(node).types for arg in node.all_input_nodes)
-
-
-def _terms(sums: AbstractSet[fx.Node]) -> set[fx.Node]:
-    return {arg for one in sums for arg in one.all_input_nodes if _behind(arg) not in sums}
-
-
-def _steps(node: fx.Node) -> list[fx.Node]:
-    """What happens to one value alone and happens to a sum as it does to its terms, the last first."""
-    found = []
-    while _is_linear(node) and len(node.users) == 1:
-        found.append(node)
-        node = node.all_input_nodes[0]
-    return found
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """The value that a row of such steps begins with."""
-    steps = _steps(node)
-    return steps[-1].all_input_nodes[0] if steps else node
-
-
-def _is_linear(node: fx.Node) -> bool:
-    """True for a call of one value that gives of a sum what it gives of the terms, added up."""
-    if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_join(node):
-        return False
-    if node.target in (op("all_reduce"), op("reduce_scatter")):
-        return node.args[-1] == "sum"
-    if node.target is CAST:  # the sum of terms that were widened is the better one
-        source, made = record(node.all_input_nodes[0]).type.dtype, record(node).type.dtype
-        return source.is_floating_point and made.is_floating_point and made.itemsize >= source.itemsize
-    return node.target in MOVES or (node.target is PAD and len(node.args) == 2) or is_view(node)
-
-
-def _paths(node: fx.Node, late: Container[fx.Node]) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """The terms of sums, each with the steps that come between it and a join, the last first."""
-    steps = tuple(_steps(node))
-    total = _behind(node)
-    if total not in late:
-        yield node, ()
-        return
-    for arg in total.all_input_nodes:
-        for term, more in _paths(arg, late):
-            yield term, (*steps, *more)
 
 
 def _alone(build: Builder, step: fx.Node, made: fx.Node, term: fx.Node) -> fx.Node:
@@ -230,7 +171,7 @@ def _total(
     totals: Mapping[tuple[fx.Node, fx.Node], fx.Node],
 ) -> fx.Node:
     """The sum over the micro-batches of what a join reads, by terms."""
-    total, axes = _behind(part), str(join.args[1])
+    total, axes = start_of(part), str(join.args[1])
     if total not in late:
         made = totals[join, part]
         like = _summed(record(made), axes).with_(operands=record(made).layouts)  # type: ignore[arg-type]
