@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -13,20 +13,11 @@ from autopar.passes.pipeline.cut import Limits, Stages, cut, forward_nodes
 from autopar.passes.pipeline.gathers import gathered_by_stage
 from autopar.passes.pipeline.late import gathered_late
 from autopar.passes.pipeline.manual import manual
+from autopar.passes.pipeline.pieces import Places
 from autopar.passes.pipeline.place import backward_nodes, place_backward, with_attention
 from autopar.passes.pipeline.rematerialized import kept_across
 from autopar.passes.pipeline.sums import sums_by_stage, with_reductions, with_steps_of_terms
 from autopar.passes.pipeline.when import Times, times_of
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """What the schedule says of stages. ranks: the rank of each. split: gradients of weights apart from those of
-    inputs. in_flight: of each stage, how many micro-batches it holds at once."""
-
-    ranks: tuple[int, ...]
-    split: bool
-    in_flight: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Flow, Work
-from autopar.passes.pipeline.assign import Places, staged, times_in
+from autopar.passes.pipeline.assign import staged, times_in
 from autopar.passes.pipeline.costs import costs_of
 from autopar.passes.pipeline.cut import Stages
-from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
+from autopar.passes.pipeline.pieces import Key, Outside, Piece, Places, build, is_before, is_copied, reach
 from autopar.passes.pipeline.place import weight_nodes
 from autopar.passes.pipeline.sums import part_of, reduction_of
 from autopar.passes.pipeline.when import CARRIES, When

@@ -33,9 +33,9 @@ from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
 from autopar.passes import PASSES, make_pipeline
 from autopar.passes.check_rules import check_rules
-from autopar.passes.pipeline.assign import Places
 from autopar.passes.pipeline.cut import Stages
 from autopar.passes.pipeline.gathers import gathered_by_stage
+from autopar.passes.pipeline.pieces import Places
 from autopar.passes.pipeline.rematerialized import kept_across
 from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.sums import sums_by_stage
