@@ -106,7 +106,8 @@ class Data:
         candidate, groups = self.candidate, self.groups
         if candidate.data == 1:
             return 0.0
-        gradients, streams = gradients_of(slots[::-1]), _Streams(self)
+        kept = [slot for slot in slots[::-1] if slot.weight and not slot.weight.lent]
+        gradients, streams = gradients_of(kept), _Streams(self)
         if not candidate.zero:
             _Sums(streams, SUM, groups.copies, gradients, self.asked).all()
         else:

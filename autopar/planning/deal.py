@@ -17,7 +17,7 @@ from autopar.passes.pipeline.cut import Limits, Line
 from autopar.passes.pipeline.when import times_of
 from autopar.planning.depth import Rest
 from autopar.planning.stage import Micro
-from autopar.planning.weights import Weight, weights_of
+from autopar.planning.weights import Weight, first_read, tied_weights, weights_of
 
 KINDS = ("time", "stored", "saved")
 CLOSE = 1e-5  # of the slowest stage: how near the search for it comes
@@ -68,11 +68,14 @@ class Section:
     weights: tuple[Weight, ...] = ()
 
     @classmethod
-    def of(cls, line: Line, first: int, last: int, weights: Mapping[fx.Node, Weight]) -> Section:
-        """Between two places of a line. weights: of the program."""
+    def of(
+        cls, line: Line, first: int, last: int, weights: Mapping[fx.Node, Weight], firsts: Mapping[fx.Node, int]
+    ) -> Section:
+        """Between two places of a line. weights: of the program; firsts: the numbers of the calls that need each
+        first."""
         part = slice(first, last + 1)
         time, stored, saved = (values[part] - values[first] for values in (line.times, line.held, line.saved))
-        uses = sorted((_place(line, use + 1) - 1, i, node) for i, (node, (_, use)) in enumerate(line.firsts.items()))
+        uses = sorted((_place(line, use + 1) - 1, i, node) for i, (node, use) in enumerate(firsts.items()))
         own = [(place - first, node) for place, _, node in uses if first <= place < last and node in weights]
         placed = (replace(weights[node], place=at, at=float(time[at] / time[-1])) for at, node in own)
         return cls(time, stored, saved, line.transfer[part], tuple(placed))
@@ -124,8 +127,15 @@ class Sections:
         own = [i for i, path in enumerate(layers) if path == rest.path]
         all_ = [i for i, path in enumerate(layers) if path in rest.equal]
         begin, start, end, behind = (_place(line, at) for at in (all_[0], own[0], own[-1] + 1, all_[-1] + 1))
-        ends, weights = ((0, begin), (start, end), (behind, len(line.places) - 1)), weights_of(program)
-        return cls(*(Section.of(line, *pair, weights) for pair in ends))
+        weights, firsts = weights_of(program), {node: use for node, (_, use) in line.firsts.items()}
+        at, calls = line.places[behind], (line.nodes[: line.places[begin]], line.nodes[line.places[behind] :])
+        first, last = tied_weights(weights, frozenset(calls[0]), frozenset(calls[1]), program.mesh)
+        again = {node: at + first_read(node, calls[1]) for node in last}
+        return cls(
+            Section.of(line, 0, begin, {**weights, **first}, firsts),
+            Section.of(line, start, end, weights, firsts),
+            Section.of(line, behind, len(line.places) - 1, {**weights, **last}, {**firsts, **again}),
+        )
 
     def stages(self, layers: int, count: int, rates: Rates | None = None) -> list[Share]:
         """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be.

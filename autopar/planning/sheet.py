@@ -36,7 +36,7 @@ class Call:
     what it makes and the graph does not leave. dying: the places of calls whose values nothing reads after this one.
     kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
     of what lies behind the layers. widened: bytes of its logits in float32. term: TERM of what a joined sum
-    adds from behind, SUM of the sum."""
+    adds, SUM of the sum."""
 
     load: Load | None
     launch: Launch | None

@@ -45,11 +45,11 @@ def sides_of(kind: str, program: Program, rest: Rest) -> dict[fx.Node, int]:
 
 
 def terms_of(sides: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:
-    """SUM with the joined sums, TERM with what they add that comes from behind the layers, and with casts of that."""
+    """SUM with the joined sums, TERM with what they add, and with casts of that."""
     for node, side in sides.items():
         if side == JOINED:
             yield node, TERM if node.target is CAST else SUM
-            yield from ((operand, TERM) for operand in node.all_input_nodes if sides.get(operand) == BEHIND)
+            yield from ((operand, TERM) for operand in node.all_input_nodes if sides.get(operand) in (BEFORE, BEHIND))
 
 
 def _joined(node: fx.Node, sides: dict[fx.Node, int]) -> list[fx.Node]:

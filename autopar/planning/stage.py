@@ -13,7 +13,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import OF_GRAPHS, PASSES
 from autopar.passes.fuse import fuse
-from autopar.passes.pipeline.stages import Places, graphs_of_stages
+from autopar.passes.pipeline.pieces import Places
+from autopar.passes.pipeline.stages import graphs_of_stages
 from autopar.passes.recompute import recompute
 from autopar.planning.depth import crossing
 

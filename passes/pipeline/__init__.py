@@ -14,8 +14,8 @@ from autopar.passes.bucket import bucket
 from autopar.passes.decompose import decompose
 from autopar.passes.fuse import fuse
 from autopar.passes.overlap import overlap
-from autopar.passes.pipeline.pieces import Key
-from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.pipeline.pieces import Key, Places
+from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.with_lengths import slice_lengths, with_lengths
 from autopar.passes.prefetch import prefetch
 from autopar.passes.schedules import Schedule, check_schedule, forward_only, in_flight, parse_schedule, with_transfers

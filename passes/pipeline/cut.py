@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from autopar.ir.plan import DEVICES
 from autopar.ir.program import Program, is_getitem, record
 from autopar.machines import Machine, named
 from autopar.passes.node_costs import by_origin, node_times
+from autopar.passes.pipeline.terms import paths_to_terms, start_of, sums_of
 from autopar.passes.pipeline.when import Times, When
 
 Stages = dict[fx.Node, int]
@@ -78,8 +80,8 @@ class Line:
         position = {node: i for i, node in enumerate(self.nodes)}
         own = np.array([cost[node] for node in self.nodes])
         each = {node: time for node, time in cost.items() if times.of[node] is When.BODY}
-        total = own + self._backward(program, each, own)
-        crossing, saved = self._values(program, position, machine)
+        total = own + self._backward(program, each, own) + self._far_ends(program, times, cost, position)
+        crossing, saved = self._values(program, position, machine, times.renewed)
         train = any(out.kind == "gradient" for out in program.outputs)
         transfer = (1 + train) * crossing
         # a place is the number of nodes before it; views stay with what they are views of
@@ -96,15 +98,34 @@ class Line:
     def _backward(self, program: Program, cost: Mapping[fx.Node, float], own: np.ndarray) -> np.ndarray:
         """The time of the backward calls of each forward call's line, shared out by the forward times."""
         backward = by_origin(program, cost)
-        keys = [(record(node).module, record(node).source) for node in self.nodes]
+        keys = [_line(node) for node in self.nodes]
         shares: dict[tuple[str, str], float] = {}
         for key, time in zip(keys, own, strict=True):
             shares[key] = shares.get(key, 0.0) + time
         lines = zip(keys, own, strict=True)
         return np.array([time / shares[key] * backward.get(key, 0.0) if shares[key] else 0.0 for key, time in lines])
 
+    def _far_ends(
+        self, program: Program, times: Times, cost: Mapping[fx.Node, float], position: Mapping[fx.Node, int]
+    ) -> np.ndarray:
+        """The time of what the last of several uses of a weight has done for itself, on a stage of its own: a gather,
+        and what happens to its gradient before that is added to the others."""
+        found = np.zeros(len(self.nodes))
+        lines = {_line(node): i for i, node in enumerate(self.nodes)}
+        order = {node: i for i, node in enumerate(program.nodes)}
+        for node in times.renewed:
+            uses = [position[user] for user in node.users if user in position]
+            if uses and node in position and _line(self.nodes[max(uses)]) != _line(self.nodes[min(uses)]):
+                found[max(uses)] += cost[node]
+        for part in (join.args[0] for join in times.reductions):
+            if isinstance(part, fx.Node) and (late := sums_of(part)):
+                term, steps = min(paths_to_terms(part, late), key=lambda path: order[start_of(path[0])])
+                if _line(term) in lines:
+                    found[lines[_line(term)]] += sum(cost[step] for step in steps if _line(step) != _line(term))
+        return found
+
     def _values(
-        self, program: Program, position: Mapping[fx.Node, int], machine: Machine
+        self, program: Program, position: Mapping[fx.Node, int], machine: Machine, renewed: AbstractSet[fx.Node]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The time that it takes to send what is needed on both sides of each place, and the bytes that each node
         for the backward pass. Each value is a message: two small ones cost more than one."""
@@ -117,7 +138,7 @@ class Line:
             bytes_ = local_bytes(node, program.mesh)
             source = node.args[0] if is_getitem(node) else None
             first = position.get(source, i) if isinstance(source, fx.Node) else i  # results stay with their call
-            if last > first:
+            if last > first and node not in renewed:  # every stage that uses it gathers it
                 time = machine.message_us(bytes_, self.ranks)
                 steps[first + 1] += time
                 steps[last + 1 if last + 1 <= count else count] -= time
@@ -210,6 +231,10 @@ class Line:
             source = node.args[0] if is_getitem(node) else None
             found[node] = found[source] if isinstance(source, fx.Node) and source in found else stage
         return found
+
+
+def _line(node: fx.Node) -> tuple[str, str]:
+    return record(node).module, record(node).source
 
 
 def _prefix(values: np.ndarray) -> np.ndarray:

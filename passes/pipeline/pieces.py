@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,6 +22,16 @@ from autopar.passes.pipeline.when import Times, When
 
 MADE_BY = "stages"
 Key = tuple[int, str]  # (stage or rank, kind of action)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the schedule says of stages. ranks: the rank of each. split: gradients of weights apart from those of
+    inputs. in_flight: of each stage, how many micro-batches it holds at once."""
+
+    ranks: tuple[int, ...]
+    split: bool
+    in_flight: Sequence[int]
 
 
 @dataclass(slots=True)

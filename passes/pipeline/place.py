@@ -41,7 +41,13 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
             found[node] = found[source]
             continue
         operands = node.all_input_nodes
-        limit = min((found[operand] for operand in operands if operand in found), default=count - 1)
+        if node in times.renewed:  # every stage that uses it gathers it
+            parts = [present[operand] for operand in operands if operand in present]
+            present[node] = frozenset.intersection(*parts) if parts else frozenset(range(count))
+            found[node] = max(present[node], default=count - 1)
+            continue
+        gradients = [found[operand] for operand in operands if operand in found and operand not in times.renewed]
+        limit = min(gradients, default=count - 1)
         needs = [where for operand in operands if (where := present.get(operand, Everywhere)) is not Everywhere]
         if node in owners:
             needs.append(frozenset({owners[node]}))
@@ -50,7 +56,8 @@ def place_backward(program: Program, times: Times, stages: Stages, count: int) -
         best = max((stages[operand] for operand in made if operand in stages), default=limit)
         found[node] = max(fits, default=min(limit, best))
     for node in reversed(found):
-        _lower(node, found, present, owners, program.mesh)
+        if node not in times.renewed:
+            _lower(node, found, present, owners, program.mesh)
     return found | {again: stages[node] for again, node in original.items() if node in stages}
 
 
@@ -92,7 +99,7 @@ def _lower(
         return
     if any(stage not in present.get(operand, {stage}) for operand in node.all_input_nodes):
         return
-    gradients = [operand for operand in node.all_input_nodes if operand in found]
+    gradients = [operand for operand in node.all_input_nodes if operand in found and operand not in present]
     more = [one for one in gradients if all(found.get(user) != stage for user in one.users)]
     if sum(local_bytes(one, mesh) for one in more) < local_bytes(node, mesh):
         found[node] = stage
@@ -104,15 +111,19 @@ def _present(program: Program, times: Times, stages: Stages) -> dict[fx.Node, fr
     for node in reversed(program.nodes):
         if node.op == "output" or record(node).is_backward:
             continue
-        where = frozenset(stages[user] for user in node.users if user in stages)
-        if node in stages:
+        where = frozenset(stages[user] for user in node.users if user in stages and user not in times.renewed)
+        if node in stages and node not in times.renewed:
             found[node] = where | {stages[node]}
-        elif times.of[node] is When.INVARIANT:  # parameters, and what is computed of them, go with their users
-            users = (found[user] for user in node.users if user in found and times.of[user] is When.INVARIANT)
-            where = where.union(*users)
+        elif _goes_along(node, times):  # parameters, and what is computed of them, go with their users
+            where = where.union(*(found[user] for user in node.users if user in found and _goes_along(user, times)))
             if where:
                 found[node] = where
     return found
+
+
+def _goes_along(node: fx.Node, times: Times) -> bool:
+    """True for what is made of parameters alone, or of nothing: any stage that has them can make it."""
+    return node in times.renewed or times.of[node] is When.INVARIANT
 
 
 def _owners(

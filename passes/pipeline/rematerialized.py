@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from torch import fx
 
 from autopar.ir.program import Builder, Program, record
@@ -28,9 +30,11 @@ def originals(program: Program) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
+def kept_across(
+    program: Program, stages: Stages, renewed: AbstractSet[fx.Node] = frozenset()
+) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """Where a stage would read what another one computes again, it reads the value that the forward pass sent to it;
-    with the new node of each old one.
+    with the new node of each old one. renewed: what is not sent, since every stage gathers it.
 
         stage 0: gelu gelu_recomputed
         stage 1: mul
@@ -52,7 +56,8 @@ def kept_across(program: Program, stages: Stages) -> tuple[Program, dict[fx.Node
 
     def put(node: fx.Node) -> fx.Node:
         def seen(operand: fx.Node) -> fx.Node:
-            is_sent = node in stages and operand in original and stages.get(operand) != stages[node]
+            is_again = operand in original and operand not in renewed
+            is_sent = is_again and node in stages and stages.get(operand) != stages[node]
             return build.value[original[operand] if is_sent else operand]
 
         return build.copy(node, seen)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -13,25 +12,13 @@ from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, TensorType, is_view, record
 from autopar.ir.schedule import Flow, Work
+from autopar.passes.pipeline.assign import staged, times_in
 from autopar.passes.pipeline.costs import costs_of
-from autopar.passes.pipeline.cut import Limits, Stages, cut, forward_nodes
-from autopar.passes.pipeline.late import gathered_late
-from autopar.passes.pipeline.manual import manual
-from autopar.passes.pipeline.pieces import Key, Outside, Piece, build, is_before, is_copied, reach
-from autopar.passes.pipeline.place import backward_nodes, place_backward, weight_nodes, with_attention
-from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.sums import part_of, reduction_of, sums_by_stage, with_casts_of_terms, with_reductions
-from autopar.passes.pipeline.when import CARRIES, Times, When, times_of
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """What the schedule says of stages. ranks: the rank of each. split: gradients of weights apart from those of
-    inputs. in_flight: of each stage, how many micro-batches it holds at once."""
-
-    ranks: tuple[int, ...]
-    split: bool
-    in_flight: Sequence[int]
+from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.pieces import Key, Outside, Piece, Places, build, is_before, is_copied, reach
+from autopar.passes.pipeline.place import weight_nodes
+from autopar.passes.pipeline.sums import part_of, reduction_of
+from autopar.passes.pipeline.when import CARRIES, When
 
 
 def split_into_stages(program: Program, plan: Plan, places: Places) -> Pipeline:
@@ -92,76 +79,16 @@ def graphs_of_stages(program: Program, plan: Plan, places: Places) -> dict[Key, 
     return _Partition(program, plan, places).graphs()
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """A program with the stages of its forward and backward calls."""
-
-    program: Program
-    forward: Stages
-    backward: Stages
-
-    @property
-    def all(self) -> Stages:
-        return {**self.forward, **self.backward}
-
-    def moved_to(self, program: Program, new: Mapping[fx.Node, fx.Node]) -> _Staged:
-        """The same stages in a program that was made of this one; new: its nodes by those of this one."""
-        return _Staged(
-            program, *({new[n]: s for n, s in of.items() if n in new} for of in (self.forward, self.backward))
-        )
-
-
-def _assign(program: Program, plan: Plan, places: Places) -> _Staged:
-    """Give every call of the micro-batches its stage: forward ones by the cut, backward ones by data flow."""
-    program = program if plan.parts > 1 else with_reductions(program)
-    if plan.gathers_again:
-        times = times_of(program, plan.parts, plan.zero_axes, both=True, sized=bool(plan.slice_lengths))
-        program = gathered_late(program, times)
-    times = _times(program, plan)
-    if len(places.ranks) == 1 and plan.options.stages is None and plan.options.stage_memory is None:
-        every = forward_nodes(program, times), backward_nodes(program, times)
-        return _Staged(program, *(dict.fromkeys(nodes, 0) for nodes in every))
-    forward = with_attention(_cut(program, times, plan, places))
-    return _Staged(program, forward, place_backward(program, times, forward, len(places.ranks)))
-
-
-def _cut(program: Program, times: Times, plan: Plan, places: Places) -> Stages:
-    options, fixed = plan.options, plan.fixed
-    if options.stages is not None:
-        return manual(program, times, options.stages)
-    limits = Limits(places.in_flight, options.stage_memory, fixed.owners, fixed.machine, plan.mesh)
-    return cut(program, times, len(places.ranks), limits)
-
-
-def _keep_across(staged: _Staged) -> _Staged:
-    """Let a recomputed call read, across the border of stages, what the forward pass sent."""
-    return staged.moved_to(*kept_across(staged.program, staged.all))
-
-
-def _accumulate_per_stage(staged: _Staged, plan: Plan) -> _Staged:
-    """Let each stage add up its own micro-batches before stages add to one another."""
-    times = times_of(staged.program, plan.parts, sized=bool(plan.slice_lengths))
-    staged = replace(staged, backward=with_casts_of_terms(times, staged.backward))
-    return staged.moved_to(*sums_by_stage(staged.program, times, staged.all))
-
-
-def _times(program: Program, plan: Plan) -> Times:
-    regathered = plan.zero_axes if plan.gathers_again else ()
-    return times_of(program, plan.parts, regathered, sized=bool(plan.slice_lengths))
-
-
 class _Partition:
     def __init__(self, program: Program, plan: Plan, places: Places) -> None:
         self.plan, self.places = plan, places
         self.ranks, self.count = places.ranks, len(places.ranks)
         self.pieces: dict[Key, Piece] = {}
         self.outside: dict[Key, dict[fx.Node, Outside]] = {}
-        staged = _assign(program, plan, places)
-        if self.count > 1:
-            staged = _accumulate_per_stage(_keep_across(staged), plan)
-        self.program, self.forward = staged.program, staged.forward
-        self.times, self.entries = _times(self.program, plan), dict(self.program.entries)
-        self.stages: Stages = {node: stage for node, stage in staged.all.items() if self.times.of[node] is When.BODY}
+        found = staged(program, plan, places)
+        self.program, self.forward = found.program, found.forward
+        self.times, self.entries = times_in(self.program, plan), dict(self.program.entries)
+        self.stages: Stages = {node: stage for node, stage in found.all.items() if self.times.of[node] is When.BODY}
         self.weights = weight_nodes(self.program, {n: s for n, s in self.stages.items() if n not in self.forward})
 
     def run(self) -> Pipeline:

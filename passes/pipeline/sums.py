@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Container, Mapping
+
 from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import MICROBATCH, axes_of_group
 from autopar.ir.ops import is_collective, op
 from autopar.ir.pipeline import Join, Reduction
-from autopar.ir.program import Builder, Program, Record, record, set_record
+from autopar.ir.program import Builder, Program, Record, record
 from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.terms import ADD, is_sum, paths_to_terms, start_of, steps_behind, sums_of, terms_of
 from autopar.passes.pipeline.when import Times, When, is_join, times_of
-
-ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 
 
 def reduction_of(node: fx.Node) -> Reduction:
@@ -68,9 +68,9 @@ def with_reductions(program: Program) -> Program:
     return build.rewrite(program, put)
 
 
-def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, dict[fx.Node, fx.Node]]:
+def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Program, Mapping[fx.Node, fx.Node], Stages]:
     """Where stages add to one another what micro-batches add up to, the micro-batches come first; with the new node of
-    each old one. The gradient of a weight that two stages use:
+    each old one, and the stages of those that stand for no old one. The gradient of a weight that two stages use:
 
         microbatches: 2
         stage 0: mul sum_1 add
@@ -97,75 +97,88 @@ def sums_by_stage(program: Program, times: Times, stages: Stages) -> tuple[Progr
         %sum_2_total: f32[8] [-] = autopar.all_reduce.default(%sum_2, "mb", "sum")
         %add: f32[8] [-] = aten.add.Tensor(%sum_1_total, %sum_2_total)
         return gradient "w" = %add
+
+    What happens to the sum before micro-batches are added up (with ZeRO-2 and ZeRO-3 it is scattered over the data
+    axes) happens to each term instead, on the stage of that term: so what leaves that stage is a rank's part.
     """
-    reductions = {node: node.args[0] for node in times.reductions if times.of[node] is When.AFTER}
-    late = {
-        one: join
-        for join, part in reductions.items()
-        if isinstance(part, fx.Node) and reduction_of(join).joins[-1].kind == "sum"
-        for one in _additions(part, stages)
-    }
-    build = Builder("stages")
+    parts = {node: part for node in times.reductions if isinstance(part := node.args[0], fx.Node)}
+    sums: dict[fx.Node, set[fx.Node]] = {}  # of each join, those that come after it
+    terms: dict[fx.Node, list[tuple[fx.Node, tuple[fx.Node, ...]]]] = {}  # with a join, and what happens before it
+    passed: set[fx.Node] = set()  # what stands between terms and their join
+    for join, part in parts.items():
+        is_late_sum = times.of[join] is When.AFTER and reduction_of(join).joins[-1].kind == "sum"
+        late = _additions(part, stages) if is_late_sum else set()
+        if not late:
+            continue
+        sums[join] = late
+        for term, steps in paths_to_terms(part, late):
+            terms.setdefault(term, []).append((join, steps))
+            passed.update(late, steps)
+    build, placed = Builder("stages"), Stages()
+    totals: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def put(node: fx.Node) -> fx.Node | None:
-        part = reductions.get(node)
-        return _total(build, part, node, late) if isinstance(part, fx.Node) and part in late else None
+        for join, steps in terms.get(node, ()):
+            made = build.value[node] if node in build.value else build.copy(node)
+            for step in reversed(steps):
+                made = _alone(build, step, made, node)
+                placed[made] = stages[node]
+            totals[join, node] = made
+        if node in sums:
+            return _total(build, node, parts[node], sums[node], totals)
+        return build.value.get(node)
 
-    return build.rewrite(program, put, later=late), build.value
+    found = build.rewrite(program, put, later=passed)
+    return found, build.value, placed
 
 
-def with_casts_of_terms(times: Times, stages: Stages) -> Stages:
-    """The stages, with the cast of each term of a sum over micro-batches and stages where its operand is: a term that
-    is added up there leaves once a step, and the fewer bytes of what a cast widens would for every micro-batch."""
+def with_steps_of_terms(times: Times, stages: Stages) -> Stages:
+    """The stages, with what happens to each term of a sum over micro-batches and stages (a cast) where the term is
+    made: it is added up there and leaves once a step, and the fewer bytes of what a cast widens would for every
+    micro-batch."""
     found = dict(stages)
     for join in times.reductions:
         part = join.args[0]
-        terms = _terms(_added(part)) if isinstance(part, fx.Node) else set()
-        for term in terms:
-            if term.target is CAST and len(term.users) == 1 and term in found:
-                found[term] = found.get(term.all_input_nodes[0], found[term])
+        for term in terms_of(sums_of(part)) if isinstance(part, fx.Node) else ():
+            steps = steps_behind(term)
+            made = steps[-1].all_input_nodes[0] if steps else term
+            found |= {step: found[made] for step in steps if step in found and made in found}
     return found
 
 
-def _additions(node: fx.Node, stages: Stages) -> list[fx.Node]:
-    """The sums of terms of different stages, that nothing but a join and one another reads."""
-    left, right = (*node.args, None, None)[:2]
-    if not _is_sum(node) or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return []
-    found = [node, *_additions(left, stages), *_additions(right, stages)]
-    terms = _terms(found)
-    if len({stages.get(term) for term in terms}) == 1 or not all(term in stages for term in terms):
-        return []
-    return found
+def _additions(node: fx.Node, stages: Stages) -> set[fx.Node]:
+    """The sums of terms of different stages, that nothing but a join and one another reads, maybe step by step."""
+    total = start_of(node)
+    if not is_sum(total):
+        return set()
+    found = {total}.union(*(_additions(arg, stages) for arg in total.all_input_nodes))
+    terms = terms_of(found)
+    return found if terms <= stages.keys() and len({stages[term] for term in terms}) > 1 else set()
 
 
-def _added(node: fx.Node) -> list[fx.Node]:
-    """The sums of terms, that nothing but a join and one another reads."""
-    return [node, *(one for arg in node.all_input_nodes for one in _added(arg))] if _is_sum(node) else []
+def _alone(build: Builder, step: fx.Node, made: fx.Node, term: fx.Node) -> fx.Node:
+    """What happens to a sum, done to one of its terms."""
+    args, kwargs = fx.node.map_arg((step.args, dict(step.kwargs)), lambda _: made)
+    like = record(step).with_(operands=record(made).layouts)  # type: ignore[arg-type]
+    return build.call(step.target, *args, like=like, name=f"{term.name}_{step.name}", **kwargs)  # type: ignore[arg-type]
 
 
-def _is_sum(node: fx.Node) -> bool:
-    is_plain = node.target is ADD and not node.kwargs and len(node.users) == 1
-    return is_plain and len(node.all_input_nodes) == 2
-
-
-def _terms(sums: list[fx.Node]) -> set[fx.Node]:
-    return {arg for one in sums for arg in one.all_input_nodes} - set(sums)
-
-
-def _total(build: Builder, node: object, join: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A value summed over the micro-batches."""
-    assert isinstance(node, fx.Node)
-    like = _summed(record(node), str(join.args[1]))
-    if node not in late:
-        made = build.call(join.target, build.value[node], *join.args[1:], like=like, name=f"{node.name}_total")  # type: ignore[arg-type]
-        set_record(made, record(made).with_(operands=(record(node).layout,)))
-        return made
-    if node not in build.value:
-        args = [_total(build, arg, join, late) for arg in node.args]
-        like = like.with_(operands=tuple(record(arg).layout for arg in args))
-        build.value[node] = build.call(ADD, *args, like=like, name=node.name)
-    return build.value[node]
+def _total(
+    build: Builder,
+    join: fx.Node,
+    part: fx.Node,
+    late: Container[fx.Node],
+    totals: Mapping[tuple[fx.Node, fx.Node], fx.Node],
+) -> fx.Node:
+    """The sum over the micro-batches of what a join reads, by terms."""
+    total, axes = start_of(part), str(join.args[1])
+    if total not in late:
+        made = totals[join, part]
+        like = _summed(record(made), axes).with_(operands=record(made).layouts)  # type: ignore[arg-type]
+        return build.call(join.target, made, *join.args[1:], like=like, name=f"{part.name}_total")  # type: ignore[arg-type]
+    args = [_total(build, join, arg, late, totals) for arg in total.args]  # type: ignore[arg-type]
+    like = record(total).with_(types=record(args[0]).types, layouts=record(args[0]).layouts, flops=0)
+    return build.call(ADD, *args, like=like.with_(operands=tuple(record(arg).layout for arg in args)), name=total.name)
 
 
 def _summed(found: Record, axes: str) -> Record:

@@ -24,17 +24,20 @@ from conftest import ROOT
 from plan_text import read_plan
 from test_golden import STEPS, compare
 from test_golden_pipeline import text_of
+from torch import fx
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import Level, Program, TensorType
+from autopar.ir.program import Level, Program, TensorType, is_gathered_input
 from autopar.ir.schedule import Action, Costs, Flow, Work
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
 from autopar.passes import PASSES, make_pipeline
 from autopar.passes.check_rules import check_rules
 from autopar.passes.pipeline.cut import Stages
+from autopar.passes.pipeline.gathers import gathered_by_stage
+from autopar.passes.pipeline.pieces import Places
 from autopar.passes.pipeline.rematerialized import kept_across
-from autopar.passes.pipeline.stages import Places, split_into_stages
+from autopar.passes.pipeline.stages import split_into_stages
 from autopar.passes.pipeline.sums import sums_by_stage
 from autopar.passes.pipeline.when import times_of
 from autopar.passes.schedules import SCHEDULES, parse_schedule, with_transfers
@@ -93,6 +96,7 @@ def made_by(name: str, program: Program, plan: Plan, stages: Stages) -> str:
         "split_into_stages": lambda: text_of(
             split_into_stages(program, plan, Places((0,), split=False, in_flight=(1,)))
         ),
+        "gathered_by_stage": lambda: print_program(gathered_by_stage(program, gathered(program), stages)[0]),
         "kept_across": lambda: print_program(kept_across(program, stages)[0]),
         "sums_by_stage": lambda: print_program(sums_by_stage(program, times_of(program, plan.microbatches), stages)[0]),
     }
@@ -104,6 +108,10 @@ def made_by(name: str, program: Program, plan: Plan, stages: Stages) -> str:
     if level == Level.SHARDED:
         check_rules(after, plan)
     return print_program(after)
+
+
+def gathered(program: Program) -> set[fx.Node]:
+    return {node for node in program.nodes if is_gathered_input(node)}
 
 
 def read(before: str) -> tuple[str, Plan, dict[str, int]]:
