@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
+from autopar.planning.budget import MIXES
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
@@ -16,6 +18,7 @@ from autopar.planning.pipelined import Pipelined, with_least_memory
 from autopar.planning.predict import predict
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
+from autopar.planning.stage_bound import Layer, apart, least_again
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
@@ -50,6 +53,7 @@ class Bounds:
         self._held: dict[Hashable, float] = {}
         self._steps: dict[Candidate, float] = {}  # by twin
         self.slowest = math.inf  # us from which on nobody asks how much more a plan takes
+        self.limit = math.inf  # bytes that a rank may hold
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
@@ -104,23 +108,60 @@ class Bounds:
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
         none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
-        return min(*none, self.again(candidate._replace(recompute="full", again=None)))
+        least = min(*none, self.again(candidate._replace(recompute="full", again=None)))
+        return least if candidate.pp == 1 else max(least, self._of_stages(candidate, candidate.split, candidate.halves))
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
         weights and of inputs in one graph: there more hides what moves. No programs are needed that memory does not
         need too."""
-        if candidate.pp == 1 or candidate.again is not None:
+        if candidate.pp == 1:
             return 0.0
-        cost = self.layers.cost(candidate.split.near, candidate.rows, candidate.recompute).in_stages()
-        busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
-        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
+        if candidate.again is not None:
+            return self._of_stages(candidate, candidate.split.near, halves=False)
+        return self._of_cost(candidate, self._cost(candidate, candidate.split.near, candidate.recompute, halves=False))
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
-        cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
-        cost = cost.in_stages() if candidate.pp > 1 else cost
+        return self._of_cost(candidate, self._cost(candidate, candidate.split, policy, candidate.halves))
+
+    def _cost(self, candidate: Candidate, split: Split, policy: str, halves: bool) -> Cost:
+        cost = self.layers.cost(split, candidate.rows, policy, halves)
+        return cost.in_stages() if candidate.pp > 1 else cost
+
+    def _of_cost(self, candidate: Candidate, cost: Cost, again: float = 0.0) -> float:
+        """again: us of what is computed again beside."""
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
-        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
+        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
+
+    def _of_stages(self, candidate: Candidate, split: Split, halves: bool) -> float:
+        """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
+        as fast as `slowest`, that is what it takes."""
+        costs, found = self._costs(candidate, split, halves), math.inf
+        for mix in MIXES:
+            less, more = (costs[policy] for policy in mix)
+            least = self._of_cost(candidate, less)
+            if least < min(found, self.slowest) and math.isfinite(self.limit):
+                count = self._least_again(candidate, costs, mix, self.limit, self.slowest)
+                longer = count * max(0.0, _each(more) - _each(less)) if count else 0.0
+                least = max(least, min(self.slowest, self._of_cost(candidate, less, longer)))
+            found = min(found, least)
+        return found
+
+    def _costs(self, candidate: Candidate, split: Split, halves: bool) -> Mapping[str, Cost]:
+        return {policy: self._cost(candidate, split, policy, halves) for policy in ("none", "selective", "full")}
+
+    def _least_again(
+        self, candidate: Candidate, costs: Mapping[str, Cost], mix: tuple[str, str], limit: float, slowest: float
+    ) -> float:
+        """How many layers compute more again at least in a plan of two policies that takes less than `slowest`."""
+        near, mesh = candidate.split.near, Mesh(candidate.axes)
+
+        def cut() -> float:
+            return apart(self.layers.sections(near, policy, mesh).layer for policy in mix)
+
+        layer = Layer.of(candidate, *(costs[policy] for policy in mix))
+        most = slowest / candidate.microbatches
+        return least_again(candidate, layer, self.equal, self.layers.kept(("apart", near, mix), cut), limit, most)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
@@ -190,15 +231,25 @@ class Bounds:
         """True if a rank of a pipeline holds more than so many bytes (`held`)."""
         if candidate.pp == 1:
             return False
+        if candidate.again is not None:
+            return self._is_larger_in_part(candidate, limit)
         made = with_least_memory(candidate, self.layers)
         key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
         return self._larger[key]
 
+    def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
+        """True if no mix of policies is small enough, wherever its cuts lie."""
+        costs = self._costs(candidate, candidate.split.near, halves=False)
+        counts = (self._least_again(candidate, costs, mix, limit, math.inf) for mix in MIXES)
+        return all(map(math.isinf, counts))
+
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its
         stages and the order of its actions."""
+        if candidate.again is not None:
+            return self.held(candidate._replace(recompute="full", again=None))
         made = with_least_memory(candidate, self.layers)
         key = _memory_key(candidate, made)
         if key not in self._held:
@@ -210,6 +261,11 @@ class Bounds:
         if policy not in self._wholes:
             self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
         return self._wholes[policy]
+
+
+def _each(cost: Cost) -> float:
+    """us of an equal layer."""
+    return cost.forward.each + cost.backward.each
 
 
 def _memory_key(candidate: Candidate, made: Pipelined) -> tuple[Hashable, ...]:

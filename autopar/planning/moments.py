@@ -14,7 +14,7 @@ COLUMNS = 5  # of a stage
 SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(COLUMNS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Moments:
     """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
     its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there,

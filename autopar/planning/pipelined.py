@@ -134,7 +134,7 @@ def _first(candidate: Candidate) -> int:
 
 def _pipelined(candidate: Candidate, stages: Sequence[Stage]) -> Pipelined:
     p, first = candidate.pp, _first(candidate)
-    schedule, moments = _schedule(candidate.schedule, p, first, len(stages), first < candidate.microbatches)
+    schedule, moments = schedule_of(candidate, len(stages))
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
@@ -188,6 +188,12 @@ def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
     return layers.cost(_split(candidate, layers), candidate.rows, policy, candidate.halves, more)
+
+
+def schedule_of(candidate: Candidate, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
+    """That of the first micro-batches, and the moments of each rank in it."""
+    first = _first(candidate)
+    return _schedule(candidate.schedule, candidate.pp, first, stages, first < candidate.microbatches)
 
 
 @cache

@@ -71,6 +71,7 @@ def search(
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
     found, bounds = Found(), Bounds(layers, work, machine, equal)
+    bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
@@ -136,16 +137,17 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, machine, limit)
+    decided = with_fewest(candidate, layers, machine, limit, slowest)
     if decided is None:
         found.counts[SAME] += 1
         return
-    made = predict(decided, layers, machine, slowest, limit)
+    made = predict(decided, layers, machine, slowest, math.inf if candidate.again else limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found.tried.append(made)
     _keep_least(found, made)
     if made.memory > limit:
-        found.counts["larger than the memory"] += 1
+        is_slow = candidate.again is not None and made.total >= slowest  # of these no more layers were tried
+        found.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
         return
     found.counts["simulated"] += 1
     found.best = _one_of_each([*found.best, made])[:top]

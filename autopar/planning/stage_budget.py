@@ -19,9 +19,11 @@ from autopar.planning.pipelined import Pipelined, cost_of, pipelined
 from autopar.planning.predict import Prediction, predict
 from autopar.planning.rank_memory import held_of, rank_bytes
 
-ROUNDS = 12  # cuts that are looked at until each rank has as few layers as it needs
 CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
+NEAR = 1.03  # times the time of a plan that is shown: what is slower is not improved
+TRIES = 64  # plans that are looked at to improve one
 Counts = tuple[int, ...]  # by stage
+Key = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +47,10 @@ class Tried:
         """us of the micro-batches of the slowest rank."""
         return self.candidate.microbatches * max(rank.micro_us for rank in self.made.ranks)
 
+    def has_room(self, stage: int) -> bool:
+        """True if there are layers of a stage that do not compute more again."""
+        return self.counts[stage] < self.starts[stage + 1] - self.starts[stage]
+
 
 class Trials:
     """Numbers of layers of two policies that are tried. mix: a plan with these, its layers are not decided."""
@@ -53,60 +59,61 @@ class Trials:
         self.mix, self.layers, self.machine, self.limit = mix, layers, machine, limit
 
     def fewest(self, slowest: float = math.inf) -> Prediction:
-        """The plan with the fewest layers of each rank that leave at most `limit` bytes there; where none is so small,
-        the least of those that were looked at. slowest: us from which on nobody asks for it.
+        """The fastest plan that leaves at most `limit` bytes on each rank; where none is found, that which has least
+        too much. slowest: us from which on nobody asks for it.
 
-        Layers that compute more again take longer, so the cut moves, and ranks need other numbers of layers: each round
-        tries what every rank needs by the cut of the one before.
+        Layers that compute more again take longer, so the cut moves, and ranks need other numbers of layers. So ranks
+        that hold too much get half of what they lack by the cut of the round before, until all fit; then layers go and
+        move one by one while that makes a better plan. Of ranks with several stages this is done twice: from the stage
+        that leaves most by a layer, and from as many layers of each.
         """
-        tried = list(self._rounds(slowest))
-        fitting = [each for each in tried if each.most <= self.limit]
-        if not fitting:
-            return self._predicted(min(tried, key=lambda each: each.most))
-        return min((self._without_more(each) for each in fitting), key=lambda made: made.total)
+        found = list[tuple[Tried, Key]]()
+        for is_even in (False, True) if self.mix.chunks > 1 else (False,):
+            *_, now = self._rounds(slowest, is_even)
+            key = self._key(now)
+            found.append(self._improved(now, key) if now.least_us < NEAR * slowest else (now, key))
+        best, _ = min(found, key=lambda pair: pair[1])
+        return predict(best.candidate, self.layers, self.machine)
 
     def tried(self, counts: Counts, starts: Counts) -> Tried:
         """counts: of the first layers of each stage, where stages begin with the layers `starts`."""
         assert self.mix.again is not None
+        counts = tuple(min(count, end - begin) for count, (begin, end) in zip(counts, pairwise(starts), strict=True))
         ranges = _joined((start, start + count) for start, count in zip(starts, counts, strict=False) if count)
         candidate = self.mix._replace(again=replace(self.mix.again, ranges=ranges))
         made = pipelined(candidate, self.layers)
         bytes_ = [rank_bytes(candidate, made, rank) for rank in range(candidate.pp)]
         return Tried(candidate, made, counts, _starts(made), bytes_)
 
-    def _rounds(self, slowest: float) -> Iterator[Tried]:
+    def _rounds(self, slowest: float, is_even: bool) -> Iterator[Tried]:
         stages = self.mix.pp * self.mix.chunks
-        now, seen = self.tried((0,) * stages, (0,) * stages), set[tuple[Counts, Counts]]()
-        while len(seen) < ROUNDS and (now.counts, now.starts) not in seen:
+        now, before = self.tried((0,) * stages, (0,) * (stages + 1)), None
+        while before is None or (now.counts, now.starts) != before:
             yield now
-            seen.add((now.counts, now.starts))
-            if now.least_us >= slowest:
+            if now.most <= self.limit or now.least_us >= slowest:
                 return
-            now = self.tried(self._needed(now), now.starts)
+            before = now.counts, now.starts
+            now = self.tried(self._more(now, is_even), now.starts)
 
-    def _needed(self, now: Tried) -> Counts:
-        """The layers of each stage that let its rank fit, by what they leave at its fullest moment."""
-        counts = [min(count, end - begin) for count, (begin, end) in zip(now.counts, pairwise(now.starts), strict=True)]
+    def _more(self, now: Tried, is_even: bool) -> Counts:
+        """The layers of each stage, with half of what ranks lack that hold too much."""
+        counts = list(now.counts)
         for rank, bytes_ in enumerate(now.bytes_):
-            self._change(counts, now, rank, bytes_ - self.limit)
+            if bytes_ > self.limit:
+                self._add(counts, now, rank, bytes_ - self.limit, is_even)
         return tuple(counts)
 
-    def _change(self, counts: list[int], now: Tried, rank: int, over: float) -> None:
-        """Give the stages of a rank as many layers more as make up for `over` bytes, or take away as many as there is
-        room for. The first stages hold the most micro-batches, so that a layer of theirs leaves most."""
+    def _add(self, counts: list[int], now: Tried, rank: int, over: float, is_even: bool) -> None:
+        """Half of the layers that make up for so many bytes at the fullest moment, of stages that have some left. If
+        none leaves anything then, one layer: stages that take longer get less of the model."""
         moments = now.made.moments[rank]
         row = moments.fullest(held_of(now.candidate, now.made, rank))
-        rooms = [now.starts[stage + 1] - now.starts[stage] for stage in moments.stages]
-        savings = [row[i] @ self._saved for i in range(len(moments.stages))]
-        order = sorted(range(len(rooms)), key=lambda i: savings[i], reverse=over > 0)
-        for i in order:
-            stage, saving = moments.stages[i], savings[i]
-            if saving <= 0:
-                continue
-            wanted = math.ceil(over / saving)
-            changed = min(max(wanted, -counts[stage]), rooms[i] - counts[stage])
-            counts[stage] += changed
-            over -= changed * saving
+        savings = {stage: float(counted @ self._saved) for stage, counted in zip(moments.stages, row, strict=True)}
+        open_ = [stage for stage in moments.stages if now.has_room(stage)]
+        stages = open_ if is_even else sorted(open_, key=lambda stage: -savings[stage])[:1]
+        each = sum(max(0.0, savings[stage]) for stage in stages)
+        for stage in stages:
+            counts[stage] += math.ceil(over / each / 2) if each > 0 else 1
 
     @cached_property
     def _saved(self) -> np.ndarray:
@@ -122,20 +129,41 @@ class Trials:
         found[SAVED], found[LATE] = saved, late
         return found
 
-    def _without_more(self, now: Tried) -> Prediction:
-        """The fastest of a plan that fits and of those that fit too with fewer layers of some stages."""
-        best = self._predicted(now)
-        for stage in range(len(now.counts)):
-            while now.counts[stage]:
-                counts = tuple(count - (i == stage) for i, count in enumerate(now.counts))
-                less = self.tried(counts, now.starts)
-                if less.most > self.limit or self._predicted(less).total >= best.total:
-                    break
-                now, best = less, self._predicted(less)
-        return best
+    def _improved(self, now: Tried, key: Key) -> tuple[Tried, Key]:
+        """The best plan that is reached from one by steps to better ones."""
+        left = TRIES
+        while left > 0:
+            near = [self.tried(counts, now.starts) for counts in self._near(now)]
+            keys = list(map(self._key, near))
+            left -= len(near)
+            best = min(range(len(near)), key=lambda i: keys[i], default=-1)
+            if best < 0 or keys[best] >= key:
+                break
+            now, key = near[best], keys[best]
+        return now, key
 
-    def _predicted(self, tried: Tried) -> Prediction:
-        return predict(tried.candidate, self.layers, self.machine)
+    def _near(self, now: Tried) -> Iterator[Counts]:
+        """With a layer less or more of one stage, or one that moves between stages of a rank or to the stage beside."""
+        rank_of = now.made.schedule.ranks
+        for i, count in enumerate(now.counts):
+            if count:
+                yield _moved(now.counts, i, -1)
+                yield from (
+                    _moved(_moved(now.counts, i, -1), j, 1)
+                    for j in range(len(now.counts))
+                    if j != i and (rank_of[i] == rank_of[j] or abs(i - j) == 1) and now.has_room(j)
+                )
+            if now.has_room(i) and now.most > self.limit:
+                yield _moved(now.counts, i, 1)
+
+    def _key(self, tried: Tried) -> Key:
+        """Less is better: the bytes that ranks hold too much, then us."""
+        over = sum(max(0.0, bytes_ - self.limit) for bytes_ in tried.bytes_)
+        return over, predict(tried.candidate, self.layers, self.machine).total if not over else math.inf
+
+
+def _moved(counts: Counts, stage: int, by: int) -> Counts:
+    return (*counts[:stage], counts[stage] + by, *counts[stage + 1 :])
 
 
 def _starts(made: Pipelined) -> Counts:
