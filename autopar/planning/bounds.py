@@ -21,6 +21,8 @@ from autopar.planning.split import Split
 from autopar.planning.stage_bound import Layer, apart, least_again
 from autopar.planning.states import MOMENTS
 
+UNEVEN = 0.97  # of the slowest rank's time: with other layers the cut is another one
+LONGER = (1.02, 1.05, 1.1, 1.2, 1.4)  # times as long as without recomputation: steps in which a bound is sought
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
 
 
@@ -136,32 +138,61 @@ class Bounds:
     def _of_stages(self, candidate: Candidate, split: Split, halves: bool) -> float:
         """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
         as fast as `slowest`, that is what it takes."""
-        costs, found = self._costs(candidate, split, halves), math.inf
-        for mix in MIXES:
-            less, more = (costs[policy] for policy in mix)
-            least = self._of_cost(candidate, less)
+        costs = {policy: self._cost(candidate, split, policy, halves) for policy in ("none", "selective")}
+        found = math.inf
+        for less, more in MIXES:
+            least = self._of_cost(candidate, costs[less])
             if least < min(found, self.slowest) and math.isfinite(self.limit):
-                count = self._least_again(candidate, costs, mix, self.limit, self.slowest)
-                longer = count * max(0.0, _each(more) - _each(less)) if count else 0.0
-                least = max(least, min(self.slowest, self._of_cost(candidate, less, longer)))
+                layer = Layer.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
+                cut = self._apart(candidate, less, more)
+                least = self._of_mix(candidate, costs[less], layer, cut)
+                if least < min(found, self.slowest):
+                    most = self.slowest / candidate.microbatches
+                    count = least_again(candidate, layer, self.equal, cut, self.limit, most)
+                    least = max(least, self._of_ranks(candidate, less, count * layer.longer))
             found = min(found, least)
         return found
 
-    def _costs(self, candidate: Candidate, split: Split, halves: bool) -> Mapping[str, Cost]:
-        return {policy: self._cost(candidate, split, policy, halves) for policy in ("none", "selective", "full")}
+    def _of_ranks(self, candidate: Candidate, policy: str, longer: float) -> float:
+        """us of the slowest rank, with its part of what is computed again, less what another cut may hide of it."""
+        made = with_least_memory(candidate._replace(recompute=policy, again=None), self.layers)
+        cost = self._cost(candidate, candidate.split.near, policy, halves=False)
+        line, parts = cost.forward.with_(cost.backward), [rank.share.time for rank in made.ranks]
+        rank = max(line.on(part)(part.layers) for part in parts)
+        return UNEVEN * candidate.microbatches * (rank + longer / candidate.pp)
 
-    def _least_again(
-        self, candidate: Candidate, costs: Mapping[str, Cost], mix: tuple[str, str], limit: float, slowest: float
-    ) -> float:
-        """How many layers compute more again at least in a plan of two policies that takes less than `slowest`."""
+    def _of_mix(self, candidate: Candidate, cost: Cost, layer: Layer, apart: float) -> float:
+        """As much as `slowest`, if it is none faster: for a step that is to be so fast each rank has so long, and then
+        so many layers compute more again, with which it is slower. cost: of the policy of the others."""
+        before = least = self._of_cost(candidate, cost)
+        for longer in LONGER:
+            most = min(self.slowest, least * longer)
+            rank = most / candidate.microbatches
+            count = least_again(candidate, layer, self.equal, apart, self.limit, rank)
+            took = self._of_cost(candidate, cost, count * layer.longer) if math.isfinite(count) else math.inf
+            if took < most or most == self.slowest:
+                return min(most, max(before, took))
+            before = most
+        return before
+
+    def _changes(
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+    ) -> tuple[float, float]:  # fmt: skip
+        """us that a layer takes longer at least, and bytes that it keeps less at most. No programs are made that
+        compute all again."""
+        if more == "selective":
+            return _each(costs[more]) - _each(costs[less]), costs[less].saved.each - costs[more].saved.each
+        products = self.layers.flops_again(more) * candidate.rows / candidate.tp / candidate.context * self._flop_us
+        longer = products / max(self.equal, 1) - (_each(costs[less]) - _each(costs["none"]))
+        return longer, costs[less].saved.each
+
+    def _apart(self, candidate: Candidate, *policies: str) -> float:
         near, mesh = candidate.split.near, Mesh(candidate.axes)
 
         def cut() -> float:
-            return apart(self.layers.sections(near, policy, mesh).layer for policy in mix)
+            return apart(self.layers.sections(near, policy, mesh).layer for policy in policies)
 
-        layer = Layer.of(candidate, *(costs[policy] for policy in mix))
-        most = slowest / candidate.microbatches
-        return least_again(candidate, layer, self.equal, self.layers.kept(("apart", near, mix), cut), limit, most)
+        return self.layers.kept(("apart", near, policies), cut)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
@@ -240,10 +271,12 @@ class Bounds:
         return self._larger[key]
 
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
-        """True if no mix of policies is small enough, wherever its cuts lie."""
-        costs = self._costs(candidate, candidate.split.near, halves=False)
-        counts = (self._least_again(candidate, costs, mix, limit, math.inf) for mix in MIXES)
-        return all(map(math.isinf, counts))
+        """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
+        split = candidate.split.near
+        costs = {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
+        layer = Layer.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
+        cut = self._apart(candidate, "none", "full")
+        return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
 
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its

@@ -19,27 +19,42 @@ MIXES = (("none", "selective"), ("selective", "full"), ("none", "full"))  # of s
 
 
 def with_fewest(
-    candidate: Candidate, layers: Layers, machine: Machine, limit: float, slowest: float = math.inf
+    candidate: Candidate,
+    layers: Layers,
+    machine: Machine,
+    limit: float,
+    slowest: float = math.inf,
+    is_last: bool = True,
 ) -> Candidate | None:
     """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
-    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest: us
-    from which on nobody asks for it. Raises AutoparError as `Micros.local`."""
+    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest,
+    is_last: of a pipeline, as of `Trials.fewest`. Raises AutoparError as `Micros.local`."""
     if candidate.again is None:
         return candidate
     if _bytes(candidate, 0, layers) <= limit:
         return None
-    mixes = (candidate._replace(again=replace(candidate.again, less=less, more=more)) for less, more in MIXES)
     found = list[Prediction]()
-    for mix in mixes:
-        if _bytes(mix, 0, layers) > limit:
-            if mix.pp > 1:
-                found.append(Trials(mix, layers, machine, limit).fewest(slowest))
-                slowest = min(slowest, found[-1].total if found[-1].memory <= limit else math.inf)
-            else:
-                found.append(predict(_fewest(mix, layers, limit), layers, machine))
+    for less, more in MIXES:
+        mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
+        if _bytes(mix, 0, layers) <= limit:
+            continue
+        if mix.pp == 1:
+            found.append(predict(_fewest(mix, layers, limit), layers, machine))
+            continue
+        found.append(Trials(mix, layers, machine, limit).fewest(slowest, is_last))
+        slowest = min(slowest, found[-1].total if found[-1].memory <= limit else math.inf)
     fitting = [made for made in found if made.memory <= limit]
     best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
     return best.candidate
+
+
+def improved(made: Prediction, layers: Layers, machine: Machine, limit: float) -> Prediction:
+    """A plan that was found before it was known how fast others are, with the best layers of its two policies."""
+    again = made.candidate.again
+    if again is None or made.candidate.pp == 1:
+        return made
+    mix = made.candidate._replace(again=replace(again, ranges=()))
+    return min(made, Trials(mix, layers, machine, limit).fewest(), key=lambda each: (each.memory > limit, each.total))
 
 
 def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:

@@ -27,6 +27,10 @@ class Linear:
         """With more outside of the layers."""
         return replace(self, outside=self.outside + more)
 
+    def with_(self, other: Linear) -> Linear:
+        """Both together."""
+        return Linear(self.outside + other.outside, self.each + other.each, self.entry + other.entry)
+
     def toward(self, other: Linear, some: float, layers: float) -> Linear:
         """With some of so many layers as they are in another one."""
         return replace(self, each=self.each + (other.each - self.each) * some / layers) if some else self

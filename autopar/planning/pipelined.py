@@ -101,6 +101,11 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     return found
 
 
+def least_us(candidate: Candidate, layers: Layers) -> float:
+    """us of the micro-batches of the slowest rank."""
+    return candidate.microbatches * max(rank.micro_us for rank in pipelined(candidate, layers).ranks)
+
+
 def data_of(candidate: Candidate, layers: Layers) -> Data:
     """What a candidate moves over its data axes."""
     known: Known = layers.kept("collectives", dict)

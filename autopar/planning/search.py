@@ -14,21 +14,23 @@ from operator import attrgetter
 from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
 from autopar.planning.bounds import Bounds, Work
-from autopar.planning.budget import with_fewest
+from autopar.planning.budget import improved, with_fewest
 from autopar.planning.candidates import Candidate, Space
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER
+from autopar.planning.pipelined import least_us
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
 Alike = tuple[Candidate, ...]
 SHARED = 2  # the first step before which plans with ulysses stand with those that have as many ranks of cp
+OWN_STEP = 3  # from which on each candidate stands for itself
 OWN = ("recompute", "again")  # fields that no bound reads before that of what is computed again
 # By step of `Bounds.steps`: what candidates that it cannot tell apart have in common, from this step on.
 ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     0: attrgetter("dp", "fsdp", "cp", "ulysses", "tp", "pp", "order", "rows", "microbatches", "schedule", "chunks"),
     1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
-    3: lambda candidate: candidate,
+    OWN_STEP: lambda candidate: candidate,
 }
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
@@ -75,14 +77,15 @@ def search(
     memories, last = bounds.memories, len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
-    later: list[tuple[float, int, int, Alike]] = []  # plans with ulysses: the others say what they must be better than
+    later: list[tuple[float, int, int, Alike]] = []  # with ulysses, of stages: the others say what is to be beaten
     total = left = sum(plans(alike, 0) for alike in known)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
+    is_late = False
     heapq.heapify(queue)
     while queue or later:
         if not queue:
-            queue, later = later, []
+            queue, later, is_late = later, [], True
             heapq.heapify(queue)
         bound, _, step, alike = heapq.heappop(queue)
         slowest = bounds.slowest = found.best[-1].total if len(found.best) >= top else math.inf
@@ -101,6 +104,9 @@ def search(
                 elif step == last and bounds.is_larger(each[0], limit):
                     larger += each
                     found.counts["larger by a bound"] += plans(each, step)
+                elif step == OWN_STEP and not is_late and each[0].again and each[0].pp > 1:
+                    later.append((bound, next(number), step, each))
+                    left += plans(each, step)
                 elif step <= last:
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
@@ -110,6 +116,7 @@ def search(
             except AutoparError as error:
                 found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
+    found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
     if not found.best:
         every = [] if found.least else chain.from_iterable(known)
         larger.sort(key=lambda each: (bounds.held(each), _places(each)))
@@ -137,16 +144,16 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, machine, limit, slowest)
+    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
     if decided is None:
         found.counts[SAME] += 1
         return
-    made = predict(decided, layers, machine, slowest, math.inf if candidate.again else limit)
+    made = predict(decided, layers, machine, slowest, limit)
     if candidate.pp == 1 or (made.total < slowest and made.memory <= limit):  # of others no pipeline was simulated
         found.tried.append(made)
     _keep_least(found, made)
     if made.memory > limit:
-        is_slow = candidate.again is not None and made.total >= slowest  # of these no more layers were tried
+        is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
         found.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
         return
     found.counts["simulated"] += 1

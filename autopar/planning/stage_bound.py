@@ -27,9 +27,8 @@ class Layer:
     summed: float
 
     @classmethod
-    def of(cls, candidate: Candidate, less: Cost, more: Cost) -> Layer:
-        """Of two policies. Bytes of parameters and states, and of copies, as `rank_bytes` counts them at least."""
-        us, longer = (cost.forward.each + cost.backward.each for cost in (less, more))
+    def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> Layer:
+        """less: of the policy of most layers. What is stored is that of `rank_bytes`, at least."""
         frozen, shards = less.frozen.each, candidate.shards
         held = (less.parameters.each - frozen + less.states.each) / shards + frozen / candidate.frozen_shards
         if candidate.gathers_again:
@@ -37,7 +36,7 @@ class Layer:
         else:
             held += less.copies.each + (less.gathered(candidate.zero == 3)[1].each if candidate.zero else 0.0)
         summed = less.gradients.each / (shards if candidate.zero >= 2 else 1)
-        return cls(us, longer - us, less.saved.each, less.saved.each - more.saved.each, held, summed)
+        return cls(less.forward.each + less.backward.each, max(0.0, longer), less.saved.each, saving, held, summed)
 
 
 def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, limit: float, most_us: float) -> float:

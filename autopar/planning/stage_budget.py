@@ -20,8 +20,10 @@ from autopar.planning.predict import Prediction, predict
 from autopar.planning.rank_memory import held_of, rank_bytes
 
 CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
-NEAR = 1.03  # times the time of a plan that is shown: what is slower is not improved
-TRIES = 64  # plans that are looked at to improve one
+ROUNDS = 12  # cuts that are looked at until all ranks fit
+NEAR = 1.01  # times the time of a plan that is shown: what is slower is not improved
+CLOSELY = 0.02  # of the memory of all ranks: what holds so much too much is improved too
+TRIES = 48  # plans that are looked at to improve one
 Counts = tuple[int, ...]  # by stage
 Key = tuple[float, float]
 
@@ -58,9 +60,10 @@ class Trials:
     def __init__(self, mix: Candidate, layers: Layers, machine: Machine, limit: float) -> None:
         self.mix, self.layers, self.machine, self.limit = mix, layers, machine, limit
 
-    def fewest(self, slowest: float = math.inf) -> Prediction:
+    def fewest(self, slowest: float = math.inf, is_last: bool = True) -> Prediction:
         """The fastest plan that leaves at most `limit` bytes on each rank; where none is found, that which has least
-        too much. slowest: us from which on nobody asks for it.
+        too much. slowest: us from which on nobody asks for it. is_last: False if it is improved later, where it is not
+        known yet what that is.
 
         Layers that compute more again take longer, so the cut moves, and ranks need other numbers of layers. So ranks
         that hold too much get half of what they lack by the cut of the round before, until all fit; then layers go and
@@ -70,10 +73,11 @@ class Trials:
         found = list[tuple[Tried, Key]]()
         for is_even in (False, True) if self.mix.chunks > 1 else (False,):
             *_, now = self._rounds(slowest, is_even)
-            key = self._key(now)
-            found.append(self._improved(now, key) if now.least_us < NEAR * slowest else (now, key))
+            key = self._key(now, slowest)
+            is_near = is_last if math.isinf(slowest) else key < (CLOSELY * self.limit, NEAR * slowest)
+            found.append(self._improved(now, key, slowest) if is_near else (now, key))
         best, _ = min(found, key=lambda pair: pair[1])
-        return predict(best.candidate, self.layers, self.machine)
+        return predict(best.candidate, self.layers, self.machine, slowest, self.limit)
 
     def tried(self, counts: Counts, starts: Counts) -> Tried:
         """counts: of the first layers of each stage, where stages begin with the layers `starts`."""
@@ -87,12 +91,12 @@ class Trials:
 
     def _rounds(self, slowest: float, is_even: bool) -> Iterator[Tried]:
         stages = self.mix.pp * self.mix.chunks
-        now, before = self.tried((0,) * stages, (0,) * (stages + 1)), None
-        while before is None or (now.counts, now.starts) != before:
+        now, seen = self.tried((0,) * stages, (0,) * (stages + 1)), set[tuple[Counts, Counts]]()
+        while (now.counts, now.starts) not in seen and len(seen) < ROUNDS:
             yield now
             if now.most <= self.limit or now.least_us >= slowest:
                 return
-            before = now.counts, now.starts
+            seen.add((now.counts, now.starts))
             now = self.tried(self._more(now, is_even), now.starts)
 
     def _more(self, now: Tried, is_even: bool) -> Counts:
@@ -129,12 +133,12 @@ class Trials:
         found[SAVED], found[LATE] = saved, late
         return found
 
-    def _improved(self, now: Tried, key: Key) -> tuple[Tried, Key]:
+    def _improved(self, now: Tried, key: Key, slowest: float) -> tuple[Tried, Key]:
         """The best plan that is reached from one by steps to better ones."""
         left = TRIES
         while left > 0:
             near = [self.tried(counts, now.starts) for counts in self._near(now)]
-            keys = list(map(self._key, near))
+            keys = [self._key(each, slowest) for each in near]
             left -= len(near)
             best = min(range(len(near)), key=lambda i: keys[i], default=-1)
             if best < 0 or keys[best] >= key:
@@ -156,10 +160,12 @@ class Trials:
             if now.has_room(i) and now.most > self.limit:
                 yield _moved(now.counts, i, 1)
 
-    def _key(self, tried: Tried) -> Key:
+    def _key(self, tried: Tried, slowest: float) -> Key:
         """Less is better: the bytes that ranks hold too much, then us."""
         over = sum(max(0.0, bytes_ - self.limit) for bytes_ in tried.bytes_)
-        return over, predict(tried.candidate, self.layers, self.machine).total if not over else math.inf
+        if over or tried.least_us >= NEAR * slowest:
+            return over, math.inf
+        return over, predict(tried.candidate, self.layers, self.machine).total
 
 
 def _moved(counts: Counts, stage: int, by: int) -> Counts:
