@@ -14,7 +14,7 @@ from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
 from autopar.planning.layers import Layers
 from autopar.planning.micro import HIGH
-from autopar.planning.pipelined import Pipelined, with_least_memory
+from autopar.planning.pipelined import Pipelined, least_us, with_least_memory
 from autopar.planning.predict import predict
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
@@ -22,7 +22,6 @@ from autopar.planning.stage_bound import Layer, apart, least_again
 from autopar.planning.states import MOMENTS
 
 UNEVEN = 0.97  # of the slowest rank's time: with other layers the cut is another one
-LONGER = (1.02, 1.05, 1.1, 1.2, 1.4)  # times as long as without recomputation: steps in which a bound is sought
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
 
 
@@ -109,9 +108,40 @@ class Bounds:
         again, the least of what none, all or some of it take."""
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
+        if candidate.pp > 1:
+            return self._of_own_ranks(candidate)
         none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
-        least = min(*none, self.again(candidate._replace(recompute="full", again=None)))
-        return least if candidate.pp == 1 else max(least, self._of_stages(candidate, candidate.split, candidate.halves))
+        return min(*none, self.again(candidate._replace(recompute="full", again=None)))
+
+    def _of_own_ranks(self, candidate: Candidate) -> float:
+        """us of a pipeline of which a part of the layers is computed again, by the slowest rank of the one that
+        recomputes "selective" everywhere: with what other mixes take less, or more, on the mean rank."""
+        costs = self._costs(candidate)
+        whole = candidate._replace(recompute="selective", again=None)
+        us, found = least_us(whole, self.layers), math.inf
+        once, _ = self._data_us(candidate)
+        for less, more in MIXES:
+            layer, count = self._least_again(candidate, costs, less, more)
+            if math.isinf(count):
+                continue
+            each = count * layer.longer + self.equal * (_each(costs[less]) - _each(costs["selective"]))
+            found = min(found, us + candidate.microbatches * each / candidate.pp)
+        return UNEVEN * found * _filling(candidate) + once if math.isfinite(found) else self.slowest
+
+    def _least_again(
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+    ) -> tuple[Layer, float]:  # fmt: skip
+        """How many layers compute more again at least in a plan that takes less than `slowest`."""
+        layer = Layer.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
+        if math.isinf(self.limit):
+            return layer, 0.0
+        most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
+        return layer, least_again(candidate, layer, self.equal, cut, self.limit, most)
+
+    def _costs(self, candidate: Candidate) -> Mapping[str, Cost]:
+        """Of ranks with nothing between them."""
+        split = candidate.split.near
+        return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
@@ -120,7 +150,7 @@ class Bounds:
         if candidate.pp == 1:
             return 0.0
         if candidate.again is not None:
-            return self._of_stages(candidate, candidate.split.near, halves=False)
+            return self._of_stages(candidate)
         return self._of_cost(candidate, self._cost(candidate, candidate.split.near, candidate.recompute, halves=False))
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
@@ -135,21 +165,19 @@ class Bounds:
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
         return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
 
-    def _of_stages(self, candidate: Candidate, split: Split, halves: bool) -> float:
+    def _of_stages(self, candidate: Candidate) -> float:
         """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
         as fast as `slowest`, that is what it takes."""
-        costs = {policy: self._cost(candidate, split, policy, halves) for policy in ("none", "selective")}
-        found = math.inf
+        costs, found = self._costs(candidate), math.inf
         for less, more in MIXES:
             least = self._of_cost(candidate, costs[less])
             if least < min(found, self.slowest) and math.isfinite(self.limit):
-                layer = Layer.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
-                cut = self._apart(candidate, less, more)
-                least = self._of_mix(candidate, costs[less], layer, cut)
+                layer, count = self._least_again(candidate, costs, less, more)
+                again = count * layer.longer if math.isfinite(count) else math.inf
+                took = self._of_cost(candidate, costs[less], again) if math.isfinite(count) else math.inf
+                least = max(least, min(self.slowest, took))
                 if least < min(found, self.slowest):
-                    most = self.slowest / candidate.microbatches
-                    count = least_again(candidate, layer, self.equal, cut, self.limit, most)
-                    least = max(least, self._of_ranks(candidate, less, count * layer.longer))
+                    least = max(least, self._of_ranks(candidate, less, again))
             found = min(found, least)
         return found
 
@@ -160,20 +188,6 @@ class Bounds:
         line, parts = cost.forward.with_(cost.backward), [rank.share.time for rank in made.ranks]
         rank = max(line.on(part)(part.layers) for part in parts)
         return UNEVEN * candidate.microbatches * (rank + longer / candidate.pp)
-
-    def _of_mix(self, candidate: Candidate, cost: Cost, layer: Layer, apart: float) -> float:
-        """As much as `slowest`, if it is none faster: for a step that is to be so fast each rank has so long, and then
-        so many layers compute more again, with which it is slower. cost: of the policy of the others."""
-        before = least = self._of_cost(candidate, cost)
-        for longer in LONGER:
-            most = min(self.slowest, least * longer)
-            rank = most / candidate.microbatches
-            count = least_again(candidate, layer, self.equal, apart, self.limit, rank)
-            took = self._of_cost(candidate, cost, count * layer.longer) if math.isfinite(count) else math.inf
-            if took < most or most == self.slowest:
-                return min(most, max(before, took))
-            before = most
-        return before
 
     def _changes(
         self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
@@ -272,8 +286,7 @@ class Bounds:
 
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
         """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
-        split = candidate.split.near
-        costs = {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
+        costs = self._costs(candidate)
         layer = Layer.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
         cut = self._apart(candidate, "none", "full")
         return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))

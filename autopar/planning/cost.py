@@ -156,8 +156,11 @@ class Cost:
 
     def _pace(self, name: str) -> Pace:
         busy, launched = self._of_pace(name)
-        more = self.again._of_pace(name) if self.again else ()
-        return (*zip(busy.sections, launched.sections, strict=True), *[tuple(line.each for line in more)] * bool(more))
+        found = tuple(zip(busy.sections, launched.sections, strict=True))
+        if self.again is None:
+            return found
+        busy, launched = self.again._of_pace(name)
+        return (*found, (busy.each, launched.each))
 
     def _of_pace(self, name: str) -> tuple[Linear, Linear]:
         return getattr(self, f"{name}_busy"), getattr(self, f"{name}_launched")

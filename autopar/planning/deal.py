@@ -155,8 +155,9 @@ class Sections:
         inner = [tuple(self._before(*border, name, of) for name in KINDS) for border in borders]
         marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0, sum(of)),) * len(KINDS)]
         return [
-            Share(*map(operator.sub, high, low), _rest(low[-1].layers, high[-1].layers, ranges))
+            Share(time, stored, saved, _rest(low[-1].layers, high[-1].layers, ranges))
             for low, high in pairwise(marks)
+            for time, stored, saved in [map(operator.sub, high, low)]
         ]
 
     def _at(self, rates: Rates) -> Sections:

@@ -163,7 +163,7 @@ class Layers:
     def _cost(self, sheets: Sheets, machine: Machine, is_still: bool = False) -> Cost:
         whole, less, entry = sheets.costs(machine, self.equal > 0, is_still)
         lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
-        return Cost(**lines, message=sheets.message)
+        return Cost(**lines, message=sheets.message, again=None)
 
     def _line(self, whole: float, less: float, entry: float = 0.0) -> Linear:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)

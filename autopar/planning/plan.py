@@ -162,9 +162,7 @@ def _part(asked: Asked, model: Model) -> str:
     """What it takes to decide what is of some plans alone, where that is fixed."""
     found = ""
     if asked.fixed.get("recompute") == LAYERS:
-        found += (
-            f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
-        )
+        found += f" recompute={LAYERS} is of models with 2 or more equal layers ({model.layers} here)."
     if not asked.fixed.get(RESHARD, True):
         found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp, cp and ulysses together."
     return found + _rows_text(asked)

@@ -32,6 +32,8 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
     OWN_STEP: lambda candidate: candidate,
 }
+PATIENCE = 16  # plans with budgets of stages in a row that are none of those shown: then the others are left out
+LEFT = "left out behind slower ones of their kind"
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
@@ -81,7 +83,7 @@ def search(
     total = left = sum(plans(alike, 0) for alike in known)
     number = count(len(queue))  # of what has the same bound, what was there before comes first
     larger: list[Candidate] = []
-    is_late = False
+    is_late, vain = False, 0  # vain: plans with budgets of stages that were tried in a row
     heapq.heapify(queue)
     while queue or later:
         if not queue:
@@ -111,8 +113,13 @@ def search(
                     more = max(bound, bounds.steps[step](each[0]))
                     heapq.heappush(queue, (more, next(number), step + 1, each))
                     left += plans(each, step)
+                elif vain >= PATIENCE and each[0].again and each[0].pp > 1:
+                    found.counts[LEFT] += 1
                 else:
+                    before = found.best
                     _try(each[0], found, layers, machine, limit, top, equal, slowest)
+                    if each[0].again and each[0].pp > 1:
+                        vain = 0 if len(found.best) < top or found.best != before else vain + 1
             except AutoparError as error:
                 found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)

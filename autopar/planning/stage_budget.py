@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost
 from autopar.planning.deal import Ranges
 from autopar.planning.layers import Layers
 from autopar.planning.moments import COLUMNS, LATE, SAVED
@@ -20,6 +21,7 @@ from autopar.planning.predict import Prediction, predict
 from autopar.planning.rank_memory import held_of, rank_bytes
 
 CLOSE = 1e-6  # of a layer: where a stage begins this near to it, it begins with it
+SURE = 0.5  # of the layers that ranks lack: stages that take longer get fewer
 ROUNDS = 12  # cuts that are looked at until all ranks fit
 NEAR = 1.01  # times the time of a plan that is shown: what is slower is not improved
 CLOSELY = 0.02  # of the memory of all ranks: what holds so much too much is improved too
@@ -94,10 +96,20 @@ class Trials:
         now, seen = self.tried((0,) * stages, (0,) * (stages + 1)), set[tuple[Counts, Counts]]()
         while (now.counts, now.starts) not in seen and len(seen) < ROUNDS:
             yield now
-            if now.most <= self.limit or now.least_us >= slowest:
+            if now.most <= self.limit or now.least_us + self._lacking_us(now) >= slowest:
                 return
             seen.add((now.counts, now.starts))
             now = self.tried(self._more(now, is_even), now.starts)
+
+    def _lacking_us(self, now: Tried) -> float:
+        """us by which a step is longer if ranks get most of the layers that they lack, shared by all ranks."""
+        lacking = 0.0
+        for rank, bytes_ in enumerate(now.bytes_):
+            if bytes_ > self.limit:
+                row = now.made.moments[rank].fullest(held_of(now.candidate, now.made, rank))
+                saving = max(float(counted @ self._saved) for counted in row)
+                lacking += SURE * (bytes_ - self.limit) / saving if saving > 0 else 0.0
+        return now.candidate.microbatches * lacking * self._longer / now.candidate.pp
 
     def _more(self, now: Tried, is_even: bool) -> Counts:
         """The layers of each stage, with half of what ranks lack that hold too much."""
@@ -120,13 +132,25 @@ class Trials:
             counts[stage] += math.ceil(over / each / 2) if each > 0 else 1
 
     @cached_property
-    def _saved(self) -> np.ndarray:
-        """Bytes that a layer leaves if it computes more again, of each of what moments count."""
+    def _costs(self) -> tuple[Cost, Cost]:
+        """Of both policies."""
         assert self.mix.again is not None
         cost = cost_of(self.mix._replace(again=replace(self.mix.again, ranges=((0, 1),))), self.layers)
         assert cost.again is not None
+        return cost, cost.again
+
+    @cached_property
+    def _longer(self) -> float:
+        """us that a layer takes longer if it computes more again."""
+        less, more = (cost.forward.each + cost.backward.each for cost in self._costs)
+        return max(0.0, more - less)
+
+    @cached_property
+    def _saved(self) -> np.ndarray:
+        """Bytes that a layer leaves if it computes more again, of each of what moments count."""
+        less, more = self._costs
         saved, late = (
-            sum(getattr(cost, name).each - getattr(cost.again, name).each for name in names)
+            sum(getattr(less, name).each - getattr(more, name).each for name in names)
             for names in (("saved",), ("late", "made"))
         )
         found = np.zeros(COLUMNS)

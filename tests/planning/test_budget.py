@@ -133,7 +133,7 @@ def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
     assert best[0].candidate.again is not None and best[0].total == pytest.approx(tried[0].total)
     assert [each.total for each in best] == pytest.approx([each.total for each in _one_of_each(tried)[:3]])
     assert sum(found.found.counts.values()) == len(candidates)
-    assert 0 < sum(each.again is not None for each in candidates) < len(candidates) / 4, "none has a pipeline"
+    assert 4 * sum(each.again is not None for each in candidates) == len(candidates)
 
 
 def _each_way(candidate: Candidate) -> list[Prediction]:
@@ -169,8 +169,6 @@ def test_what_is_fixed(found: Planned) -> None:
     assert made.found.best[0] == found.found.best[0]
     with pytest.raises(PlanError, match=r"recompute=layers: \d+ fit in inf .* Write recompute=none, or less memory"):
         planned_for(math.inf, recompute=LAYERS)
-    with pytest.raises(PlanError, match=r"recompute=layers is of plans with pp=1 .* equal layers \(6 here\)\."):
-        planned_for(math.inf, recompute=LAYERS, pp=2)
     with pytest.raises(
         PlanError, match=r"no plan fits in .*, with dp=2 zero=3 recompute 5 of 6 layers, selective others "
     ):
