@@ -117,7 +117,8 @@ class Bounds:
         """us of a pipeline of which a part of the layers is computed again, by the slowest rank of the one that
         recomputes "selective" everywhere: with what other mixes take less, or more, on the mean rank."""
         costs = self._costs(candidate)
-        whole = candidate._replace(recompute="selective", again=None)
+        # what moves for each micro-batch is in `near`: many plans differ in nothing else
+        whole = candidate._replace(recompute="selective", again=None, zero=min(1, candidate.zero))
         us, found = least_us(whole, self.layers), math.inf
         once, _ = self._data_us(candidate)
         for less, more in MIXES:
@@ -141,7 +142,12 @@ class Bounds:
     def _costs(self, candidate: Candidate) -> Mapping[str, Cost]:
         """Of ranks with nothing between them."""
         split = candidate.split.near
-        return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
+
+        def make() -> Mapping[str, Cost]:
+            return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
+
+        found: Mapping[str, Cost] = self.layers.kept(("costs of stages", split, candidate.rows), make)
+        return found
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
@@ -178,15 +184,21 @@ class Bounds:
                 least = max(least, min(self.slowest, took))
                 if least < min(found, self.slowest):
                     least = max(least, self._of_ranks(candidate, less, again))
+                if least < self.slowest:  # one that may be faster is enough: `calls` looks at all
+                    return min(self._of_cost(candidate, cost) for cost in costs.values())
             found = min(found, least)
         return found
 
     def _of_ranks(self, candidate: Candidate, policy: str, longer: float) -> float:
         """us of the slowest rank, with its part of what is computed again, less what another cut may hide of it."""
         made = with_least_memory(candidate._replace(recompute=policy, again=None), self.layers)
-        cost = self._cost(candidate, candidate.split.near, policy, halves=False)
-        line, parts = cost.forward.with_(cost.backward), [rank.share.time for rank in made.ranks]
-        rank = max(line.on(part)(part.layers) for part in parts)
+
+        def slowest() -> float:
+            cost = self._costs(candidate)[policy]
+            line, parts = cost.forward.with_(cost.backward), [rank.share.time for rank in made.ranks]
+            return max(line.on(part)(part.layers) for part in parts)
+
+        rank: float = self.layers.kept(("slowest rank", made), slowest)
         return UNEVEN * candidate.microbatches * (rank + longer / candidate.pp)
 
     def _changes(

@@ -32,7 +32,7 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
     OWN_STEP: lambda candidate: candidate,
 }
-PATIENCE = 16  # plans with budgets of stages in a row that are none of those shown: then the others are left out
+PATIENCE = 8  # plans with budgets of stages in a row that are none of those shown: then the others are left out
 LEFT = "left out behind slower ones of their kind"
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
