@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.mesh import Mesh
 from autopar.machines import Machine
+from autopar.planning.budget import MIXES
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_time import least_data_us
@@ -16,6 +18,7 @@ from autopar.planning.pipelined import Pipelined, with_least_memory
 from autopar.planning.predict import predict
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
+from autopar.planning.stage_bound import Layer, apart, least_again
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
@@ -46,10 +49,12 @@ class Bounds:
         self._data: dict[Hashable, tuple[float, float]] = {}
         self._micro: dict[Hashable, tuple[float, float, float]] = {}  # as of `Layers.least_us`
         self._wholes: dict[str, Cost] = {}
+        self._costs_of: dict[Hashable, Cost] = {}
         self._larger: dict[Hashable, bool] = {}
         self._held: dict[Hashable, float] = {}
         self._steps: dict[Candidate, float] = {}  # by twin
         self.slowest = math.inf  # us from which on nobody asks how much more a plan takes
+        self.limit = math.inf  # bytes that a rank may hold
 
     def products(self, candidate: Candidate) -> float:
         """us of the products of a step at the best share of the peak that the machine reaches."""
@@ -103,8 +108,31 @@ class Bounds:
         again, the least of what none, all or some of it take."""
         if candidate.again is None:
             return self._of_policy(candidate, candidate.recompute)
+        if candidate.pp > 1:
+            return self._of_stages(candidate)
         none = (self._of_policy(candidate, policy) for policy in ("none", "selective"))
         return min(*none, self.again(candidate._replace(recompute="full", again=None)))
+
+    def _least_again(
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+    ) -> tuple[Layer, float]:  # fmt: skip
+        """How many layers compute more again at least in a plan that takes less than `slowest`."""
+        layer = Layer.of(candidate, costs[less], *self._changes(candidate, costs, less, more))
+        if math.isinf(self.limit):
+            return layer, 0.0
+        most, cut = self.slowest / candidate.microbatches, self._apart(candidate, less, more)
+        return layer, least_again(candidate, layer, self.equal, cut, self.limit, most)
+
+    def _costs(self, candidate: Candidate) -> Mapping[str, Cost]:
+        """Of ranks with nothing between them."""
+        split = candidate.split.near
+
+        def make() -> Mapping[str, Cost]:
+            return {policy: self._cost(candidate, split, policy, halves=False) for policy in ("none", "selective")}
+
+        key = "costs of stages", split, candidate.rows, candidate.adds
+        found: Mapping[str, Cost] = self.layers.kept(key, make)
+        return found
 
     def near(self, candidate: Candidate) -> float:
         """us of a pipeline by the calls of its micro-batches on ranks with nothing between them, with gradients of
@@ -112,17 +140,56 @@ class Bounds:
         need too."""
         if candidate.pp == 1 or candidate.again is not None:
             return 0.0
-        cost = self.layers.cost(candidate.split.near, candidate.rows, candidate.recompute).in_stages()
-        cost = cost if candidate.adds else cost.alone
-        busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
-        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
+        return self._of_cost(candidate, self._cost(candidate, candidate.split.near, candidate.recompute, halves=False))
 
     def _of_policy(self, candidate: Candidate, policy: str) -> float:
-        cost = self.layers.cost(candidate.split, candidate.rows, policy, candidate.halves)
-        cost = cost.in_stages() if candidate.pp > 1 else cost
-        cost = cost if candidate.adds else cost.alone
+        return self._of_cost(candidate, self._cost(candidate, candidate.split, policy, candidate.halves))
+
+    def _cost(self, candidate: Candidate, split: Split, policy: str, halves: bool) -> Cost:
+        key = self.layers.place(split), candidate.rows, policy, halves, candidate.pp > 1, candidate.adds
+        if key not in self._costs_of:
+            cost = self.layers.cost(split, candidate.rows, policy, halves)
+            cost = cost.in_stages() if candidate.pp > 1 else cost
+            self._costs_of[key] = cost if candidate.adds else cost.alone
+        return self._costs_of[key]
+
+    def _of_cost(self, candidate: Candidate, cost: Cost, again: float = 0.0) -> float:
+        """again: us of what is computed again beside."""
         busy = cost.forward_busy(self.equal) + cost.backward_busy(self.equal)
-        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal), busy)
+        return self._step(candidate, cost.forward(self.equal), cost.backward(self.equal) + again, busy)
+
+    def _of_stages(self, candidate: Candidate) -> float:
+        """us of a pipeline of which a part of the layers is computed again, at least, of all mixes. Where none can be
+        as fast as `slowest`, that is what it takes."""
+        costs, found = self._costs(candidate), math.inf
+        for less, more in MIXES:
+            least = self._of_cost(candidate, costs[less])
+            if least < min(found, self.slowest) and math.isfinite(self.limit):
+                layer, count = self._least_again(candidate, costs, less, more)
+                again = count * layer.longer if math.isfinite(count) else math.inf
+                took = self._of_cost(candidate, costs[less], again) if math.isfinite(count) else math.inf
+                least = max(least, min(self.slowest, took))
+            found = min(found, least)
+        return found
+
+    def _changes(
+        self, candidate: Candidate, costs: Mapping[str, Cost], less: str, more: str
+    ) -> tuple[float, float]:  # fmt: skip
+        """us that a layer takes longer at least, and bytes that it keeps less at most. No programs are made that
+        compute all again."""
+        if more == "selective":
+            return _each(costs[more]) - _each(costs[less]), costs[less].saved.each - costs[more].saved.each
+        products = self.layers.flops_again(more) * candidate.rows / candidate.tp / candidate.context * self._flop_us
+        longer = products / max(self.equal, 1) - (_each(costs[less]) - _each(costs["none"]))
+        return longer, costs[less].saved.each
+
+    def _apart(self, candidate: Candidate, *policies: str) -> float:
+        near, mesh = candidate.split.near, Mesh(candidate.axes)
+
+        def cut() -> float:
+            return apart(self.layers.sections(near, policy, mesh).layer for policy in policies)
+
+        return self.layers.kept(("apart", near, policies), cut)
 
     def _least(self, candidate: Candidate, of: Split, rows: int, is_again: bool) -> float:
         """By a program of so many rows, on the ranks `of` a split with as many of cp or with one."""
@@ -192,15 +259,26 @@ class Bounds:
         """True if a rank of a pipeline holds more than so many bytes (`held`)."""
         if candidate.pp == 1:
             return False
+        if candidate.again is not None:
+            return self._is_larger_in_part(candidate, limit)
         made = with_least_memory(candidate, self.layers)
         key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
         return self._larger[key]
 
+    def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
+        """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""
+        costs = self._costs(candidate)
+        layer = Layer.of(candidate, costs["none"], *self._changes(candidate, costs, "none", "full"))
+        cut = self._apart(candidate, "none", "full")
+        return math.isinf(least_again(candidate, layer, self.equal, cut, limit, math.inf))
+
     def held(self, candidate: Candidate) -> float:
         """Bytes that the fullest rank stores, and saves of the micro-batches that are under way, at least: by its
         stages and the order of its actions."""
+        if candidate.again is not None:
+            return self.held(candidate._replace(recompute="full", again=None))
         made = with_least_memory(candidate, self.layers)
         key = _memory_key(candidate, made)
         if key not in self._held:
@@ -212,6 +290,11 @@ class Bounds:
         if policy not in self._wholes:
             self._wholes[policy] = self.layers.cost(Split(), self.layers.micros.low, policy)
         return self._wholes[policy]
+
+
+def _each(cost: Cost) -> float:
+    """us of an equal layer."""
+    return cost.forward.each + cost.backward.each
 
 
 def _memory_key(candidate: Candidate, made: Pipelined) -> tuple[Hashable, ...]:

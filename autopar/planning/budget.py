@@ -1,7 +1,8 @@
-"""How many layers are computed again: as few as the memory of a device allows."""
+"""How many layers are computed again: as few as the memory of a device allows; of a pipeline `stage_budget.py` says."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
@@ -10,25 +11,51 @@ from autopar.machines import Machine
 from autopar.planning.candidates import Candidate
 from autopar.planning.layers import Layers
 from autopar.planning.pipelined import pipelined
-from autopar.planning.predict import predict
+from autopar.planning.predict import Prediction, predict
 from autopar.planning.rank_memory import rank_bytes
+from autopar.planning.stage_budget import Trials
 
 MIXES = (("none", "selective"), ("selective", "full"), ("none", "full"))  # of some layers, and of the others more
 
 
-def with_fewest(candidate: Candidate, layers: Layers, machine: Machine, limit: float) -> Candidate | None:
+def with_fewest(
+    candidate: Candidate,
+    layers: Layers,
+    machine: Machine,
+    limit: float,
+    slowest: float = math.inf,
+    is_last: bool = True,
+) -> Candidate | None:
     """The fastest mix of two policies that holds at most `limit` bytes, or, where none is so small, the least one;
-    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. Raises
-    AutoparError as `Micros.local`."""
+    the candidate itself if it has one policy for all layers. None if it fits with nothing computed again. slowest,
+    is_last: of a pipeline, as of `Trials.fewest`. Raises AutoparError as `Micros.local`."""
     if candidate.again is None:
         return candidate
     if _bytes(candidate, 0, layers) <= limit:
         return None
-    mixes = (candidate._replace(again=replace(candidate.again, less=less, more=more)) for less, more in MIXES)
-    found = [predict(_fewest(mix, layers, limit), layers, machine) for mix in mixes if _bytes(mix, 0, layers) > limit]
+    found = list[Prediction]()
+    for less, more in MIXES:
+        mix = candidate._replace(again=replace(candidate.again, less=less, more=more))
+        if _bytes(mix, 0, layers) <= limit:
+            continue
+        if mix.pp == 1:
+            found.append(predict(_fewest(mix, layers, limit), layers, machine))
+            continue
+        found.append(Trials(mix, layers, machine, limit).fewest(slowest, is_last))
+        slowest = min(slowest, found[-1].total if found[-1].memory <= limit else math.inf)
     fitting = [made for made in found if made.memory <= limit]
     best = min(fitting, key=lambda made: made.total) if fitting else min(found, key=lambda made: made.memory)
     return best.candidate
+
+
+def improved(made: Prediction, layers: Layers, machine: Machine, limit: float) -> Prediction:
+    """A plan that was found before it was known how fast others are, with the best layers of the best two policies."""
+    again = made.candidate.again
+    if again is None or made.candidate.pp == 1:
+        return made
+    found = with_fewest(made.candidate._replace(again=replace(again, ranges=())), layers, machine, limit)
+    others = [] if found is None else [predict(found, layers, machine)]
+    return min(made, *others, key=lambda each: (each.memory > limit, each.total))
 
 
 def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
@@ -48,9 +75,9 @@ def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
 
 def _bytes(mix: Candidate, count: int, layers: Layers) -> float:
     made = _with_count(mix, count)
-    return rank_bytes(made, pipelined(made, layers), 0)
+    return max(rank_bytes(made, pipelined(made, layers), rank) for rank in range(mix.pp))
 
 
 def _with_count(mix: Candidate, count: int) -> Candidate:
     assert mix.again is not None
-    return mix._replace(again=replace(mix.again, count=count))
+    return mix._replace(again=replace(mix.again, ranges=((0, count),) if count else ()))

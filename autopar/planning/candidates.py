@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from autopar.errors import divisors
 from autopar.ir.mesh import CONTEXT, ULYSSES
 from autopar.passes.search.heads import head_splits
+from autopar.planning.deal import Ranges
 from autopar.planning.micro import HIGH
 from autopar.planning.orders import ORDER, orders
 from autopar.planning.split import Split
@@ -32,20 +33,27 @@ DECIDES_ROWS = {"dp", "fsdp", CONTEXT, ULYSSES, "rows", "order"}
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Two policies of recomputation: `more` for the first `count` of a model's equal layers, `less` for all else.
-    count: 0 while it is not decided. layers: all equal ones. first: the path of the first of them."""
+    """Two policies of recomputation: `more` for some of a model's equal layers, `less` for all else. ranges: of these
+    layers; none while it is not decided. layers: all equal ones. first: the path of the first of them."""
 
     first: str
     layers: int
-    count: int = 0
+    ranges: Ranges = ()
     more: str = "full"
     less: str = "none"
+
+    @property
+    def count(self) -> int:
+        """Of the layers that compute more again."""
+        return sum(end - begin for begin, end in self.ranges)
 
     @property
     def policies(self) -> dict[str, str]:
         """As `recompute=` has it: by pattern of modules."""
         stack, dot, number = self.first.rpartition(".")
-        return {f"{stack}{dot}{number}-{int(number) + self.count - 1}": self.more, "*": self.less}
+        at = int(number)
+        named = {f"{stack}{dot}{at + begin}-{at + end - 1}": self.more for begin, end in self.ranges}
+        return {**named, "*": self.less}
 
     def __str__(self) -> str:
         others = f", {SHORT[self.less]} others" if SHORT[self.less] else ""
@@ -94,6 +102,18 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     def context(self) -> int:
         """The ranks that have a part of each sequence."""
         return self.cp * self.ulysses
+
+    @property
+    def policies(self) -> tuple[str, str]:
+        """Of recomputation: of most of the model, and of the layers that compute more again, "" if there are none."""
+        if self.again is None:
+            return self.recompute, ""
+        return self.again.less, self.again.more if self.again.ranges else ""
+
+    @property
+    def ranges(self) -> Ranges:
+        """Of the layers that compute more again."""
+        return self.again.ranges if self.again else ()
 
     @property
     def twin(self) -> Candidate | None:
@@ -286,7 +306,7 @@ class Space:
         of_axes = list(
             product(
                 self._open("zero", zero if reshard else set(zero) & {3}),
-                self._open("recompute", RECOMPUTE if self.model.again and sizes["pp"] == 1 else RECOMPUTE[:-1]),
+                self._open("recompute", RECOMPUTE if self._may_mix(sizes["pp"]) else RECOMPUTE[:-1]),
                 self._open("sequence", (True, False) if sizes["tp"] > 1 else (False,)),
             )
         )
@@ -301,6 +321,11 @@ class Space:
                             sequence, sizes["fsdp"], sizes[CONTEXT], order, chunks,
                             self.model.again if recompute == LAYERS else None, reshard, sizes[ULYSSES],
                         )  # fmt: skip
+
+    def _may_mix(self, pp: int) -> bool:
+        """True if a part of the layers may be computed again. Of pipelines that is drawn where it is asked for; of the
+        fastest ones it is tried in the end (`search._refine`)."""
+        return self.model.again is not None and (pp == 1 or self.fixed.get("recompute") == LAYERS)
 
     def _open(self, name: str, choices: Iterable[T]) -> list[T]:
         """Those that what is fixed allows."""

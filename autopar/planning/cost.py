@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autopar.planning.deal import Part, Share
 
-Pace = tuple[tuple[float, float], ...]  # of each section of a model: us on the device, us of the host that launches
+Pace = tuple[tuple[float, float], ...]  # by section (`Slot.section`): us on the device, us of the host that launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,14 @@ class Linear:
     def plus(self, more: float) -> Linear:
         """With more outside of the layers."""
         return replace(self, outside=self.outside + more)
+
+    def with_(self, other: Linear) -> Linear:
+        """Both together."""
+        return Linear(self.outside + other.outside, self.each + other.each, self.entry + other.entry)
+
+    def toward(self, other: Linear, some: float, layers: float) -> Linear:
+        """With some of so many layers as they are in another one."""
+        return replace(self, each=self.each + (other.each - self.each) * some / layers) if some else self
 
     def minus(self, other: Linear) -> Linear:
         """Without a part."""
@@ -57,7 +65,8 @@ class Cost:
     of both that waits for tp and cp. adds: the part by which it is longer since gradients are added to those of earlier
     micro-batches. once: us of what is computed once a step. busy: us that a pass takes where calls
     are there when the device is ready for them; launched: that the host needs for its calls. The rest are bytes: those
-    of `Held`, and what one layer hands to the next."""
+    of `Held`, and what one layer hands to the next. again: of the same model if all layers compute more again, as some
+    do (`Part.again`)."""
 
     forward: Linear
     backward: Linear
@@ -91,6 +100,7 @@ class Cost:
     frozen_copies: Linear
     frozen_plain: Linear
     message: float = 0.0
+    again: Cost | None = None
 
     @property
     def kept(self) -> Cost:
@@ -99,7 +109,7 @@ class Cost:
         changes: dict[str, Any] = dict.fromkeys(("tied", "terms", "late", "made"), nothing) | dict.fromkeys(
             PEAKS, never
         )
-        return replace(self, **changes)
+        return replace(self, **changes, again=self.again and self.again.kept)
 
     @property
     def alone(self) -> Cost:
@@ -118,7 +128,26 @@ class Cost:
     def on(self, share: Share) -> Cost:
         """Of a rank, or a stage, that has a share of the model; its layers are the share's."""
         parts = {"time": share.time, "saved": share.saved, "stored": share.stored}
-        return replace(self, **{name: getattr(self, name).on(parts[kind]) for name, kind in LINES.items()})
+        lines = {name: getattr(self, name).on(parts[kind]) for name, kind in LINES.items()}
+        if self.again is not None and share.time.again:
+            lines |= self._mixed(lines, self.again, share, parts)
+        return replace(self, **lines, again=None)
+
+    def _mixed(
+        self, lines: Mapping[str, Linear], more: Cost, share: Share, parts: Mapping[str, Part]
+    ) -> dict[str, Linear]:
+        """`lines` where some layers compute more again, and what is alive. The backward pass comes to the last one of
+        these when it has let go of what the layers behind it saved."""
+        found = {
+            name: line.toward(getattr(more, name), parts[LINES[name]].again, parts[LINES[name]].layers)
+            for name, line in lines.items()
+        }
+        part, freed = share.time, self._let_go(halves=self.weights.each > 0)
+        gone = share.rest * min(bytes_ for kind, bytes_ in freed.items() if kind != "F")
+        saved = more.saved.each - self.saved.each
+        inner = [more.inner(part.layers) - gone, *[self.inner(part.layers)] * (part.again < part.layers)]
+        ends = {name: getattr(self, name).plus(-share.saved.again * saved) for name in ("first", "joined")}
+        return {**found, **ends, "inner": Linear(max(inner), 0.0)}
 
     def us(self, layers: float, halves: bool) -> dict[str, float]:
         """Of each graph of a micro-batch, with so many layers. halves: gradients of weights apart from those of
@@ -128,34 +157,31 @@ class Cost:
 
     def paces(self, halves: bool) -> dict[str, Pace]:
         """Of the whole model: how fast its graphs are. halves: gradients of weights apart from those of inputs."""
-        forward, backward, weights = (
-            _pace(*(getattr(self, f"{name}_{word}") for word in ("busy", "launched")))
-            for name in ("forward", "backward", "weights")
-        )
+        forward, backward, weights = map(self._pace, ("forward", "backward", "weights"))
         if not halves:
             return {"F": forward, "B": backward}
         inputs = tuple((b[0] - w[0], b[1] - w[1]) for b, w in zip(backward, weights, strict=True))
         return {"F": forward, "I": inputs, "W": weights}
 
-    def freed(self, halves: bool) -> dict[str, float]:
-        """Bytes of what was saved that each layer of a graph lets go of."""
+    def _pace(self, name: str) -> Pace:
+        busy, launched = self._of_pace(name)
+        found = tuple(zip(busy.sections, launched.sections, strict=True))
+        if self.again is None:
+            return found
+        busy, launched = self.again._of_pace(name)
+        return (*found, (busy.each, launched.each))
+
+    def _of_pace(self, name: str) -> tuple[Linear, Linear]:
+        return getattr(self, f"{name}_busy"), getattr(self, f"{name}_launched")
+
+    def freed(self, halves: bool) -> dict[str, tuple[float, ...]]:
+        """Bytes of what was saved that each layer of a graph lets go of, by section as `Pace`."""
+        own, more = self._let_go(halves), self.again._let_go(halves) if self.again else {}
+        return {kind: (0.0, own[kind], 0.0, *([more[kind]] if more else ())) for kind in own}
+
+    def _let_go(self, halves: bool) -> dict[str, float]:
         saved, weights = self.saved.each, self.late.each + self.made.each
         return {"F": 0.0, "I": max(0.0, saved - weights), "W": weights} if halves else {"F": 0.0, "B": saved}
-
-    def with_again(self, more: Cost, count: int, layers: int) -> Cost:
-        """The same with the first `count` of so many layers as they are in `more`, where more is computed again.
-        Without a pipeline.
-
-        The backward pass comes to these layers when it has let go of what the others saved.
-        """
-        pairs = {name: (getattr(self, name), getattr(more, name)) for name in LINES}
-        found = {name: its.plus(count * (other.each - its.each)) for name, (its, other) in pairs.items()}
-        inner = self.inner(layers) + self.tied(layers) - self._saved_behind
-        late = more.inner(layers) + more.tied(layers) - more._saved_behind - (layers - count) * self.saved.each
-        joined = self.joined(layers) - self._saved_behind - count * (more.saved.each - self.saved.each)
-        most = max(self.behind(layers), inner, late, joined)
-        none = Linear(-math.inf, 0.0)
-        return replace(self, **found, behind=Linear(most, 0.0), inner=none, first=none, joined=none)
 
     def beside(self, part: Part, moved: Sequence[float] = (0.0, 0.0, 0.0)) -> float:
         """Bytes that are alive beside what is kept, at the worst moment of a stage that has a part of the model. moved:
@@ -171,7 +197,8 @@ class Cost:
         spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights.outside else ()))
         less: dict[str, Any] = {name: getattr(self, name).plus(-sums) for name in spent}
         once = replace(self.once, outside=self.once.outside + sums, entry=self.once.entry + sums)
-        return replace(self, **less, once=once, joined=self.first, tied=Linear(0.0, 0.0), sums=Linear(0.0, 0.0))
+        none, again = Linear(0.0, 0.0), self.again and self.again.in_stages()
+        return replace(self, **less, once=once, joined=self.first, tied=none, sums=none, again=again)
 
     def trained(self, layers: float) -> float:
         """Bytes of the parameters that an optimizer changes."""
@@ -189,15 +216,11 @@ class Cost:
         return self.saved.outside - self.saved.entry
 
 
-def _pace(busy: Linear, launched: Linear) -> Pace:
-    return tuple(zip(busy.sections, launched.sections, strict=True))
-
-
 PEAKS = ("behind", "inner", "first", "joined")  # the most of several: no sums over layers
 OF_TIME = ("forward", "backward", "weights", "exposed", "adds", "once", "terms", "lent")
 OF_SAVED = ("saved", "late", "made")
 LINES = {  # sums over layers, by what of a stage's share counts for them
     each.name: "time" if each.name in OF_TIME else "saved" if each.name in OF_SAVED else "stored"
     for each in fields(Cost)
-    if each.name not in (*PEAKS, "message") and not each.name.endswith(("_busy", "_launched"))
+    if each.name not in (*PEAKS, "message", "again") and not each.name.endswith(("_busy", "_launched"))
 }

@@ -17,7 +17,7 @@ from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost, Pace
 from autopar.planning.data_time import DataGroups
 from autopar.planning.deal import Rates, Sections, Share
-from autopar.planning.slots import LAYERS, Slot, few, merged
+from autopar.planning.slots import EQUAL, LAYERS, Slot, few, merged
 from autopar.planning.weights import Weight
 
 SCATTER, GATHER, SUM = "reduce_scatter", "all_gather", "all_reduce"
@@ -51,8 +51,7 @@ class Data:
         link = group_of(Mesh(self.candidate.axes), PIPELINE, self.machine.ranks)
         longer = (now / before if before else 1.0 for now, before in zip(_busy(cost), _busy(few), strict=True))
         sent = self.machine.message_us(cost.message, link) / self.machine.message_us(few.message, link)
-        parts = (sections.entry, sections.layer, sections.behind)
-        return Rates(tuple(longer), sent, tuple(tuple(map(self._moved_us, part.weights)) for part in parts))
+        return Rates(tuple(longer), sent, tuple(tuple(map(self._moved_us, part.weights)) for part in sections.all))
 
     def _moved_us(self, weight: Weight) -> float:
         group, reads = self.groups.shards, (1 + weight.again) * self.candidate.gathers_again
@@ -127,8 +126,8 @@ def gradients_of(slots: Iterable[Slot]) -> list[float]:
 
 def _busy(cost: Cost) -> tuple[float, ...]:
     """us of a micro-batch in each section."""
-    pairs = zip(cost.forward_busy.sections, cost.backward_busy.sections, strict=True)
-    return tuple(forward + backward for forward, backward in pairs)
+    forward, backward = cost.paces(halves=False).values()
+    return tuple(there + back for (there, _), (back, _) in zip(forward, backward, strict=True))
 
 
 @dataclass(slots=True)
@@ -188,8 +187,8 @@ class _Graph:
         self.alive = [-math.inf, -math.inf, -math.inf]
         self.freed = self.gone = 0.0
 
-    def us(self, pace: Pace, freed: float) -> float:
-        """freed: bytes that each layer lets go of."""
+    def us(self, pace: Pace, freed: Sequence[float]) -> float:
+        """freed: bytes that each layer lets go of, by section."""
         begin, unit = (0.0, 0.0, 0.0, 0.0), -1
         for slot in self.slots:
             if unit != slot.unit:
@@ -203,7 +202,7 @@ class _Graph:
             if slot.weight is not None and slot.weight.gradient and self.is_left:
                 self.sums.add(slot.weight.gradient)
             self._count(slot.section)
-            self.freed += slot.share * freed * (slot.section == LAYERS)
+            self.freed += slot.share * freed[slot.section]
         self.sums.flush()
         if self.slots:
             self._count(self.slots[-1].section)
@@ -226,8 +225,8 @@ class _Graph:
         self.sums.later(moving)
 
     def _count(self, section: int) -> None:
-        alive = self.gathers.alive + self.sums.most_alive - self.gone * (section == LAYERS)
-        self.alive[section] = max(self.alive[section], alive)
+        alive, at = self.gathers.alive + self.sums.most_alive, LAYERS if section in EQUAL else section
+        self.alive[at] = max(self.alive[at], alive - self.gone * (at == LAYERS))
         self.sums.most_alive = self.sums.alive
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,39 +21,50 @@ from autopar.planning.stage import Micro
 from autopar.planning.weights import Weight, first_read, tied_weights, weights_of
 
 KINDS = ("time", "stored", "saved")
+Ranges = tuple[tuple[int, int], ...]  # of layers, each from one to before another
 CLOSE = 1e-5  # of the slowest stage: how near the search for it comes
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What of a model something has. entry, behind: the share of what comes before the equal layers, and behind them.
-    layers: how many of these."""
+    layers: how many of these; again: how many of them compute more again than the others."""
 
     entry: float
     layers: float
     behind: float
+    again: float = 0.0
 
     def __add__(self, other: Part) -> Part:
-        return Part(self.entry + other.entry, self.layers + other.layers, self.behind + other.behind)
+        return Part(*map(operator.add, self._all, other._all))
+
+    def __sub__(self, other: Part) -> Part:
+        return Part(*map(operator.sub, self._all, other._all))
+
+    @property
+    def _all(self) -> tuple[float, ...]:
+        return self.entry, self.layers, self.behind, self.again
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """What of a model a stage has, or a rank: of its time, of its parameters, of what it keeps for the backward pass.
-    A layer that is cut through has most of its parameters in one half and most of its time, maybe, in the other."""
+    A layer that is cut through has most of its parameters in one half and most of its time, maybe, in the other. rest:
+    of a stage, by what they keep, the layers behind the last one that computes more again."""
 
     time: Part
     stored: Part
     saved: Part
+    rest: float = 0.0
 
     def __add__(self, other: Share) -> Share:
         return Share(self.time + other.time, self.stored + other.stored, self.saved + other.saved)
 
 
-def whole(layers: int) -> Share:
-    """All of a model."""
-    all_ = Part(1.0, layers, 1.0)
-    return Share(all_, all_, all_)
+def whole(layers: int, again: int = 0) -> Share:
+    """All of a model. again: how many of its layers, the first ones, compute more again."""
+    all_ = Part(1.0, layers, 1.0, again)
+    return Share(all_, all_, all_, layers - again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +124,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The forward pass of a model: what comes before its equal layers, one of these, what comes behind them."""
+    """The forward pass of a model: what comes before its equal layers, one of these, what comes behind them. again: one
+    of the layers that compute more again than the others, if there are such."""
 
     entry: Section
     layer: Section
     behind: Section
+    again: Section | None = None
 
     @classmethod
     def of(cls, micro: Micro, rest: Rest, machine: Machine, mesh: Mesh) -> Sections:
@@ -137,40 +151,59 @@ class Sections:
             Section.of(line, behind, len(line.places) - 1, {**weights, **last}, {**firsts, **again}),
         )
 
-    def stages(self, layers: int, count: int, rates: Rates | None = None) -> list[Share]:
+    @property
+    def all(self) -> tuple[Section, ...]:
+        """By the number that `Slot.section` has."""
+        return self.entry, self.layer, self.behind, *([self.again] if self.again else [])
+
+    def stages(self, layers: int, count: int, rates: Rates | None = None, ranges: Ranges = ()) -> list[Share]:
         """`count` stages of a model of so many layers, the slowest as fast as can be, the others as even as can be.
-        rates: at which that is so, if they are others."""
-        road = (self._at(rates) if rates else self)._road(layers)
+        rates: at which that is so, if they are others. ranges: of the layers that compute more again."""
+        of = [*_is_again(layers, ranges)]
+        road = _Road.of((self._at(rates) if rates else self)._sections(of))
+        sections = self._sections(of)
         borders = [(int(road.section[at]), int(road.inner[at])) for at in road.even(count)[:-1]]
-        inner = [tuple(self._before(*border, name, layers) for name in KINDS) for border in borders]
-        marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0),) * len(KINDS)]
-        return [Share(*map(_minus, high, low)) for low, high in pairwise(marks)]
+        inner = [tuple(_before(sections, *border, name, of) for name in KINDS) for border in borders]
+        marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0, sum(of)),) * len(KINDS)]
+        return [
+            Share(time, stored, saved, _rest(low[-1].layers, high[-1].layers, ranges))
+            for low, high in pairwise(marks)
+            for time, stored, saved in [map(operator.sub, high, low)]
+        ]
 
     def _at(self, rates: Rates) -> Sections:
-        parts = zip((self.entry, self.layer, self.behind), rates.longer, rates.moved, strict=True)
+        parts = zip(self.all, rates.longer, rates.moved, strict=True)
         return Sections(*(part.at(longer, rates.crossing, moved) for part, longer, moved in parts))
 
-    def _before(self, number: int, inner: int, name: str, layers: int) -> Part:
-        """What comes before a place of a model of so many layers. number: of its section, on the way through the model.
-        name: of what is counted."""
-        section = self.entry if number == 0 else self.layer if number <= layers else self.behind
-        values = getattr(section, name)
-        share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
-        if number == 0:
-            return Part(share, 0.0, 0.0)
-        return Part(1.0, number - 1 + share, 0.0) if number <= layers else Part(1.0, layers, share)
+    def _sections(self, of: Sequence[bool]) -> list[Section]:
+        return [self.entry, *(self.again if more and self.again else self.layer for more in of), self.behind]
 
-    def _road(self, layers: int) -> _Road:
-        return _Road.of([self.entry, *[self.layer] * layers, self.behind])
+
+def _before(sections: Sequence[Section], number: int, inner: int, name: str, of: Sequence[bool]) -> Part:
+    """What comes before a place. number: of its section, on the way through the model. name: of what is counted. of: of
+    each layer, whether it computes more again."""
+    values = getattr(sections[number], name)
+    share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
+    if number == 0:
+        return Part(share, 0.0, 0.0)
+    if number > len(of):
+        return Part(1.0, len(of), share, sum(of))
+    return Part(1.0, number - 1 + share, 0.0, sum(of[: number - 1]) + share * of[number - 1])
+
+
+def _is_again(layers: int, ranges: Ranges) -> Iterator[bool]:
+    """Of each layer."""
+    return (any(begin <= i < end for begin, end in ranges) for i in range(layers))
+
+
+def _rest(low: float, high: float, ranges: Ranges) -> float:
+    """How much of the layers between two places lies behind the last one that computes more again."""
+    return high - max([low, *(min(end, high) for begin, end in ranges if begin < high and end > low)])
 
 
 def _place(line: Line, node: int) -> int:
     """The first place that has so many nodes before it."""
     return next(i for i, place in enumerate(line.places) if place >= node)
-
-
-def _minus(more: Part, less: Part) -> Part:
-    return Part(more.entry - less.entry, more.layers - less.layers, more.behind - less.behind)
 
 
 @dataclass(frozen=True, slots=True)

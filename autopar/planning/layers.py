@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from autopar.ir.program import Program, record
 from autopar.machines import Machine
 from autopar.planning.captures import KEPT, LEAST_ROWS, Captures
 from autopar.planning.cost import Cost, Linear
-from autopar.planning.deal import Sections, Share
+from autopar.planning.deal import Ranges, Sections, Share
 from autopar.planning.depth import Rest
 from autopar.planning.floor import Floor, rank_flops
 from autopar.planning.micro import HIGH, Micros
@@ -37,7 +38,7 @@ class Layers:
         self._places: dict[Split, Place] = {}
         self._known: dict[tuple[Place, int, str, bool], Cost] = {}
         self._sections: dict[tuple[Split, str, bool], Sections] = {}
-        self._stages: dict[tuple[Split, str, bool, int], tuple[Share, ...]] = {}
+        self._stages: dict[Hashable, tuple[Share, ...]] = {}
         self._sheets: dict[tuple[Place, str, bool], dict[int, Sheets]] = {}  # by rows
         self._apart: set[Split] = set()  # whose sheets of the fewest and the most rows have none between them
         self._once: Known = {}
@@ -68,9 +69,12 @@ class Layers:
         least = self._of_model(rank_flops(program), rank_flops(program, rest.counts)) / LEAST_ROWS
         return asked, least, max(counts, key=lambda name: counts[name], default="float32")
 
-    def cost(self, split: Split, rows: int, recompute: str, halves: bool = False) -> Cost:
+    def cost(self, split: Split, rows: int, recompute: str, halves: bool = False, more: str = "") -> Cost:
         """Of a micro-batch of `rows` on the ranks of tp, cp and ulysses (`Micros.micro`). Where they lie changes
-        times alone, and what is done to hide collectives, not the layouts. Raises AutoparError as `Micros.local`."""
+        times alone, and what is done to hide collectives, not the layouts. more: the policy of the layers that compute
+        more again, if there are such. Raises AutoparError as `Micros.local`."""
+        if more:
+            return replace(self.cost(split, rows, recompute, halves), again=self.cost(split, rows, more, halves))
         key = self.place(split), rows, recompute, halves
         if key not in self._known:
             self._known[key] = self._cost(self.sheets(split, rows, recompute, halves), self.micros.machine)
@@ -159,21 +163,26 @@ class Layers:
     def _cost(self, sheets: Sheets, machine: Machine, is_still: bool = False) -> Cost:
         whole, less, entry = sheets.costs(machine, self.equal > 0, is_still)
         lines = {name: self._line(whole[name], less[name], entry.get(name, 0.0)) for name in whole}
-        return Cost(**lines, message=sheets.message)
+        return Cost(**lines, message=sheets.message, again=None)
 
     def _line(self, whole: float, less: float, entry: float = 0.0) -> Linear:
         return Linear.of(KEPT, whole, less, entry) if self.equal else Linear(whole, 0.0)
 
-    def stages(self, split: Split, recompute: str, mesh: Mesh, count: int) -> tuple[Share, ...]:
+    def stages(
+        self, split: Split, recompute: str, mesh: Mesh, count: int, more: str = "", ranges: Ranges = ()
+    ) -> tuple[Share, ...]:
         """What each of so many stages of a pipeline has (`Sections.stages`), by the times of the fewest rows. mesh:
-        that says over which links stages send."""
-        key = split.near, recompute, self._near(mesh), count
+        that says over which links stages send. ranges: of the layers that have the policy `more`."""
+        key = split.near, recompute, self._near(mesh), count, more, ranges
         if key not in self._stages:
-            self._stages[key] = tuple(self.sections(split, recompute, mesh).stages(self.equal, count))
+            sections = self.sections(split, recompute, mesh, more)
+            self._stages[key] = tuple(sections.stages(self.equal, count, ranges=ranges))
         return self._stages[key]
 
-    def sections(self, split: Split, recompute: str, mesh: Mesh) -> Sections:
+    def sections(self, split: Split, recompute: str, mesh: Mesh, more: str = "") -> Sections:
         """Those of the fewest rows, as of `stages`."""
+        if more:
+            return replace(self.sections(split, recompute, mesh), again=self.sections(split, more, mesh).layer)
         key = split.near, recompute, self._near(mesh)
         if key not in self._sections:
             micro = self.micros.micro(split.near, self.micros.low, recompute)

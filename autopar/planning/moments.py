@@ -10,10 +10,11 @@ import numpy as np
 
 from autopar.ir.schedule import Action
 
-SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(5)  # the columns of a stage
+COLUMNS = 5  # of a stage
+SAVED, LATE, GRADIENTS, OTHERS, AHEAD = range(COLUMNS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Moments:
     """stages: of the rank. counts: a row for each moment that differs from the others, and for each stage how many of
     its micro-batches are saved, how many wait for their gradients of weights, whether its gradients are there,
@@ -26,8 +27,8 @@ class Moments:
     def of(cls, order: Sequence[Action], has_more: bool) -> Moments:
         """Of a rank's actions: F, and B or its halves I and W. has_more: those of further micro-batches follow."""
         stages = tuple(sorted({action.stage for action in order}))
-        column = {stage: 5 * i for i, stage in enumerate(stages)}
-        held, rows = [0] * (5 * len(stages)), dict[tuple[int, ...], None]()
+        column = {stage: COLUMNS * i for i, stage in enumerate(stages)}
+        held, rows = [0] * (COLUMNS * len(stages)), dict[tuple[int, ...], None]()
         left = Counter(action.stage for action in order if action.kind == "F")
         for stage in stages:
             held[column[stage] + AHEAD] = 1
@@ -49,3 +50,8 @@ class Moments:
     def most(self, each: Sequence[tuple[float, float, float, float, float]]) -> float:
         """The most bytes at once. each: of what a moment counts, by stage."""
         return float((self.counts @ np.array(each).ravel()).max())
+
+    def fullest(self, each: Sequence[tuple[float, float, float, float, float]]) -> np.ndarray:
+        """The counts of that moment, a row for each stage."""
+        row: np.ndarray = self.counts[(self.counts @ np.array(each).ravel()).argmax()]
+        return row.reshape(-1, COLUMNS)

@@ -17,7 +17,7 @@ from autopar.passes.schedules import Schedule, parse_schedule, simulate, span_us
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_streams import Data, Known, Moved
-from autopar.planning.deal import Share, whole
+from autopar.planning.deal import Sections, Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
 from autopar.planning.slots import Slot, slots_of
@@ -90,15 +90,20 @@ def with_least_memory(candidate: Candidate, layers: Layers) -> Pipelined:
     """The same with stages that hold what they store and save, and no more: nothing that is alive while a graph runs,
     and nothing that gradients of weights wait for. No graphs of halves are needed, nor where ranks of tp and cp lie.
     Raises AutoparError as `Micros.local`."""
-    near = candidate.split.near
+    near, (policy, more) = candidate.split.near, candidate.policies
     key = "least memory", near, *_model(candidate, layers), *_order(candidate)
 
     def make() -> Pipelined:
-        cost = layers.cost(near, candidate.rows, candidate.recompute).kept.in_stages()
+        cost = layers.cost(near, candidate.rows, policy, more=more).kept.in_stages()
         return _pipelined(candidate, [Stage(share, cost, {}) for share in _shares(candidate, layers)])
 
     found: Pipelined = layers.kept(key, make)
     return found
+
+
+def least_us(candidate: Candidate, layers: Layers) -> float:
+    """us of the micro-batches of the slowest rank."""
+    return candidate.microbatches * max(rank.micro_us for rank in pipelined(candidate, layers).ranks)
 
 
 def data_of(candidate: Candidate, layers: Layers) -> Data:
@@ -134,7 +139,7 @@ def _first(candidate: Candidate) -> int:
 
 def _pipelined(candidate: Candidate, stages: Sequence[Stage]) -> Pipelined:
     p, first = candidate.pp, _first(candidate)
-    schedule, moments = _schedule(candidate.schedule, p, first, len(stages), first < candidate.microbatches)
+    schedule, moments = schedule_of(candidate, len(stages))
     own: list[Stage | None] = [None] * p
     for stage, rank in zip(stages, schedule.ranks, strict=True):
         before = own[rank]
@@ -146,9 +151,11 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     """The stages of a candidate."""
     cost = cost_of(candidate, layers)
     if candidate.pp == 1:
-        return (Stage(whole(layers.equal), cost, cost.us(layers.equal, halves=False)),)
+        all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
+        return (Stage(all_, cost, cost.on(all_).us(layers.equal, halves=False)),)
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
-    slots = slots_of(layers.sections(candidate.split, candidate.recompute, Mesh(candidate.axes)), shares, layers.equal)
+    sections = _sections(candidate, layers)
+    slots = slots_of(sections, shares, layers.equal, candidate.ranges)
     found = []
     for share, own in zip(shares, slots, strict=True):
         us, moved = data.graphs(share, own, cost)
@@ -160,17 +167,22 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
 def _shares(candidate: Candidate, layers: Layers) -> Sequence[Share]:
     """What each stage of a pipeline has of the model: with ZeRO-2 and ZeRO-3 stages are cut by what they move too."""
     near, mesh, count = candidate.split.near, Mesh(candidate.axes), candidate.pp * candidate.chunks
-    data = data_of(candidate, layers)
+    (policy, more), ranges, data = candidate.policies, candidate.ranges, data_of(candidate, layers)
     if not data.is_each:
-        return layers.stages(near, candidate.recompute, mesh, count)
+        return layers.stages(near, policy, mesh, count, more, ranges)
 
     def make() -> Sequence[Share]:
-        sections = layers.sections(near, candidate.recompute, mesh)
-        cost, few = (layers.cost(near, rows, candidate.recompute) for rows in (candidate.rows, layers.micros.low))
-        return sections.stages(layers.equal, count, data.rates(sections, cost, few))
+        sections = _sections(candidate, layers)
+        cost, few = (layers.cost(near, rows, policy, more=more) for rows in (candidate.rows, layers.micros.low))
+        return sections.stages(layers.equal, count, data.rates(sections, cost, few), ranges)
 
     found: Sequence[Share] = layers.kept(("shares", near, *_model(candidate, layers)), make)
     return found
+
+
+def _sections(candidate: Candidate, layers: Layers) -> Sections:
+    policy, more = candidate.policies
+    return layers.sections(candidate.split, policy, Mesh(candidate.axes), more)
 
 
 def _split(candidate: Candidate, layers: Layers) -> Split:
@@ -179,18 +191,15 @@ def _split(candidate: Candidate, layers: Layers) -> Split:
 
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
+    policy, more = candidate.policies
+    found = layers.cost(_split(candidate, layers), candidate.rows, policy, candidate.halves, more)
+    return found if candidate.adds else found.alone
 
-    split = _split(candidate, layers)
 
-    def cost(recompute: str) -> Cost:
-        found = layers.cost(split, candidate.rows, recompute, candidate.halves)
-        return found if candidate.adds else found.alone
-
-    again = candidate.again
-    if again is None:
-        return cost(candidate.recompute)
-    less = cost(again.less)
-    return less.with_again(cost(again.more), again.count, again.layers) if again.count else less
+def schedule_of(candidate: Candidate, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
+    """That of the first micro-batches, and the moments of each rank in it."""
+    first = _first(candidate)
+    return _schedule(candidate.schedule, candidate.pp, first, stages, first < candidate.microbatches)
 
 
 @cache

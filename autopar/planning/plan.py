@@ -66,6 +66,7 @@ class Planned:
         return self.found.certificate + "".join(f"; none with {what}: {why}" for what, why in none.items() if why)
 
 
+@uncollected()
 def plan(job: Job, asked: Asked, tell: Tell = lambda done, all_: None, layers: Layers | None = None) -> Planned:
     """Search all plans for a job's model (`planned`). layers: what `layers_of` gave for this job and machine; what it
     knows is not made again."""
@@ -162,9 +163,7 @@ def _part(asked: Asked, model: Model) -> str:
     """What it takes to decide what is of some plans alone, where that is fixed."""
     found = ""
     if asked.fixed.get("recompute") == LAYERS:
-        found += (
-            f" recompute={LAYERS} is of plans with pp=1 and a model with 2 or more equal layers ({model.layers} here)."
-        )
+        found += f" recompute={LAYERS} is of models with 2 or more equal layers ({model.layers} here)."
     if not asked.fixed.get(RESHARD, True):
         found += f" {RESHARD}=false is of plans with zero=3, over 2 or more ranks of dp, fsdp, cp and ulysses together."
     return found + _rows_text(asked)

@@ -17,14 +17,22 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     trained, frozen = cost.trained(layers), cost.frozen(layers)
     part = (trained + cost.states(layers)) / shards + frozen / candidate.frozen_shards
     optimizer = part + (cost.gradients(layers) + trained) / shards
-    moments, parts = made.moments[rank], shards if candidate.zero >= 2 else 1
-    stages = [made.stages[stage] for stage in moments.stages]
-    held = [_held(candidate, stage, parts) for stage in stages]
-    peak = moments.most(held)
+    held = held_of(candidate, made, rank)
+    peak = made.moments[rank].most(held)
     if candidate.pp > 1:
-        peak = max(peak, _last(held) + _received(made, own) / parts)
+        peak = max(peak, _last(held) + _received(made, own) / _parts(candidate))
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
+
+
+def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
+    """Of each stage of a rank."""
+    return [_held(candidate, made.stages[stage], _parts(candidate)) for stage in made.moments[rank].stages]
+
+
+def _parts(candidate: Candidate) -> int:
+    """Of which a rank keeps one of each gradient, that is there from the first backward pass of its stage on."""
+    return candidate.shards if candidate.zero >= 2 else 1
 
 
 def _last(held: Sequence[Held]) -> float:
@@ -41,9 +49,8 @@ def _received(made: Pipelined, rank: Stage) -> float:
 
 
 def _held(candidate: Candidate, stage: Stage, parts: int) -> Held:
-    """Bytes of what `Moments` count. parts: of which a rank keeps one of each gradient, that is there from the first
-    backward pass of its stage on. Gradients of weights (W) wait for a part of what was saved, and for what those of
-    inputs (I) leave to them."""
+    """Bytes of what `Moments` count. parts: as of `_parts`. Gradients of weights (W) wait for a part of what was saved,
+    and for what those of inputs (I) leave to them."""
     cost, kept = stage.cost, stage.share.saved.layers
     gradients = cost.gradients(stage.share.stored.layers) / parts
     if not stage.share.time.entry:  # what the first stage keeps

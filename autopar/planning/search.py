@@ -14,10 +14,11 @@ from operator import attrgetter
 from autopar.errors import AutoparError, first_sentence
 from autopar.machines import Machine
 from autopar.planning.bounds import Bounds, Work
-from autopar.planning.budget import with_fewest
-from autopar.planning.candidates import Candidate, Space
+from autopar.planning.budget import improved, with_fewest
+from autopar.planning.candidates import LAYERS, Candidate, Space
 from autopar.planning.layers import Layers
 from autopar.planning.orders import ORDER
+from autopar.planning.pipelined import least_us
 from autopar.planning.predict import Prediction, predict
 
 SMALL = 4  # candidates that are tried for the least memory, where a bound says that none fits
@@ -30,6 +31,7 @@ ALIKE: Mapping[int, Callable[[Candidate], Hashable]] = {
     1: attrgetter(*(name for name in Candidate._fields if name not in OWN)),
     3: lambda candidate: candidate,
 }
+REFINED = 8  # the fastest pipelines that compute all layers again: it is tried if a part of these is enough
 SAME = "the same without recomputation"  # what became of candidates that need compute no layer again
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries' and the driver's
 
@@ -38,18 +40,21 @@ FITS = 0.92  # of a device's memory: the rest is the allocator's, the libraries'
 class Found:
     """best: plans that fit, the fastest first (`_one_of_each`). least: the one that takes least memory. tried: all
     whose whole time is known. counts: of candidates, by what became of them: "simulated", "larger than the memory",
-    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them."""
+    "slower by a bound", "larger by a bound", SAME, or the first sentence of what refused them. refined: pipelines
+    beside them that were tried with a part of their layers computed again."""
 
     best: list[Prediction] = field(default_factory=list)
     least: Prediction | None = None
     tried: list[Prediction] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    refined: int = 0
 
     @property
     def certificate(self) -> str:
         """How many candidates there were, and what became of them."""
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
-        return f"{sum(self.counts.values())} candidates: {parts}"
+        more = f"; {self.refined} pipelines tried with a part of their layers computed again" if self.refined else ""
+        return f"{sum(self.counts.values())} candidates: {parts}{more}"
 
 
 def search(
@@ -71,6 +76,7 @@ def search(
         return len(alike) * (1 + len(space.parts(alike[0])) * (done < SHARED))
 
     found, bounds = Found(), Bounds(layers, work, machine, equal)
+    bounds.limit = limit
     memories, last = bounds.memories, len(bounds.steps) - 1
     known = [tuple(alike) for _, alike in groupby(space.drawn(), ALIKE[0])]
     queue = [(bounds.products(alike[0]), i, 1, alike) for i, alike in enumerate(known)]
@@ -109,6 +115,7 @@ def search(
             except AutoparError as error:
                 found.counts[f"refused ({first_sentence(str(error))})"] += plans(each, step)
         tell(total - left, total)
+    _refine(found, space, layers, machine, limit, top)
     if not found.best:
         every = [] if found.least else chain.from_iterable(known)
         larger.sort(key=lambda each: (bounds.held(each), _places(each)))
@@ -119,6 +126,27 @@ def search(
                 if decided is not None:
                     _keep_least(found, predict(decided, layers, machine))
     return found
+
+
+def _refine(found: Found, space: Space, layers: Layers, machine: Machine, limit: float, top: int) -> None:
+    """Of the fastest pipelines that compute all layers again, let as few do so as fit; and where a plan was found
+    before it was known how fast others are, look again for the best layers."""
+    found.best = _one_of_each(improved(made, layers, machine, limit) for made in found.best)
+    again, is_open = space.model.again, "recompute" not in space.fixed
+    uniform = [
+        made for made in found.tried if made.candidate.pp > 1 and made.candidate.recompute in ("selective", "full")
+    ]
+    for made in sorted(uniform, key=lambda made: made.total)[: REFINED * bool(again and is_open and found.best)]:
+        slowest = found.best[-1].total if len(found.best) >= top else math.inf
+        mix = made.candidate._replace(recompute=LAYERS, again=again)
+        with suppress(AutoparError):  # of a program that no candidate asked for
+            decided = with_fewest(mix, layers, machine, limit, min(slowest, made.total))
+            if decided is not None and decided.ranges:
+                found.refined += 1
+                other = predict(decided, layers, machine)
+                if other.memory <= limit and other.total < made.total:
+                    found.tried.append(other)
+                    found.best = _one_of_each([*found.best, other])[:top]
 
 
 def _parts(alike: Alike, step: int) -> Iterator[Alike]:
@@ -136,7 +164,7 @@ def _try(
     candidate: Candidate, found: Found, layers: Layers, machine: Machine, limit: float, top: int, equal: int,
     slowest: float,
 ) -> None:  # fmt: skip
-    decided = with_fewest(candidate, layers, machine, limit)
+    decided = with_fewest(candidate, layers, machine, limit, slowest, is_last=False)
     if decided is None:
         found.counts[SAME] += 1
         return
@@ -145,7 +173,8 @@ def _try(
         found.tried.append(made)
     _keep_least(found, made)
     if made.memory > limit:
-        found.counts["larger than the memory"] += 1
+        is_slow = candidate.again is not None and least_us(decided, layers) >= slowest  # no more layers were tried
+        found.counts["slower by a bound" if is_slow else "larger than the memory"] += 1
         return
     found.counts["simulated"] += 1
     found.best = _one_of_each([*found.best, made])[:top]

@@ -52,7 +52,7 @@ def with_count(count: int, of: Candidate = SOME) -> Prediction:
     """The ends are one policy for all layers."""
     assert of.again is not None
     ends = {0: of.again.less, EQUAL: of.again.more}
-    again = None if count in ends else replace(of.again, count=count)
+    again = None if count in ends else replace(of.again, ranges=((0, count),))
     return predicted(of._replace(recompute=ends.get(count, LAYERS), again=again))
 
 
@@ -169,12 +169,10 @@ def test_what_is_fixed(found: Planned) -> None:
     assert made.found.best[0] == found.found.best[0]
     with pytest.raises(PlanError, match=r"recompute=layers: \d+ fit in inf .* Write recompute=none, or less memory"):
         planned_for(math.inf, recompute=LAYERS)
-    with pytest.raises(PlanError, match=r"recompute=layers is of plans with pp=1 .* equal layers \(6 here\)\."):
-        planned_for(math.inf, recompute=LAYERS, pp=2)
     with pytest.raises(
         PlanError, match=r"no plan fits in .*, with dp=2 zero=3 recompute 5 of 6 layers, selective others "
     ):
-        planned_for(1e3, recompute=LAYERS)
+        planned_for(1e3, recompute=LAYERS, pp=1)
 
 
 # -- as a plan is written -------------------------------------------------------------------------------------------
@@ -189,13 +187,13 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_layers_of_a_sequence_and_behind_others() -> None:
-    assert Again("3", 8, 2).policies == {"3-4": "full", "*": "none"}
-    assert Again("model.layers.1", 30, 1).policies == {"model.layers.1-1": "full", "*": "none"}
+    assert Again("3", 8, ((0, 2),)).policies == {"3-4": "full", "*": "none"}
+    assert Again("model.layers.1", 30, ((0, 1),)).policies == {"model.layers.1-1": "full", "*": "none"}
     for model in (Model(1, first="blocks.0"), Model(0)):
         assert LAYERS not in {each.recompute for each in Space(4, 4, 8, model, {}).candidates()}
     blocks = nn.Sequential(nn.Linear(8, 16), *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)))
     given = layers_of(autopar.Job(blocks, lambda model, x: model(x).sum(), torch.randn(4, 8)), MACHINE)
-    again = Again(given.first, given.equal, 2)
+    again = Again(given.first, given.equal, ((0, 2),))
     autopar.compile(
         blocks, "dp=1", loss_fn=lambda model, x: model(x).sum(), batch=torch.randn(4, 8), recompute=again.policies
     )

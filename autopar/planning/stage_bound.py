@@ -1,0 +1,94 @@
+"""How many layers of a pipeline compute more again at least, wherever its cuts lie: by the memory of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from autopar.planning.candidates import Candidate
+from autopar.planning.cost import Cost
+from autopar.planning.deal import Section
+from autopar.planning.moments import COLUMNS, GRADIENTS, SAVED, Moments
+from autopar.planning.pipelined import schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer takes on a rank: us of a micro-batch, bytes that a micro-batch under way keeps of it, and what both
+    become if it computes more again (longer, less). held: bytes that are stored; summed: of its gradients."""
+
+    us: float
+    longer: float
+    saved: float
+    less: float
+    held: float
+    summed: float
+
+    @classmethod
+    def of(cls, candidate: Candidate, less: Cost, longer: float, saving: float) -> Layer:
+        """less: of the policy of most layers. What is stored is that of `rank_bytes`, at least."""
+        frozen, shards = less.frozen.each, candidate.shards
+        held = (less.parameters.each - frozen + less.states.each) / shards + frozen / candidate.frozen_shards
+        if candidate.gathers_again:
+            held += less.copies.each / shards
+        else:
+            held += less.copies.each + (less.gathered(candidate.zero == 3)[1].each if candidate.zero else 0.0)
+        summed = less.gradients.each / (shards if candidate.zero >= 2 else 1)
+        return cls(less.forward.each + less.backward.each, max(0.0, longer), less.saved.each, saving, held, summed)
+
+
+def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, limit: float, most_us: float) -> float:
+    """How many of so many layers compute more again at least, where no rank holds more than `limit` bytes or takes
+    longer than `most_us` for a micro-batch; inf if it cannot be. apart: how much of a layer a stage may have more of
+    its time than of its bytes.
+
+    A rank with x layers, y of which compute more again, takes x us + y longer, and holds x (held + f saved) - y f less
+    with f micro-batches under way. Layers go to ranks that need compute none again as far as these two allow, then to
+    those where a layer more asks for the fewest: as in a linear program, so that no cut into whole layers does better.
+    """
+    free, paid = 0.0, list[tuple[float, float]]()
+    _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)
+    for flying, has_gradients in _flying(moments):
+        each = layer.held + layer.summed * has_gradients + flying * layer.saved
+        room = limit + candidate.chunks * apart * (each + flying * layer.less)
+        without = min(most_us / layer.us, room / each)
+        free += without
+        gain = flying * layer.less
+        if gain <= 0:
+            continue
+        rate = each / gain  # layers that compute more again for each that is there
+        slow = (most_us + layer.longer * room / gain) / (layer.us + layer.longer * rate)
+        most = min(most_us / layer.us, slow if layer.longer > 0 else math.inf, room / max(each - gain, 1e-9))
+        paid.append((rate, max(0.0, most - without)))
+    lacks, again = layers - free, 0.0
+    for rate, room in sorted(paid):
+        taken = min(max(0.0, lacks), room)
+        lacks, again = lacks - taken, again + rate * taken
+    return again if lacks <= 1e-6 * layers else math.inf
+
+
+def apart(layers: Iterable[Section]) -> float:
+    """How much of a layer a stage may have more of its time than of its bytes, by where a layer may be cut."""
+    found = 0.0
+    for layer in layers:
+        at = layer.places
+        for values in (layer.saved, layer.stored):
+            if values[-1]:
+                differ = layer.time[at] / layer.time[-1] - values[at] / values[-1]
+                found = max(found, float(max(differ.max(), 0.0) - min(differ.min(), 0.0)))
+    return found
+
+
+@cache
+def _flying(all_: tuple[Moments, ...]) -> Sequence[tuple[int, bool]]:
+    """Of each rank, how many micro-batches each of its stages has saved at a moment, at least, and whether its
+    gradients are there then."""
+    found = []
+    for moments in all_:
+        counts = moments.counts.reshape(len(moments.counts), -1, COLUMNS)
+        flying, gradients = counts[:, :, SAVED].min(axis=1), counts[:, :, GRADIENTS].min(axis=1)
+        best = max(range(len(counts)), key=lambda i: (flying[i], gradients[i]))
+        found.append((int(flying[best]), bool(gradients[best])))
+    return found
