@@ -1,45 +1,41 @@
-"""Python's collector of cycles is off while a model is compiled, and as the user had it before and after."""
+"""What a compilation makes is not walked again, and what is garbage of it is found in the end."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 
-import pytest
-import torch
-from torch import Tensor, nn
-
-import autopar
-from autopar.errors import AutoparError
+from autopar.compiler.garbage import uncollected
 
 
-class Looks(nn.Linear):
-    def __init__(self, fails: bool = False) -> None:
-        super().__init__(4, 4)
-        self.fails = fails
+class Node:
+    def __init__(self) -> None:
+        self.own = self
 
-    def forward(self, x: Tensor) -> Tensor:
+
+def test_what_was_made_meanwhile_is_old_and_garbage_is_found() -> None:
+    gc.collect()
+    with uncollected():
         assert not gc.isenabled()
-        if self.fails:
-            raise ValueError("as asked")
-        return super().forward(x)
+        made = [Node() for _ in range(5000)]
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    young = {id(each) for each in gc.get_objects(generation=0)}
+    assert not any(id(each) in young for each in made)
+    seen = weakref.ref(made[0])
+    made.clear()
+    gc.collect()
+    assert seen() is None
 
 
-def compiled(model: nn.Module) -> autopar.Compiled:
-    return autopar.compile(model, "dp=2", loss_fn=lambda model, x: model(x).sum(), batch=torch.randn(4, 4))
-
-
-def test_it_is_off_meanwhile_and_on_again() -> None:
-    compiled(Looks())
-    assert gc.isenabled()
-    with pytest.raises(AutoparError, match="as asked"):
-        compiled(Looks(fails=True))
-    assert gc.isenabled()
-
-
-def test_it_stays_off_where_the_user_has_it_off() -> None:
-    gc.disable()
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
     try:
-        compiled(Looks())
-        assert not gc.isenabled()
+        count = gc.get_freeze_count()
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() == count > 0
     finally:
-        gc.enable()
+        gc.unfreeze()
