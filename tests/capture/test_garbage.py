@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from autopar.compiler.garbage import uncollected
 
@@ -11,6 +14,16 @@ from autopar.compiler.garbage import uncollected
 class Node:
     def __init__(self) -> None:
         self.own = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """conftest.py freezes what it imports."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if is_frozen:
+        gc.freeze()
 
 
 def test_what_was_made_meanwhile_is_old_and_garbage_is_found() -> None:
