@@ -25,8 +25,8 @@ from benchmarks.published.models import GPT
 LENGTH, WORDS = 2048, 51200
 FIRST, LAST = "tokens, positions", "norm, head"
 KERNELS: dict[str, Any] = {"precision": "fp16", "compile": "triton"}  # those fused by the JIT and by hand
-# Gradients were summed over ranks in fp16 (from memory of Megatron-LM's `--accumulate-allreduce-grads-in-fp32`, which is
-# off by default, and of DeepSpeed's `communication_data_type`).
+# Gradients were summed over ranks in fp16 (from memory of Megatron-LM's `--accumulate-allreduce-grads-in-fp32`, which
+# is off by default, and of DeepSpeed's `communication_data_type`).
 FULL = {**KERNELS, "recompute": "full", "reduce_dtype": torch.float16}
 OUTLIERS = {("3.6", "8", "64"), ("3.6", "8", "2")}  # model, tp, rows of a micro-batch
 
