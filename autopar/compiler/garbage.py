@@ -10,18 +10,11 @@ from contextlib import contextmanager
 @contextmanager
 def uncollected() -> Iterator[None]:
     """As long as the context lasts, Python looks for no cycles of objects that nothing else holds. Nor do the user's
-    callbacks of its collector (`gc.callbacks`) run in the middle of a trace.
-
-    What was made meanwhile counts as old then: the next collection would walk all of it as new, 1.4 s of planning for
-    512 devices.
-    """
+    callbacks of its collector (`gc.callbacks`) run in the middle of a trace."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # else the user's own would be thawed
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
