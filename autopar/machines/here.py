@@ -21,14 +21,6 @@ def machine_here(device: torch.device) -> Machine:
     return machine_of(found.name, found.total_memory)
 
 
-def machine_or(device: torch.device, default: str) -> Machine:
-    """The built-in machine of a device, or the one of a name where there is none."""
-    try:
-        return machine_here(device)
-    except MachineError:
-        return named(default)
-
-
 def machine_of(name: str, memory: int) -> Machine:
     """The built-in machine of devices with a name ("NVIDIA H100 80GB HBM3") and so many bytes of memory. A card in a
     PCIe slot is slower than the module of that name."""

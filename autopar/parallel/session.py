@@ -10,7 +10,7 @@ from autopar.capture.capture import LossFn
 from autopar.compiler.options import Graphs
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import DEVICES, Fixed
-from autopar.machines.here import machine_or
+from autopar.machines import named
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor
@@ -53,7 +53,7 @@ def open_session(asked: Asked) -> Session:
     this."""
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
-    fixed = Fixed(machine=machine_or(place, DEVICES))
+    fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
     settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.cuda_graphs, asked.lift)
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
