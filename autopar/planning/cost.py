@@ -116,7 +116,7 @@ class Cost:
         """Of a micro-batch whose gradients are added to nothing."""
         spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights(1.0) else ()))
         less: dict[str, Any] = {name: getattr(self, name).minus(self.adds) for name in spent}
-        return replace(self, **less, adds=Linear(0.0, 0.0))
+        return replace(self, **less, adds=Linear(0.0, 0.0), again=self.again and self.again.alone)
 
     @property
     def inputs(self) -> tuple[Linear, Linear]:

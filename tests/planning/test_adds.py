@@ -47,3 +47,10 @@ def test_a_step_is_predicted_as_it_is_emitted(candidate: Candidate, adds: bool) 
 
 def test_what_is_scattered_first_is_a_part() -> None:
     assert [Candidate(2, 1, 1, zero, "none", 1, 4).adds for zero in range(4)] == [True, True, False, False]
+
+
+def test_layers_that_compute_more_again_add_to_nothing_either() -> None:
+    cost = layers().cost(Candidate(1, 1, 1, 0, "none", 1, 4).split, 1, "none", more="selective")
+    assert cost.again is not None and cost.again.adds.each > 0
+    alone = cost.alone.again
+    assert alone is not None and alone.adds.each == 0 and alone.backward.each < cost.again.backward.each
