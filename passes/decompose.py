@@ -16,7 +16,7 @@ from autopar.ir.ops import mesh_op_name, op
 from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, is_gathered_input, operand_nodes, record
 from autopar.passes.bucket import sums_of_gradients
-from autopar.passes.node_costs import node_times
+from autopar.passes.node_costs import Times
 
 MADE_BY = "decompose"
 CHUNKS = (2, 4, 8)
@@ -82,7 +82,7 @@ class _Decompose:
         self.program, self.mesh, self.machine = program, program.mesh, plan.fixed.machine
         self.build = Builder(MADE_BY)
         self.position = {node: i for i, node in enumerate(program.nodes)}
-        self.times = node_times(program, self.machine)
+        self.times = Times(program, self.machine)
         sums, casts = sums_of_gradients(program)  # they move in buckets
         self.of_gradients = {*sums, *(cast.all_input_nodes[0] for cast in casts)}
         self.products: dict[fx.Node, _Cut] = {}  # that are summed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,8 +22,7 @@ from autopar.passes.moved import APART, NORMS, OVER, moved_bytes
 RING, TURNS = "ring", "turns"  # messages beside the products of a call; messages that ranks wait for one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):  # a search of plans makes a hundred thousand
     """What a call asks of a rank and its links, whatever the machine. Bytes and FLOPs are one rank's.
 
     flops: of its product, in `dtype`; kind: of a fused attention, a convolution or the gradient of a norm, as of
@@ -61,8 +60,8 @@ class Load:
         sent = tuple(
             (times, line(low, high)) for (times, low), (_, high) in zip(self.sent, other.sent, strict=True)
         )  # fmt: skip
-        return replace(
-            self, flops=line(self.flops, other.flops), squares=line(self.squares, other.squares),
+        return self._replace(
+            flops=line(self.flops, other.flops), squares=line(self.squares, other.squares),
             moved=line(self.moved, other.moved), total=line(self.total, other.total),
             results=tuple(map(line, self.results, other.results)), sent=sent,
         )  # fmt: skip
@@ -82,14 +81,38 @@ def node_times(program: Program, machine: Machine, adds: bool = False) -> dict[f
 def loads_of(program: Program, adds: bool = False) -> dict[fx.Node, Load | None]:
     """What every call of a LOCAL program asks for on one micro-batch; None of those that take no time. adds: of one
     that reads what earlier micro-batches made of the values that it leaves as parts of sums."""
-    sizes = {node: local_bytes(node, program.mesh) for node in program.graph.nodes}
+    sizes = _Sizes(program.mesh)
     found = {node: _load(node, program.mesh, sizes) for node in program.calls()}
     parts = (node for node, out in program.leaving if adds and out.kind == "part")
     for node in parts:
         load = found.get(node) if node is not None else None
         if node is not None and load is not None and not load.link:
-            found[node] = replace(load, total=float(sizes[node]))
+            found[node] = load._replace(total=float(sizes[node]))
     return found
+
+
+class Times(dict[fx.Node, float]):
+    """As of `node_times`, each worked out when it is asked for."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        super().__init__()
+        self.mesh, self.machine, self.sizes = program.mesh, machine, _Sizes(program.mesh)
+
+    def __missing__(self, node: fx.Node) -> float:
+        self[node] = load_us(_load(node, self.mesh, self.sizes), self.mesh, self.machine)
+        return self[node]
+
+
+class _Sizes(dict[fx.Node, int]):
+    """Bytes of a rank's part of values, each worked out when it is asked for."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __missing__(self, node: fx.Node) -> int:
+        self[node] = local_bytes(node, self.mesh)
+        return self[node]
 
 
 def load_us(load: Load | None, mesh: Mesh, machine: Machine) -> float:
@@ -140,7 +163,7 @@ def _load(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load | Non
     if not is_ring(node.target):
         return computed
     sent = tuple((message.times, message.type.bytes_) for message in messages_of(node, mesh))
-    return replace(computed, link=TURNS if node.target is CHAIN_IN_TURNS else RING, axis=axis_of(node), sent=sent)
+    return computed._replace(link=TURNS if node.target is CHAIN_IN_TURNS else RING, axis=axis_of(node), sent=sent)
 
 
 def _computed(node: fx.Node, mesh: Mesh, sizes: Mapping[fx.Node, int]) -> Load:

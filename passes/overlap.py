@@ -12,7 +12,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, record
 from autopar.passes.bucket import sums_of_gradients
 from autopar.passes.coalesce import Coalesced
-from autopar.passes.node_costs import node_times
+from autopar.passes.node_costs import Times
 
 MADE_BY = "overlap"
 WINDOW = 2  # collectives that a gradient waits for at most: its operands live as long
@@ -62,7 +62,7 @@ class _Overlap:
         self.flat = Coalesced(self.build, program.mesh)
         self.nodes = program.nodes
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.times = node_times(program, plan.fixed.machine)
+        self.times = Times(program, plan.fixed.machine)
         self.least = plan.fixed.machine.latency_us  # what two halves may cost more than one whole
         self.sums, _ = sums_of_gradients(program)  # they move in buckets
         self.weights = _gradients_of_weights(program)
@@ -163,7 +163,7 @@ class _Overlap:
         return [node for node in self.nodes[first:begin] if node in found]
 
     def _compute(self, node: fx.Node) -> float:
-        return 0.0 if is_collective(node.target) else self.times.get(node, 0.0)
+        return 0.0 if is_collective(node.target) or node.op != "call_function" else self.times[node]
 
 
 def _moves(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,34 +17,35 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def dropout(
     x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
-    offsets: Sequence[int],
+    offsets: Sequence[int], kernels: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x * keep / (1 - p), where x, read in dims of sizes `local`, is the piece at `offsets` of dims `whole`."""
+    """x * keep / (1 - p), where x, read in dims of sizes `local`, is the piece at `offsets` of dims `whole`. kernels:
+    instead of those of the device (`triton_kernels`)."""
     if p <= 0 or x.numel() == 0:
         return x.clone()
     if p >= 1:
         return torch.zeros_like(x)
     source = x.contiguous()
-    return _dropout(source, seed, key, p, whole, local, offsets, torch.empty_like(source))
+    return _dropout(source, seed, key, p, whole, local, offsets, torch.empty_like(source), kernels)
 
 
 def dropout_inplace(
     x: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
-    offsets: Sequence[int],
+    offsets: Sequence[int], kernels: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """As above, written over x if x is contiguous."""
     if not 0 < p < 1 or not x.is_contiguous() or x.numel() == 0:
-        return dropout(x, seed, key, p, whole, local, offsets)
-    return _dropout(x, seed, key, p, whole, local, offsets, x)
+        return dropout(x, seed, key, p, whole, local, offsets, kernels)
+    return _dropout(x, seed, key, p, whole, local, offsets, x, kernels)
 
 
 def _dropout(
     source: torch.Tensor, seed: torch.Tensor, key: int, p: float, whole: Sequence[int], local: Sequence[int],
-    offsets: Sequence[int], out: torch.Tensor,
+    offsets: Sequence[int], out: torch.Tensor, kernels: Any,
 ) -> torch.Tensor:  # fmt: skip
     runs = Runs.of(whole, local, offsets)
     limit, scale = min(round((1 - p) * 2**31), 2**31 - 1), 1 / (1 - p)  # kept: the numbers below the limit, of 31 bits
-    kernels = triton_kernels(source.device)
+    kernels = kernels or triton_kernels(source.device)
     if kernels is not None and source.dtype.is_floating_point:
         kernels.dropout(source, seed, key, runs, limit, scale, out)
         return out

@@ -22,13 +22,14 @@ Draw = Callable[[Callable[[int], torch.Tensor], torch.dtype], torch.Tensor]
 
 def random(
     seed: torch.Tensor, key: int, kind: str, shape: Sequence[int], dtype: torch.dtype, whole: Sequence[int],
-    local: Sequence[int], offsets: Sequence[int],
+    local: Sequence[int], offsets: Sequence[int], kernels: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Draws of a `shape` that, read in dims of sizes `local`, is the piece at `offsets` of dims `whole`."""
+    """Draws of a `shape` that, read in dims of sizes `local`, is the piece at `offsets` of dims `whole`. kernels:
+    instead of those of the device (`triton_kernels`)."""
     out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
     if out.numel() == 0:
         return out
-    runs, kernels = Runs.of(whole, local, offsets), triton_kernels(seed.device)
+    runs, kernels = Runs.of(whole, local, offsets), kernels or triton_kernels(seed.device)
     rows = out.view(runs.count, runs.width)
     if kernels is not None:
         rows.copy_(_KINDS[kind](lambda stream: kernels.bits(seed, key, stream, runs), dtype))

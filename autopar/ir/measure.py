@@ -31,6 +31,10 @@ def local_types(node: fx.Node, mesh: Mesh) -> Iterator[TensorType]:
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     """The bytes of one rank's parts of all tensor results of a node."""
+    known = record(node)
+    match known.types, known.layouts:
+        case (TensorType() as type_,), (Layout() as layout,):  # most nodes
+            return _part_bytes(type_, layout, mesh)
     return sum([type_.bytes_ for type_ in local_types(node, mesh)])
 
 
@@ -65,6 +69,11 @@ def _with_and_without(node: fx.Node, mesh: Mesh) -> list[TensorType]:
 @lru_cache(1 << 14)  # a model repeats its layers, and every pass asks again
 def _part(type_: TensorType, layout: Layout, mesh: Mesh) -> TensorType:
     return TensorType(local_shape(type_.shape, layout, mesh), type_.dtype)
+
+
+@lru_cache(1 << 14)
+def _part_bytes(type_: TensorType, layout: Layout, mesh: Mesh) -> int:
+    return _part(type_, layout, mesh).bytes_
 
 
 def group_of(mesh: Mesh, name: str, ranks: int) -> Group:

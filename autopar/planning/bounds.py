@@ -18,7 +18,7 @@ from autopar.planning.pipelined import Pipelined, with_least_memory
 from autopar.planning.predict import predict
 from autopar.planning.rank_memory import rank_bytes
 from autopar.planning.split import Split
-from autopar.planning.stage_bound import Layer, apart, least_again
+from autopar.planning.stage_bound import Layer, apart, least_again, most_layers, stored_apart
 from autopar.planning.states import MOMENTS
 
 LEAST_FORWARD = 0.25  # of a micro-batch's time: backward products are twice the forward ones, and attention's 2.5
@@ -51,6 +51,8 @@ class Bounds:
         self._wholes: dict[str, Cost] = {}
         self._costs_of: dict[Hashable, Cost] = {}
         self._larger: dict[Hashable, bool] = {}
+        self._memory: dict[Hashable, float] = {}
+        self._most: dict[Hashable, float] = {}
         self._held: dict[Hashable, float] = {}
         self._steps: dict[Candidate, float] = {}  # by twin
         self.slowest = math.inf  # us from which on nobody asks how much more a plan takes
@@ -240,6 +242,13 @@ class Bounds:
     def memory(self, candidate: Candidate) -> float:
         """Bytes of a rank's part of parameters, states and copies, of gradients, and of what a micro-batch keeps, at
         least: that of the mean rank."""
+        one = candidate  # neither the order of its axes nor its schedule says anything here
+        key = (*one[:7], one.fsdp, one.cp, one.ulysses, one.reshard_after_forward)
+        if key not in self._memory:
+            self._memory[key] = self._mean(candidate)
+        return self._memory[key]
+
+    def _mean(self, candidate: Candidate) -> float:
         whole, layers = self._whole("full" if candidate.again else candidate.recompute), self.equal
         part = (self.work.parameters - self.work.frozen) / candidate.tp / candidate.pp
         frozen = self.work.frozen / candidate.tp / candidate.pp / candidate.frozen_shards
@@ -261,11 +270,26 @@ class Bounds:
             return False
         if candidate.again is not None:
             return self._is_larger_in_part(candidate, limit)
+        if self._most_layers(candidate, limit) < self.equal * (1 - 1e-9):  # then nobody asks how it is cut
+            return True
         made = with_least_memory(candidate, self.layers)
         key = *_memory_key(candidate, made), limit
         if key not in self._larger:
             self._larger[key] = any(bytes_ > limit for bytes_ in _ranks(candidate, made))
         return self._larger[key]
+
+    def _most_layers(self, candidate: Candidate, limit: float) -> float:
+        """That the ranks of a pipeline hold together, at most."""
+        near, policy, one = candidate.split.near, candidate.recompute, candidate
+        key = (
+            near, policy, one.rows, one.pp, one.chunks, one.schedule, one.microbatches, one.zero, one.gathers_again,
+            one.shards, limit,
+        )  # fmt: skip
+        if key not in self._most:
+            layer = Layer.of(candidate, self.layers.cost(near, one.rows, policy), 0.0, 0.0)
+            section = self.layers.sections(near, policy, Mesh(candidate.axes)).layer
+            self._most[key] = most_layers(candidate, layer, stored_apart(section), limit)
+        return self._most[key]
 
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:
         """True if no mix of policies is small enough, wherever its cuts lie: "full" keeps least."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from torch import fx
@@ -36,14 +34,9 @@ class Part:
     again: float = 0.0
 
     def __add__(self, other: Part) -> Part:
-        return Part(*map(operator.add, self._all, other._all))
-
-    def __sub__(self, other: Part) -> Part:
-        return Part(*map(operator.sub, self._all, other._all))
-
-    @property
-    def _all(self) -> tuple[float, ...]:
-        return self.entry, self.layers, self.behind, self.again
+        return Part(
+            self.entry + other.entry, self.layers + other.layers, self.behind + other.behind, self.again + other.again
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +154,15 @@ class Sections:
         rates: at which that is so, if they are others. ranges: of the layers that compute more again."""
         of = [*_is_again(layers, ranges)]
         road = _Road.of((self._at(rates) if rates else self)._sections(of))
+        at = road.even(count)[:-1]
         sections = self._sections(of)
-        borders = [(int(road.section[at]), int(road.inner[at])) for at in road.even(count)[:-1]]
-        inner = [tuple(_before(sections, *border, name, of) for name in KINDS) for border in borders]
-        marks = [(Part(0.0, 0, 0.0),) * len(KINDS), *inner, (Part(1.0, layers, 1.0, sum(of)),) * len(KINDS)]
+        borders = list(zip(road.section[at].tolist(), road.inner[at].tolist(), strict=True))
+        begin, end = (0.0, 0.0, 0.0, 0.0), (1.0, layers, 1.0, sum(of))
+        marks = [np.array([begin, *_before(sections, borders, name, of), end]) for name in KINDS]
+        parts = zip(*(np.diff(each, axis=0).tolist() for each in marks), strict=True)
         return [
-            Share(time, stored, saved, _rest(low[-1].layers, high[-1].layers, ranges))
-            for low, high in pairwise(marks)
-            for time, stored, saved in [map(operator.sub, high, low)]
+            Share(Part(*time), Part(*stored), Part(*saved), _rest(low, high, ranges))
+            for (time, stored, saved), (low, high) in zip(parts, pairwise(marks[-1][:, 1].tolist()), strict=True)
         ]
 
     def _at(self, rates: Rates) -> Sections:
@@ -179,16 +173,21 @@ class Sections:
         return [self.entry, *(self.again if more and self.again else self.layer for more in of), self.behind]
 
 
-def _before(sections: Sequence[Section], number: int, inner: int, name: str, of: Sequence[bool]) -> Part:
-    """What comes before a place. number: of its section, on the way through the model. name: of what is counted. of: of
-    each layer, whether it computes more again."""
-    values = getattr(sections[number], name)
-    share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
-    if number == 0:
-        return Part(share, 0.0, 0.0)
-    if number > len(of):
-        return Part(1.0, len(of), share, sum(of))
-    return Part(1.0, number - 1 + share, 0.0, sum(of[: number - 1]) + share * of[number - 1])
+def _before(
+    sections: Sequence[Section], borders: Iterable[tuple[int, int]], name: str, of: Sequence[bool]
+) -> Iterator[tuple[float, float, float, float]]:  # fmt: skip
+    """What comes before places, as of a `Part`. borders: of each place the number of its section, on the way through
+    the model, and where it lies there. name: of what is counted. of: of each layer, whether it computes more again."""
+    again = [0, *accumulate(of)]
+    for number, inner in borders:
+        values = getattr(sections[number], name)
+        share = float(values[inner] / values[-1]) if values[-1] else float(inner > 0)
+        if number == 0:
+            yield share, 0.0, 0.0, 0.0
+        elif number > len(of):
+            yield 1.0, len(of), share, again[-1]
+        else:
+            yield 1.0, number - 1 + share, 0.0, again[number - 1] + share * of[number - 1]
 
 
 def _is_again(layers: int, ranges: Ranges) -> Iterator[bool]:
@@ -219,11 +218,10 @@ class _Road:
     def of(cls, sections: Sequence[Section]) -> _Road:
         places = {key: each.places for key, each in {id(each): each for each in sections}.items()}
         own = [places[id(each)] for each in sections]  # the last place of one is the first of the next
-        starts = np.concatenate([[0.0], np.cumsum([each.time[-1] for each in sections])])
-        parts = list(zip(sections, own, strict=True))
-        time = np.concatenate([each.time[at] + start for (each, at), start in zip(parts, starts, strict=False)])
-        crossing = np.concatenate([each.crossing[at] for each, at in parts])
-        section, inner = np.repeat(np.arange(len(sections)), list(map(len, own))), np.concatenate(own)
+        starts, counts = np.concatenate([[0.0], np.cumsum([each.time[-1] for each in sections])]), list(map(len, own))
+        section, inner = np.repeat(np.arange(len(sections)), counts), np.concatenate(own)
+        time, crossing = (_joined(sections, places, name) for name in ("time", "crossing"))
+        time = time + np.repeat(starts[:-1], counts)
         return cls(
             np.append(time, starts[-1]), np.append(crossing, 0.0), np.append(section, len(sections) - 1),
             np.append(inner, len(sections[-1].time) - 1),
@@ -234,14 +232,13 @@ class _Road:
         low = float(self.time[-1]) / count
         high = low + float(np.diff(self.time).max() + 2 * self.crossing.max())  # a stage that goes on reaches this
         limit = _least(low, high, _Farthest.of(self, count).may_end)
-        if not self._is_enough(count, limit):
-            limit = _least(low, high, partial(self._is_enough, count))
-        ends, begins = self._ends(count, limit), self._reversed()._ends(count, limit)[-2::-1]
+        ends = self._ends(count, limit)
+        if not ends[-1][-1]:
+            limit = _least(low, high, lambda most: bool(self._ends(count, most)[-1][-1]))
+            ends = self._ends(count, limit)
+        begins = self._reversed()._ends(count, limit)[-2::-1]
         windows = [np.nonzero(end & begin[::-1])[0] for end, begin in zip(ends, begins, strict=False)]
         return self._squares([*windows, np.array([len(self.time) - 1])], limit)
-
-    def _is_enough(self, count: int, limit: float) -> bool:
-        return bool(self._ends(count, limit)[-1][-1])
 
     def _squares(self, windows: Sequence[np.ndarray], limit: float) -> list[int]:
         """The ends of stages, each from its window, with the least sum of squares of times within a limit."""
@@ -272,6 +269,13 @@ class _Road:
 
     def _reversed(self) -> _Road:
         return replace(self, time=(self.time[-1] - self.time)[::-1], crossing=self.crossing[::-1])
+
+
+def _joined(sections: Sequence[Section], places: Mapping[int, np.ndarray], name: str) -> np.ndarray:
+    """What is known of the places of sections, one behind the other. places: by section."""
+    values = {id(each): getattr(each, name) for each in sections}
+    own = {key: each[places[key]] for key, each in values.items()}
+    return np.concatenate([own[id(each)] for each in sections])
 
 
 @dataclass(frozen=True, slots=True)

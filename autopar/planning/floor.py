@@ -41,8 +41,8 @@ class Ask:
         moved = self.fixed + (load.moved - self.fixed) * share
         results = tuple([result * share for result in load.results])
         sent = tuple([(times, size * share) for times, size in load.sent])
-        less = replace(
-            load, flops=load.flops * share, squares=load.squares * share, moved=moved, results=results, sent=sent
+        less = load._replace(
+            flops=load.flops * share, squares=load.squares * share, moved=moved, results=results, sent=sent
         )  # fmt: skip
         return replace(self, load=less)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -30,8 +31,7 @@ SPLIT = torch.ops.aten.split_with_sizes.default
 NONE: Kept = (0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):  # a search of plans makes a hundred thousand
     """A call of a graph. stays: True if it is none of the layer that is left out. side: as of `sides_of`. own: bytes of
     what it makes and the graph does not leave. dying: the places of calls whose values nothing reads after this one.
     kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
@@ -154,7 +154,7 @@ class Sheet:
         """us by which calls take longer because they add to what earlier micro-batches made. is_entry: of those calls
         alone that come before the layers."""
         return sum(
-            us - load_us(replace(call.load, total=0.0), self.mesh, machine)
+            us - load_us(call.load._replace(total=0.0), self.mesh, machine)
             for call, us in zip(self.calls, times, strict=True)
             if call.load and call.load.total
             if (call.side == BEFORE if is_entry else call.stays or not is_less)
@@ -282,7 +282,7 @@ def still(load: Load | None) -> Load | None:
     """What a call asks for if what cp and ulysses move took no time; None if that is nothing."""
     if load is None or set(CONTEXT_AXES).isdisjoint(axes_of_group(load.axis)):
         return load
-    return replace(load, link="") if load.link == RING else load if load.link == TURNS else None
+    return load._replace(link="") if load.link == RING else load if load.link == TURNS else None
 
 
 def _sums(kind: str, program: Program) -> set[fx.Node]:

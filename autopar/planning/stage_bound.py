@@ -1,4 +1,5 @@
-"""How many layers of a pipeline compute more again at least, wherever its cuts lie: by the memory of its ranks."""
+"""What the memory of a pipeline's ranks allows, wherever its cuts lie: how many layers there may be at most, and how
+many compute more again at least."""
 
 from __future__ import annotations
 
@@ -67,6 +68,28 @@ def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, l
         taken = min(max(0.0, lacks), room)
         lacks, again = lacks - taken, again + rate * taken
     return again if lacks <= 1e-6 * layers else math.inf
+
+
+def most_layers(candidate: Candidate, layer: Layer, apart: float, limit: float) -> float:
+    """How many layers the ranks hold together at most, each within `limit` bytes, if none computes more again. apart:
+    how much of a layer a stage may have more of what is stored than of what is saved, or the other way round."""
+    _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)
+    found = 0.0
+    for flying, has_gradients in _flying(moments):
+        stored, saved = layer.held + layer.summed * has_gradients, flying * layer.saved
+        if not stored + saved:
+            return math.inf
+        found += (limit + candidate.chunks * apart * min(stored, saved)) / (stored + saved)
+    return found
+
+
+def stored_apart(layer: Section) -> float:
+    """How much of a layer a stage may have more of what is stored than of what is saved, or the other way round,
+    wherever it is cut."""
+    if not layer.saved[-1] or not layer.stored[-1]:
+        return 1.0
+    differ = layer.saved / layer.saved[-1] - layer.stored / layer.stored[-1]
+    return float(differ.max() - differ.min())
 
 
 def apart(layers: Iterable[Section]) -> float:

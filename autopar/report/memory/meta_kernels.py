@@ -1,7 +1,7 @@
 """What runs in place of a few kernels where tensors have no data: same results and same memory, no numbers.
 
 All other kernels run as they are. On the CPU the generator of random bits computes with numpy and keeps its tables
-between calls, so tensors without data must not come near it.
+between calls, so tensors without data must not come near it. On a GPU it is a kernel of its own, not launched here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.runtime import dropout as dropout_kernel
 from autopar.runtime.attention_compared import compared_attention, compared_attention_backward
 from autopar.runtime.attention_dropout import dropped_attention, dropped_attention_backward
 from autopar.runtime.compared_blocks import undecided
-from autopar.runtime.counter import PIECE
+from autopar.runtime.counter import PIECE, Runs
 from autopar.runtime.executor import Kernels
 from autopar.runtime.fused import plain
 from autopar.runtime.random import random
@@ -78,6 +78,29 @@ ON_CPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         compared_ring_backward: functools.partial(compared_ring_backward, kernel=_UNDECIDED_BACKWARD),
         dropped_attention: functools.partial(dropped_attention, draw=_dropout_inplace),
         dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_dropout_inplace),
+    }
+)
+
+
+class _Bits:
+    """As the kernels of `random_triton.py`: memory for results, and no more."""
+
+    def dropout(self, *_: Any) -> None:
+        return
+
+    def bits(self, seed: torch.Tensor, key: int, stream: int, runs: Runs) -> torch.Tensor:
+        return torch.empty(runs.count, runs.width, dtype=torch.int32, device=seed.device)
+
+
+_DROPPED = functools.partial(dropout_kernel.dropout_inplace, kernels=_Bits())
+
+ON_GPU: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        dropout_kernel.dropout: functools.partial(dropout_kernel.dropout, kernels=_Bits()),
+        dropout_kernel.dropout_inplace: _DROPPED,
+        random: functools.partial(random, kernels=_Bits()),
+        dropped_attention: functools.partial(dropped_attention, draw=_DROPPED),
+        dropped_attention_backward: functools.partial(dropped_attention_backward, draw=_DROPPED),
     }
 )
 

@@ -18,7 +18,7 @@ from torch import nn
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.compiler.lowered import Lowered
 from autopar.report.memory.fake_group import fake_groups
-from autopar.report.memory.meta_kernels import ON_CPU, unlaunched, value_read
+from autopar.report.memory.meta_kernels import ON_CPU, ON_GPU, unlaunched, value_read
 from autopar.report.memory.position import BETWEEN, OPTIMIZER, Place, Position
 from autopar.report.memory.report import STATES
 from autopar.report.memory.state import State
@@ -97,7 +97,7 @@ class _Rank:
         self.trace = Trace(self.tracker, saved=self.position.saved)
         groups = fake_groups(compiled.mesh, rank, compiled.axes, copies=device == "cpu")
         driver = DistributedDriver(compiled.mesh, groups, rank)
-        study = Study(self.position.enter, ON_CPU if device == "cpu" else {})
+        study = Study(self.position.enter, ON_CPU if device == "cpu" else ON_GPU)
         processors = compiled.plan.fixed.machine.device.processors
         kernels = unlaunched(processors) if device == "meta" else None  # a CPU runs the calls of a group one by one
         self.runner = executor_runner(
