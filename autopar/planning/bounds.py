@@ -287,8 +287,11 @@ class Bounds:
         )  # fmt: skip
         if key not in self._most:
             layer = Layer.of(candidate, self.layers.cost(near, one.rows, policy), 0.0, 0.0)
-            section = self.layers.sections(near, policy, Mesh(candidate.axes)).layer
-            self._most[key] = most_layers(candidate, layer, stored_apart(section), limit)
+            mesh = Mesh(candidate.axes)
+            cut = self.layers.kept(
+                ("stored apart", near, policy), lambda: stored_apart(self.layers.sections(near, policy, mesh).layer)
+            )
+            self._most[key] = most_layers(candidate, layer, cut, limit)
         return self._most[key]
 
     def _is_larger_in_part(self, candidate: Candidate, limit: float) -> bool:

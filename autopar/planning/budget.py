@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -70,7 +71,21 @@ def _fewest(mix: Candidate, layers: Layers, limit: float) -> Candidate:
     def is_enough(count: int) -> bool:
         return bytes_(count) <= limit or bytes_(count + 1) >= bytes_(count)
 
-    return _with_count(mix, 1 + bisect_left(range(1, mix.again.layers - 1), True, key=is_enough))
+    most = mix.again.layers - 1
+    saving = (bytes_(0) - bytes_(most)) / most
+    guess = math.ceil((bytes_(0) - limit) / saving) if saving > 0 else 1
+    return _with_count(mix, _first(most, max(1, min(guess, most)), is_enough))
+
+
+def _first(last: int, guess: int, is_enough: Callable[[int], bool]) -> int:
+    """The first number, from 1 on, that is enough, as all behind it are; `last` is taken to be. Few are asked about if
+    the guess is near."""
+    low, high, step = 0, last, 1  # what is not enough, what is
+    at = guess
+    while low < at < high:
+        low, high = (low, at) if is_enough(at) else (at, high)
+        at, step = (at - step if high == at else at + step), 2 * step
+    return low + 1 + bisect_left(range(low + 1, high), True, key=is_enough)
 
 
 def _bytes(mix: Candidate, count: int, layers: Layers) -> float:

@@ -39,7 +39,9 @@ class Moments:
                 left[action.stage] -= 1
                 held[at + AHEAD] = int(has_more or left[action.stage] > 0)
                 continue
-            rows[tuple(n + (i == at + OTHERS) for i, n in enumerate(held))] = None
+            held[at + OTHERS] = 1
+            rows[tuple(held)] = None
+            held[at + OTHERS] = 0
             if action.kind != "I":
                 held[at + GRADIENTS] = 1
             held[at + (LATE if action.kind == "W" else SAVED)] -= 1

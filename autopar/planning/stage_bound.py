@@ -4,9 +4,11 @@ many compute more again at least."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+
+import numpy as np
 
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
@@ -51,7 +53,7 @@ def least_again(candidate: Candidate, layer: Layer, layers: int, apart: float, l
     """
     free, paid = 0.0, list[tuple[float, float]]()
     _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)
-    for flying, has_gradients in _flying(moments):
+    for flying, has_gradients in _flying(moments).tolist():
         each = layer.held + layer.summed * has_gradients + flying * layer.saved
         room = limit + candidate.chunks * apart * (each + flying * layer.less)
         without = min(most_us / layer.us, room / each)
@@ -74,13 +76,11 @@ def most_layers(candidate: Candidate, layer: Layer, apart: float, limit: float) 
     """How many layers the ranks hold together at most, each within `limit` bytes, if none computes more again. apart:
     how much of a layer a stage may have more of what is stored than of what is saved, or the other way round."""
     _, moments = schedule_of(candidate, candidate.pp * candidate.chunks)
-    found = 0.0
-    for flying, has_gradients in _flying(moments):
-        stored, saved = layer.held + layer.summed * has_gradients, flying * layer.saved
-        if not stored + saved:
-            return math.inf
-        found += (limit + candidate.chunks * apart * min(stored, saved)) / (stored + saved)
-    return found
+    flying, has_gradients = _flying(moments).T
+    stored, saved = layer.held + layer.summed * has_gradients, flying * layer.saved
+    if not (stored + saved).all():
+        return math.inf
+    return float(((limit + candidate.chunks * apart * np.minimum(stored, saved)) / (stored + saved)).sum())
 
 
 def stored_apart(layer: Section) -> float:
@@ -105,13 +105,13 @@ def apart(layers: Iterable[Section]) -> float:
 
 
 @cache
-def _flying(all_: tuple[Moments, ...]) -> Sequence[tuple[int, bool]]:
-    """Of each rank, how many micro-batches each of its stages has saved at a moment, at least, and whether its
-    gradients are there then."""
+def _flying(all_: tuple[Moments, ...]) -> np.ndarray:
+    """Of each rank, how many micro-batches each of its stages has saved at a moment, at least, and 1 if its gradients
+    are there then, else 0."""
     found = []
     for moments in all_:
         counts = moments.counts.reshape(len(moments.counts), -1, COLUMNS)
         flying, gradients = counts[:, :, SAVED].min(axis=1), counts[:, :, GRADIENTS].min(axis=1)
         best = max(range(len(counts)), key=lambda i: (flying[i], gradients[i]))
-        found.append((int(flying[best]), bool(gradients[best])))
-    return found
+        found.append((flying[best], gradients[best]))
+    return np.array(found)

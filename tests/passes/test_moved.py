@@ -100,7 +100,7 @@ def test_later_micro_batches_read_the_sums_that_they_add_to() -> None:
         if load is None:
             continue
         assert load.total == (local_bytes(node, graph.mesh) if node in parts else 0.0), node
-        assert replace(load, total=0.0) == first[node]
+        assert load._replace(total=0.0) == first[node]
         more = load_us(load, graph.mesh, machine) - load_us(first[node], graph.mesh, machine)
         assert more == load.total / 2, node
         seen |= {node} if load.total else set()

@@ -57,6 +57,10 @@ def test_the_search_finds_what_trying_everything_finds(planned: Planned) -> None
             assert bound(candidate) <= found.total * (1 + 1e-9), (candidate, bound)
         assert bounds.memory(candidate) <= found.memory * (1 + 1e-9), candidate
         assert not bounds.is_larger(candidate, found.memory * (1 + 1e-9)), candidate
+        if candidate.pp > 1:
+            least = bounds.held(candidate)
+            sides = [bounds.is_larger(candidate, least * close) for close in (1 + 1e-9, 1 - 1e-9)]
+            assert sides == [False, True], candidate
         held.append(candidate.pp > 1 and bounds.held(candidate) > bounds.memory(candidate))
         tried.append(found)
     assert any(held), "the stages say more than the mean rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -12,6 +13,7 @@ from models import token_loss
 from plan_jobs import llama_job
 
 import autopar
+from autopar.ir.mesh import Mesh
 from autopar.machines import Machine, named
 from autopar.planning.bounds import Bounds
 from autopar.planning.budget import MIXES, with_fewest
@@ -21,6 +23,7 @@ from autopar.planning.decisions import PLANNED, read_plan, write_plan
 from autopar.planning.layers import Layers
 from autopar.planning.plan import Asked, Planned, candidates_of, layers_of, planned
 from autopar.planning.predict import Prediction, predict
+from autopar.planning.stage_bound import Layer, most_layers, stored_apart
 from autopar.planning.stage_budget import Counts, Trials
 
 MACHINE, EQUAL = named("h100-80g"), 8
@@ -204,3 +207,16 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         given.model, read.mesh, loss_fn=token_loss, batch=given.batch, precision="bf16", **read.step
     )
     assert made.total == pytest.approx(compiled.time(SMALL).total, rel=0.05)
+
+
+def test_how_many_layers_fit_wherever_cuts_lie() -> None:
+    """Of 1F1B the first of two ranks has two micro-batches under way, the other one: a layer takes 7 bytes, and 4."""
+    one, layer = SOME._replace(recompute="none", again=None), Layer(1.0, 0.0, 3.0, 0.0, 1.0, 0.0)
+    assert most_layers(one, layer, 0.0, 14.0) == 14 / 7 + 14 / 4
+    assert most_layers(one, layer, 0.5, 14.0) == 14.5 / 7 + 14.5 / 4, "half of what is stored may lie on another rank"
+    layers_ = small_layers()
+    near, cost = one.split.near, layers_.cost(one.split.near, one.rows, "none")
+    own = Layer.of(one, cost, 0.0, 0.0)
+    cut = stored_apart(layers_.sections(near, "none", Mesh(one.axes)).layer)
+    least = Bounds(layers_, planned_for(math.inf).work, SMALL, 6).held(one)
+    assert most_layers(one, own, cut, least) >= 6 > most_layers(one, own, cut, least / 2)

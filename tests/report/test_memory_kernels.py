@@ -14,9 +14,11 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.ir.plan import Fixed
 from autopar.machines.files import named
-from autopar.report.memory.meta_kernels import unlaunched
+from autopar.report.memory.meta_kernels import ON_GPU, unlaunched
 from autopar.report.memory.track import Tracker
+from autopar.runtime.dropout import dropout, dropout_inplace
 from autopar.runtime.fused import plain
+from autopar.runtime.random import random
 
 META = torch.device("meta")
 WIDTH, ROWS, FLOAT = 1024, 4096, 4
@@ -51,6 +53,31 @@ def test_each_program_has_a_row_of_partial_sums(processors: int, programs: int) 
     assert [event.total // row for event in tracker.events[:3]] == [programs, 2 * programs, 2 * programs + 1]
     del found
     assert tracker.total == 0
+
+
+def test_random_bits_stay_in_registers() -> None:
+    """Dropout on a GPU writes its result and no more, over its operand or beside it; other draws begin with their bits
+    in memory."""
+    x, seed = torch.empty(ROWS, WIDTH, device=META), torch.empty(2, dtype=torch.int64, device=META)
+    place = seed, 3, 0.1, (ROWS, WIDTH), (ROWS, WIDTH), (0, 0)
+    draws = (
+        (lambda: ON_GPU[dropout](x, *place), 1),
+        (lambda: ON_GPU[dropout_inplace](x, *place), 0),
+        (lambda: ON_GPU[random](seed, 3, "uniform", x.shape, torch.float32, *place[3:]), 3),  # bits, as floats
+    )
+    for draw, values in draws:
+        with Tracker("meta") as tracker:
+            draw()
+        assert tracker.peak_bytes() // x.nbytes == values
+
+
+def test_a_report_counts_no_bits() -> None:
+    """The dropout of a model by itself, in the forward pass and in the backward pass."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+    batch = (torch.empty(ROWS, WIDTH),)
+    found = autopar.compile(model, "dp=1", loss_fn=lambda m, x: m(x).square().mean(), batch=batch)
+    assert sum("dropout" in str(node.target) for node in found.program.nodes) == 2
+    assert not any("dropout" in each.node for each in found.memory(device="cuda").timeline), "both write over operands"
 
 
 def test_a_report_counts_them() -> None:
