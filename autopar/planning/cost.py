@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.planning.deal import Part, Share
 
 Pace = tuple[tuple[float, float], ...]  # by section (`Slot.section`): us on the device, us of the host that launches
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(NamedTuple):  # of which each stage of each plan has thirty
     """outside + layers * each. entry: the part of what is outside that comes before the layers."""
 
     outside: float
@@ -25,7 +24,7 @@ class Linear:
 
     def plus(self, more: float) -> Linear:
         """With more outside of the layers."""
-        return replace(self, outside=self.outside + more)
+        return self._replace(outside=self.outside + more)
 
     def with_(self, other: Linear) -> Linear:
         """Both together."""
@@ -33,7 +32,7 @@ class Linear:
 
     def toward(self, other: Linear, some: float, layers: float) -> Linear:
         """With some of so many layers as they are in another one."""
-        return replace(self, each=self.each + (other.each - self.each) * some / layers) if some else self
+        return self._replace(each=self.each + (other.each - self.each) * some / layers) if some else self
 
     def minus(self, other: Linear) -> Linear:
         """Without a part."""
@@ -196,7 +195,7 @@ class Cost:
         sums = self.sums.outside
         spent = ("backward", "backward_busy", *(("weights", "weights_busy") if self.weights.outside else ()))
         less: dict[str, Any] = {name: getattr(self, name).plus(-sums) for name in spent}
-        once = replace(self.once, outside=self.once.outside + sums, entry=self.once.entry + sums)
+        once = self.once._replace(outside=self.once.outside + sums, entry=self.once.entry + sums)
         none, again = Linear(0.0, 0.0), self.again and self.again.in_stages()
         return replace(self, **less, once=once, joined=self.first, tied=none, sums=none, again=again)
 

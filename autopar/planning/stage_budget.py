@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -25,7 +26,7 @@ SURE = 0.5  # of the layers that ranks lack: stages that take longer get fewer
 ROUNDS = 12  # cuts that are looked at until all ranks fit
 NEAR = 1.01  # times the time of a plan that is shown: what is slower is not improved
 CLOSELY = 0.02  # of the memory of all ranks: what holds so much too much is improved too
-TRIES = 48  # plans that are looked at to improve one
+STEPS, TRIES = 12, 8  # at most, to improve a plan, and plans that are looked at for each
 Counts = tuple[int, ...]  # by stage
 Key = tuple[float, float]
 
@@ -106,8 +107,7 @@ class Trials:
         lacking = 0.0
         for rank, bytes_ in enumerate(now.bytes_):
             if bytes_ > self.limit:
-                row = now.made.moments[rank].fullest(held_of(now.candidate, now.made, rank))
-                saving = max(float(counted @ self._saved) for counted in row)
+                saving = max(self._savings(now, rank).values())
                 lacking += SURE * (bytes_ - self.limit) / saving if saving > 0 else 0.0
         return now.candidate.microbatches * lacking * self._longer / now.candidate.pp
 
@@ -122,10 +122,8 @@ class Trials:
     def _add(self, counts: list[int], now: Tried, rank: int, over: float, is_even: bool) -> None:
         """Half of the layers that make up for so many bytes at the fullest moment, of stages that have some left. If
         none leaves anything then, one layer: stages that take longer get less of the model."""
-        moments = now.made.moments[rank]
-        row = moments.fullest(held_of(now.candidate, now.made, rank))
-        savings = {stage: float(counted @ self._saved) for stage, counted in zip(moments.stages, row, strict=True)}
-        open_ = [stage for stage in moments.stages if now.has_room(stage)]
+        savings = self._savings(now, rank)
+        open_ = [stage for stage in savings if now.has_room(stage)]
         stages = open_ if is_even else sorted(open_, key=lambda stage: -savings[stage])[:1]
         each = sum(max(0.0, savings[stage]) for stage in stages)
         for stage in stages:
@@ -158,17 +156,33 @@ class Trials:
         return found
 
     def _improved(self, now: Tried, key: Key, slowest: float) -> tuple[Tried, Key]:
-        """The best plan that is reached from one by steps to better ones."""
-        left = TRIES
-        while left > 0:
-            near = [self.tried(counts, now.starts) for counts in self._near(now)]
+        """The best plan that is reached from one by steps to better ones; those are tried that promise most."""
+        for _ in range(STEPS):
+            savings = dict(pair for rank in range(self.mix.pp) for pair in self._savings(now, rank).items())
+            promising = heapq.nsmallest(TRIES, self._near(now), key=partial(self._promise, now, savings))
+            near = [self.tried(counts, now.starts) for counts in promising]
             keys = [self._key(each, slowest) for each in near]
-            left -= len(near)
             best = min(range(len(near)), key=lambda i: keys[i], default=-1)
             if best < 0 or keys[best] >= key:
                 break
             now, key = near[best], keys[best]
         return now, key
+
+    def _promise(self, now: Tried, savings: Mapping[int, float], counts: Counts) -> tuple[float, float, float]:
+        """As if the cut stayed near where it is, less is better: the bytes that ranks hold too much; the layers that
+        compute more again; us of the slowest rank."""
+        bytes_, us = list(now.bytes_), [rank.micro_us for rank in now.made.ranks]
+        for stage, rank in enumerate(now.made.schedule.ranks):
+            more = counts[stage] - now.counts[stage]
+            bytes_[rank] -= more * savings[stage] * (SURE if more < 0 else 1.0)
+            us[rank] += more * self._longer
+        return sum(max(0.0, each - self.limit) for each in bytes_), sum(counts), max(us)
+
+    def _savings(self, now: Tried, rank: int) -> dict[int, float]:
+        """Bytes that a layer leaves at the fullest moment of a rank if it computes more again, by its stages."""
+        moments = now.made.moments[rank]
+        row = moments.fullest(held_of(now.candidate, now.made, rank))
+        return {stage: float(counted @ self._saved) for stage, counted in zip(moments.stages, row, strict=True)}
 
     def _near(self, now: Tried) -> Iterator[Counts]:
         """With a layer less or more of one stage, or one that moves between stages of a rank or to the stage beside."""
