@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import torch
 
@@ -13,7 +13,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Timeline, Work
 from autopar.machines import Machine
-from autopar.passes.schedules import Schedule, parse_schedule, simulate, span_us, with_transfers
+from autopar.passes.schedules import Schedule, Walk, parse_schedule, simulate, with_transfers
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost
 from autopar.planning.data_streams import Data, Known, Moved
@@ -198,8 +198,13 @@ def cost_of(candidate: Candidate, layers: Layers) -> Cost:
 
 def schedule_of(candidate: Candidate, stages: int) -> tuple[Schedule, tuple[Moments, ...]]:
     """That of the first micro-batches, and the moments of each rank in it."""
+    return _schedule(*_drawn(candidate, stages))
+
+
+def _drawn(candidate: Candidate, stages: int) -> tuple[str, int, int, int, bool]:
+    """The arguments of `_schedule`."""
     first = _first(candidate)
-    return _schedule(candidate.schedule, candidate.pp, first, stages, first < candidate.microbatches)
+    return candidate.schedule, candidate.pp, first, stages, first < candidate.microbatches
 
 
 @cache
@@ -213,13 +218,20 @@ def step_us(candidate: Candidate, made: Pipelined, once: Sequence[tuple[float, f
     """us of a step. once: of each rank, what it does before the first micro-batch and after the last one. Some
     micro-batches are looked at: with each one more a step grows by the time of the slowest rank."""
     flow, costs = _flow(candidate, made, machine)
-    actions = [(Action(rank, "P", 0), Action(rank, "E", 0)) for rank in range(candidate.pp)]
-    orders = tuple((p, *order, e) for (p, e), order in zip(actions, made.schedule.orders, strict=True))
     ends = {(rank, kind): us for rank, both in enumerate(once) for kind, us in zip("PE", both, strict=True)}
-    works = {**flow.works, **dict.fromkeys(ends, Work())}
-    times = {**costs.times_us, **ends}
-    span = span_us(orders, replace(flow, works=works), replace(costs, times_us=times))
+    costs = replace(costs, times_us={**costs.times_us, **ends})
+    span = _walk(*_drawn(candidate, len(made.stages)), candidate.halves).span_us(flow.types, costs)
     return span + (candidate.microbatches - made.count) * max(rank.micro_us for rank in made.ranks)
+
+
+@lru_cache(256)
+def _walk(name: str, ranks: int, count: int, stages: int, has_more: bool, halves: bool) -> Walk:
+    """Through a pipeline, with what each rank does before the first micro-batch (P) and after the last one (E)."""
+    schedule, _ = _schedule(name, ranks, count, stages, has_more)
+    orders = tuple((Action(r, "P", 0), *order, Action(r, "E", 0)) for r, order in enumerate(schedule.orders))
+    ends = {(rank, kind): Work() for rank in range(len(orders)) for kind in "PE"}
+    works = {(s, kind): work for s, kind, work in _chain(stages, halves)}
+    return Walk.of(orders, Flow(schedule.ranks, count, {**works, **ends}, {}))
 
 
 def pipeline_of(candidate: Candidate, layers: Layers, machine: Machine) -> tuple[Timeline, int]:

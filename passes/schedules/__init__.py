@@ -8,7 +8,7 @@ from autopar.passes.schedules.check import check_schedule
 from autopar.passes.schedules.orders import SCHEDULES, Entry, forward_only
 from autopar.passes.schedules.parse import Schedule, check_schedule_name, parse_schedule
 from autopar.passes.schedules.simulate import in_flight, simulate
-from autopar.passes.schedules.span import span_us
+from autopar.passes.schedules.span import Walk
 from autopar.passes.schedules.transfers import with_transfers
 
 __all__ = [
@@ -16,12 +16,12 @@ __all__ = [
     "Entry",
     "Orders",
     "Schedule",
+    "Walk",
     "check_schedule",
     "check_schedule_name",
     "forward_only",
     "in_flight",
     "parse_schedule",
     "simulate",
-    "span_us",
     "with_transfers",
 ]

@@ -1,71 +1,97 @@
-"""span_us: the orders of a schedule and the times of their actions -> how long it takes, without its instructions."""
+"""Walk: the orders of a schedule -> one order of all actions, in which how long they take is a matter of one pass."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
+from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Flow, Times
 
 Kind = tuple[int, str]  # a stage, and what is run of it
+Message = tuple[str, ...]  # the names of the values in it; none on one rank
+Step = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
-def span_us(orders: Sequence[Sequence[Action]], flow: Flow, costs: Times) -> float:
-    """What `simulate(with_transfers(orders, flow, costs), flow, costs).span_us` is for a flow of values of the
-    micro-batch alone, without slices, in a twentieth of the time: transfers go beside everything, so an action starts
-    when the one before it on its rank has ended and what it reads has arrived. Raises ScheduleError for ranks that
-    wait in a circle."""
-    assert flow.slices == 1 and not flow.step_values(), "slices, and values of the step, are left to simulate"
-    kinds = {(action.stage, action.kind) for order in orders for action in order}
-    waits = _waits(flow, kinds, costs)
-    took = {kind: costs.time_us(Action(*kind, 0)) for kind in kinds}
-    ends: dict[Kind, dict[int, float]] = {kind: {} for kind in kinds}
-    waiting: dict[Kind, dict[int, list[int]]] = {kind: defaultdict(list) for kind in kinds}  # ranks
-    at, clock, first = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
-    ready = list(range(len(orders)))
-    while ready:
-        rank = ready.pop()
-        now = clock[rank]
-        while at[rank] < len(orders[rank]):
-            action = orders[rank][at[rank]]
-            kind, microbatch, start = (action.stage, action.kind), action.microbatch, now
-            missing = None
-            for source, transfer_us in waits[kind]:
-                end = ends[source].get(microbatch)
-                if end is None:
-                    missing = source
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """All actions of a schedule of values of the micro-batch alone, without slices, each behind those that it waits
+    for, however long they take. steps: of each its rank, the number of its kind, and the numbers of the actions that it
+    waits for, each with the number of the message from there. firsts: the first action of each rank."""
+
+    kinds: Sequence[Kind]
+    messages: Sequence[Message]
+    steps: Sequence[Step]
+    firsts: Sequence[int]
+
+    @classmethod
+    def of(cls, orders: Sequence[Sequence[Action]], flow: Flow) -> Walk:
+        """Raises ScheduleError for ranks that wait in a circle."""
+        assert flow.slices == 1 and not flow.step_values(), "slices, and values of the step, are left to simulate"
+        kinds = list(dict.fromkeys((action.stage, action.kind) for order in orders for action in order))
+        waits, messages = _waits(flow, kinds)
+        number_of = {kind: i for i, kind in enumerate(kinds)}
+        place: dict[Kind, dict[int, int]] = {kind: {} for kind in kinds}  # of each micro-batch
+        waiting: dict[Kind, dict[int, list[int]]] = {kind: defaultdict(list) for kind in kinds}  # ranks
+        steps, at, firsts = list[Step](), [0] * len(orders), dict[int, int]()
+        ready = list(range(len(orders)))
+        while ready:
+            rank = ready.pop()
+            while at[rank] < len(orders[rank]):
+                action = orders[rank][at[rank]]
+                kind, microbatch = (action.stage, action.kind), action.microbatch
+                missing = next((source for source, _ in waits[kind] if microbatch not in place[source]), None)
+                if missing is not None:
+                    waiting[missing][microbatch].append(rank)
                     break
-                start = max(start, end + transfer_us)
-            if missing is not None:
-                waiting[missing][microbatch].append(rank)
-                break
-            if at[rank] == 0:
-                first[rank] = start
-            now = ends[kind][microbatch] = start + took[kind]
-            ready += waiting[kind].pop(microbatch, ())
-            at[rank] += 1
-        clock[rank] = now
-    if stuck := [rank for rank, order in enumerate(orders) if at[rank] < len(order)]:
-        raise ScheduleError(f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}.")
-    return max((end - start for end, start in zip(clock, first, strict=True)), default=0.0)
+                firsts.setdefault(rank, len(steps))
+                place[kind][microbatch] = len(steps)
+                needs = tuple((place[source][microbatch], message) for source, message in waits[kind])
+                steps.append((rank, number_of[kind], needs))
+                ready += waiting[kind].pop(microbatch, ())
+                at[rank] += 1
+        if stuck := [rank for rank, order in enumerate(orders) if at[rank] < len(order)]:
+            raise ScheduleError(f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}.")
+        return cls(kinds, messages, steps, list(firsts.values()))
+
+    def span_us(self, types: Mapping[str, TensorType], costs: Times) -> float:
+        """What `simulate(with_transfers(orders, flow, costs), flow, costs).span_us` is, in a small part of the time:
+        transfers go beside everything, so an action starts when the one before it on its rank has ended and what it
+        reads has arrived. types: of the values that are sent."""
+        took = [costs.time_us(Action(*kind, 0)) for kind in self.kinds]
+        sent = [costs.transfer_us(tuple(types[name] for name in names)) if names else 0.0 for names in self.messages]
+        clock, ends = defaultdict[int, float](float), list[float]()
+        for rank, kind, needs in self.steps:
+            now = clock[rank]
+            for place, message in needs:
+                arrived = ends[place] + sent[message]
+                if arrived > now:
+                    now = arrived
+            clock[rank] = now = now + took[kind]
+            ends.append(now)
+        starts = {self.steps[i][0]: ends[i] - took[self.steps[i][1]] for i in self.firsts}
+        return max((clock[rank] - start for rank, start in starts.items()), default=0.0)
 
 
-def _waits(flow: Flow, kinds: Collection[Kind], costs: Times) -> Mapping[Kind, list[tuple[Kind, float]]]:
-    """Of each kind of action those that it waits for on the same micro-batch, with the us of the message from there:
-    of all that its rank reads of it, none on one rank."""
+def _waits(flow: Flow, kinds: Collection[Kind]) -> tuple[Mapping[Kind, list[tuple[Kind, int]]], list[Message]]:
+    """Of each kind of action those that it waits for on the same micro-batch, each with the number of the message from
+    there: all that its rank reads of it."""
     makers = {name: kind for kind in kinds for name in flow.works[kind].writes}
     read: dict[tuple[Kind, int], dict[str, None]] = defaultdict(dict)  # by maker and rank
     for kind in kinds:
         for name in flow.works[kind].reads:
             read[makers[name], flow.ranks[kind[0]]][name] = None
+    numbers: dict[Message, int] = {}
 
-    def message_us(source: Kind, rank: int) -> float:
-        types = tuple(flow.types[name] for name in flow.works[source].writes if name in read[source, rank])
-        return 0.0 if flow.ranks[source[0]] == rank else costs.transfer_us(types)
+    def message(source: Kind, rank: int) -> int:
+        own = flow.ranks[source[0]] == rank
+        names = () if own else tuple(name for name in flow.works[source].writes if name in read[source, rank])
+        return numbers.setdefault(names, len(numbers))
 
-    found: dict[Kind, list[tuple[Kind, float]]] = {}
+    found: dict[Kind, list[tuple[Kind, int]]] = {}
     for kind in kinds:
         rank, sources = flow.ranks[kind[0]], dict.fromkeys(makers[name] for name in flow.works[kind].reads)
-        found[kind] = [(source, message_us(source, rank)) for source in sources]
-    return found
+        found[kind] = [(source, message(source, rank)) for source in sources]
+    return found, list(numbers)

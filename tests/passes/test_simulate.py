@@ -8,7 +8,7 @@ import torch
 from autopar.errors import ScheduleError
 from autopar.ir.program import TensorType
 from autopar.ir.schedule import Action, Costs, Flow, Instruction, Timeline, Work
-from autopar.passes.schedules import in_flight, parse_schedule, simulate, span_us, with_transfers
+from autopar.passes.schedules import Walk, in_flight, parse_schedule, simulate, with_transfers
 
 HALF = TensorType((4,), torch.float16)  # 8 bytes
 
@@ -130,13 +130,14 @@ def test_a_span_without_instructions(name: str, ranks: int, microbatches: int) -
     times = {(s, kind): 1.0 + 0.1 * s + 0.3 * i for s in range(flow.stages) for i, kind in enumerate("FIW")}
     costs = Costs(times, latency_us=0.7, bytes_per_us=10.0)
     whole = simulate(with_transfers(schedule.orders, flow, costs), flow, costs)
-    assert span_us(schedule.orders, flow, costs) == pytest.approx(whole.span_us, rel=1e-12)
+    walk = Walk.of(schedule.orders, flow)
+    assert walk.span_us(flow.types, costs) == pytest.approx(whole.span_us, rel=1e-12)
 
 
 def test_a_circle_has_no_span() -> None:
     orders = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ScheduleError, match=r"rank 0 waits for ever at 0B0\."):
-        span_us(orders, chain((0, 1), 1), Costs())
+        Walk.of(orders, chain((0, 1), 1))
 
 
 def test_in_flight_of_instructions() -> None:
