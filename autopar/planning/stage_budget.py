@@ -70,16 +70,13 @@ class Trials:
 
         Layers that compute more again take longer, so the cut moves, and ranks need other numbers of layers. So ranks
         that hold too much get half of what they lack by the cut of the round before, until all fit; then layers go and
-        move one by one while that makes a better plan. Of ranks with several stages this is done twice: from the stage
-        that leaves most by a layer, and from as many layers of each.
+        move one by one while that makes a better plan. Ranks with several stages get them of the stage that leaves most
+        by a layer, or as many of each: the better of both is improved.
         """
-        found = list[tuple[Tried, Key]]()
-        for is_even in (False, True) if self.mix.chunks > 1 else (False,):
-            *_, now = self._rounds(slowest, is_even)
-            key = self._key(now, slowest)
-            is_near = is_last if math.isinf(slowest) else key < (CLOSELY * self.limit, NEAR * slowest)
-            found.append(self._improved(now, key, slowest) if is_near else (now, key))
-        best, _ = min(found, key=lambda pair: pair[1])
+        begun = [list(self._rounds(slowest, is_even))[-1] for is_even in (False, True)[: min(self.mix.chunks, 2)]]
+        key, _, best = min((self._key(now, slowest), i, now) for i, now in enumerate(begun))
+        if is_last if math.isinf(slowest) else key < (CLOSELY * self.limit, NEAR * slowest):
+            best = self._improved(best, key, slowest)
         return predict(best.candidate, self.layers, self.machine, slowest, self.limit)
 
     def tried(self, counts: Counts, starts: Counts) -> Tried:
@@ -155,7 +152,7 @@ class Trials:
         found[SAVED], found[LATE] = saved, late
         return found
 
-    def _improved(self, now: Tried, key: Key, slowest: float) -> tuple[Tried, Key]:
+    def _improved(self, now: Tried, key: Key, slowest: float) -> Tried:
         """The best plan that is reached from one by steps to better ones; those are tried that promise most."""
         for _ in range(STEPS):
             savings = dict(pair for rank in range(self.mix.pp) for pair in self._savings(now, rank).items())
@@ -166,7 +163,7 @@ class Trials:
             if best < 0 or keys[best] >= key:
                 break
             now, key = near[best], keys[best]
-        return now, key
+        return now
 
     def _promise(self, now: Tried, savings: Mapping[int, float], counts: Counts) -> tuple[float, float, float]:
         """As if the cut stayed near where it is, less is better: the bytes that ranks hold too much; the layers that
