@@ -5,6 +5,8 @@ causal_softmax: of Megatron-LM in 2021, scale, causal mask and softmax in one. A
 
 log_softmax: torch's own, in eager mode. It keeps its result for the backward pass, as large as the logits in float32;
 autopar's cross entropy keeps a number for each row.
+
+dropout: torch's own, which keeps a byte for each element: whether it stays. autopar's is drawn again.
 """
 
 from __future__ import annotations
@@ -85,6 +87,43 @@ def _log_softmax_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor
 log_softmax.register_autograd(_log_softmax_backward, setup_context=_keep_result)
 
 
+@torch.library.custom_op("published::dropout", mutates_args=())
+def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Of any rows of numbers, and which of these stay: all, for nobody looks at the numbers."""
+    return x / (1 - p), torch.ones_like(x, dtype=torch.bool)
+
+
+@torch.library.custom_op("published::dropout_backward", mutates_args=())
+def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+    return grad * kept / (1 - p)
+
+
+@dropout.register_fake
+def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+@dropout_backward.register_fake
+def _(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _keep_kept(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.p = inputs[1]  # type: ignore[attr-defined]
+
+
+def _dropout_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    (kept,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return dropout_backward(grad, kept, ctx.p), None  # type: ignore[attr-defined]
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_keep_kept)
+
+
 def register() -> None:
     """Say how the kernels may be split: by sequences and heads, or by rows."""
     autopar.register_rule(
@@ -97,3 +136,5 @@ def register() -> None:
     )  # fmt: skip
     autopar.register_rule("published::log_softmax", "n v -> n v", replicated=("v",))
     autopar.register_rule("published::log_softmax_backward", "n v, n v -> n v", replicated=("v",), linear="grad")
+    autopar.register_rule("published::dropout", "... n -> ... n, ... n", args={"p": 0.1})
+    autopar.register_rule("published::dropout_backward", "... n, ... n -> ... n", linear="grad", args={"p": 0.1})

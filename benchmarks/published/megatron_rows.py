@@ -116,7 +116,7 @@ def zero_bubble(row: Row) -> Case:
     options = pipelined(pp, microbatches, each if is_interleaved else 1, row["schedule"])
     return Case(
         f"{row['params_B']}B pp={pp} m={microbatches} {row['schedule']}", row["params_B"],
-        _gpt(layers, width, heads, length, "none"), mesh(pp=pp), mbs * microbatches, length,
+        partial(_gpt(layers, width, heads, length, "none"), is_kept=True), mesh(pp=pp), mbs * microbatches, length,
         _waiting(named("a100-80g")), {MEMORY: float(row["memory_gb"]) * 2**30},
         {**KERNELS, **options, "stages": stages(counts, FIRST, LAST)},
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.published.kernels import causal_softmax, log_softmax
+from benchmarks.published.kernels import causal_softmax, dropout, log_softmax
 
 DROPOUT = 0.1  # of Megatron-LM
 SHORT = torch.float16  # of its attention; else `precision` says what is short
@@ -20,14 +20,24 @@ def asked_for(x: Tensor) -> Tensor:
     return F.hardtanh(x, -math.inf, math.inf)
 
 
+class Dropout(nn.Module):
+    """torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, _ = dropout(x, DROPOUT)
+        return result
+
+
 class GPTBlock(nn.Module):
     """A block of GPT-2. is_fused: with one fused attention and no dropout; else as Megatron-LM had it in 2021.
-    is_whole: where it is computed again, all of it is (`asked_for`)."""
+    is_whole: where it is computed again, all of it is (`asked_for`). is_kept: with dropouts as its kernels keep them,
+    each by itself, which says what is in memory; else as ours are, fused with what is beside them, which says how long
+    they take."""
 
-    def __init__(self, width: int, heads: int, is_fused: bool, is_whole: bool) -> None:
+    def __init__(self, width: int, heads: int, is_fused: bool, is_whole: bool, is_kept: bool) -> None:
         super().__init__()
         self.heads, self.is_fused, self.is_whole = heads, is_fused, is_whole
-        self.dropout = nn.Dropout(0.0 if is_fused else DROPOUT)
+        self.dropout = Dropout() if is_kept else nn.Dropout(0.0 if is_fused else DROPOUT)
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -49,11 +59,12 @@ class GPT(nn.Module):
     """GPT-2 with learned positions and tied weights."""
 
     def __init__(
-        self, layers: int, width: int, heads: int, words: int, length: int, is_fused: bool, is_whole: bool = False
-    ) -> None:
+        self, layers: int, width: int, heads: int, words: int, length: int, is_fused: bool, is_whole: bool = False,
+        is_kept: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads, is_fused, is_whole) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, is_fused, is_whole, is_kept) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.tokens.weight
