@@ -57,7 +57,7 @@ def cut_at(local: Lowered, recomputed: str, border: tuple[str, str], halves: boo
     """The graphs of a step on one stage, that computes again what it is told to. border: two neighbouring layers.
     halves: gradients of weights apart from those of inputs."""
     plan = replace(local.plan, options=replace(local.plan.options, recompute=recomputed))
-    program = recompute(local.program, plan)
+    program = recompute(dict(local.history)["recompute"], plan)  # passes of graphs come after the cut
     one = Places((0,), split=halves, in_flight=(1,))
     graphs = {kind: graph for (_, kind), graph in graphs_of_stages(program, plan, one).items()}
     sent = crossing(program, border) if border[0] else ()
