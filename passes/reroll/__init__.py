@@ -60,7 +60,7 @@ def reroll(program: Program, plan: Plan) -> Program:
     which ranks take turns. What neither is keeps its steps, and what reads them alone is stacked.
     """
     size = math.prod(size for _, size in context_axes(plan.mesh))
-    program = with_chains(program) if size > 1 else program
+    program = with_chains(program)
     lengths = _lengths(program, size)
     if size == 1 or not lengths or not _has_rows(program, lengths):
         return program

@@ -1,4 +1,8 @@
-"""Layers of an LSTM that torch has as one op on a CPU (`nn.LSTM` in float32), as chains."""
+"""Layers of an LSTM that torch has as one op on a CPU (`nn.LSTM` in float32), as chains.
+
+The op has no rule, and keeps what its gradient reads only where autograd is on; a rank's step runs without. So this is
+done on every mesh.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.errors import VerificationError
 from autopar.ir.layout import local_shape
+from autopar.ir.ops import op
 from autopar.ir.program import Level, record
 from autopar.ir.text import parse_program, print_program
 from autopar.ir.verify import verify
@@ -110,6 +111,20 @@ def test_layers_of_one_op(bias: bool) -> None:
         assert report.ok and report.max_error < 3e-6, f"\n{report}"
         check_is_divided(found, 8)
         assert not found.notes
+
+
+@pytest.mark.parametrize("mesh", ("dp=1", "dp=2", "dp=2,tp=2", "tp=5"))
+def test_layers_of_one_op_where_nothing_divides_a_sequence(mesh: str) -> None:
+    """Red before: the op keeps what its gradient reads only where autograd is on, and a rank's step runs without
+    ("Expected a proper Tensor but got None ... 'workspace'", found by benchmarks.journeys)."""
+    model, batch = InFloat32(), (torch.randn(ROWS, 8, 3),)
+    captured = capture(model, None, *batch_arguments(batch))
+    found = lower(captured, mesh_of(mesh), options_of(), None)
+    report = verify_compiled(model, captured, found, loss_fn=None, batch=batch, steps=2, optimizer=None, seed=0)
+    assert report.ok and report.max_error < 3e-6, f"\n{report}"
+    if mesh == "dp=2":
+        chains = [node for node in found.program.calls() if node.target is op("chain")]
+        assert {record(node).layouts[0].dims[1] for node in chains} == {("dp",)}, "rows are split"
 
 
 def own_cell(m: Any, x: Tensor) -> Tensor:
