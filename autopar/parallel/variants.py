@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
+from autopar.capture.arithmetic import Number
 from autopar.capture.guards import Change, Guards
 from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
@@ -26,14 +27,14 @@ Key = tuple[Any, ...]
 @dataclass(slots=True)
 class Constants:
     """The tensors beside parameters, buffers and batch that a program reads: each step from where the user keeps them,
-    so that another one put there is used from then on; those of no such place were made by the trace. Numbers are
-    those of `places`."""
+    so that another one put there is used from then on; those of no such place were made by the trace. Those of
+    `numbers` are computed in Python at each step."""
 
     made: Mapping[str, torch.Tensor]
     device: torch.device
     guards: Guards | None = None
     spots: Mapping[str, SpotKey] = field(default_factory=dict)
-    places: Mapping[str, Place] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
     _seen: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     _digest: str = ""
     _moved: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=dict)  # to where they are read
@@ -43,13 +44,13 @@ class Constants:
         """Those of a captured step."""
         found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
         spots = {name: keys[0] for name, keys in found.items() if keys}
-        made = Constants(captured.constants, device, guards, spots, scalars.places(captured.constants))
+        made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
         made.tensors()  # moved to the device at once
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.places:  # filled in there: a copy would wait for what the device computes
-            return torch.full((), self._number(name), dtype=self.made[name].dtype, device=self.device)
+        if name in self.numbers:  # filled in there: a copy would wait for what the device computes
+            return torch.full((), self.numbers[name].value(self._read), dtype=self.made[name].dtype, device=self.device)
         tensor = self._now(name)
         source, version, moved = self._moved.get(name, (None, -1, tensor))
         if source is not tensor or version != tensor._version:
@@ -61,9 +62,13 @@ class Constants:
         """All of them."""
         return [self[name] for name in self.made]
 
+    def fit(self) -> bool:
+        """True if the program takes the numbers that stand in Python now."""
+        return all(number.fits(self._read) for number in self.numbers.values())
+
     def digest(self) -> str:
         """A text for their values, made anew when one was bound to another tensor or written in place."""
-        tensors = [name for name in self.made if name not in self.places]
+        tensors = [name for name in self.made if name not in self.numbers]
         now = {name: (tensor, tensor._version) for name in tensors if (tensor := self._now(name)) is not None}
         if not _is_same(now, self._seen):
             text = hashlib.sha256()
@@ -77,16 +82,16 @@ class Constants:
 
     def lines(self) -> list[str]:
         """What ranks must agree on."""
-        numbers = [f"{self._spot(p.key)} = {p.number(self._spot(p.key).read())!r}" for p in self.places.values()]
-        is_any = len(self.made) > len(self.places)
+        places = dict.fromkeys(place for number in self.numbers.values() for place in number.places)
+        numbers = [f"{self._spot(place.key)} = {self._read(place)!r}" for place in places]
+        is_any = len(self.made) > len(self.numbers)
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
 
     def _now(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
         return found
 
-    def _number(self, name: str) -> Any:
-        place = self.places[name]
+    def _read(self, place: Place) -> Any:
         return place.number(self._spot(place.key).read())
 
     def _spot(self, key: SpotKey) -> Spot:
@@ -131,7 +136,7 @@ class Variants:
         """
         known = self._known.get(key, [])
         for variant in known:
-            if fits(variant.number) and variant.guards.holds():
+            if fits(variant.number) and variant.guards.holds() and variant.constants.fit():
                 alike = sum(other.line == variant.line for other in known)  # they differ in the values of tensors
                 which = [f"program {variant.number}"] * (alike > 1)
                 return variant.number, [variant.line, *which, *variant.constants.lines()]
