@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.leftovers import LeftBehind
 from autopar.capture.partners import Inlined
 from autopar.capture.ran import Ran, Root, own_roots
 from autopar.torch_compat import global_module_hooks
@@ -110,6 +111,8 @@ class Walk:
                 self.root(root)
 
     def _spot(self, name: str, where: str, holder: Any, key: Any, value: Any, depth: int) -> None:
+        if type(value) is LeftBehind:  # no step reads what captures alone write
+            return
         if not isinstance(value, ModuleType):
             self.spots.append(Spot(name, where, holder, key, value))
         self._inside(name, where, value, depth)
@@ -136,8 +139,10 @@ class Walk:
         elif isinstance(value, MethodType):
             self._inside(name, where, value.__self__, depth)
         elif isinstance(value, (list, dict)) and len(value) <= LONG:
-            self.sized.append(value)
-            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            if not any(type(item) is LeftBehind for _, item in items):  # captures make a log longer
+                self.sized.append(value)
+            for key, item in items:
                 self._spot(f"{name}[{key!r}]", where, value, key, item, depth - 1)
         elif isinstance(value, tuple):
             for position, item in enumerate(value):
