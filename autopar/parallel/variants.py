@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.arithmetic import Number
-from autopar.capture.guards import Change, Guards
+from autopar.capture.guards import Change, Guards, form
 from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
 from autopar.parallel.numbers import ChangingNumbers
@@ -35,9 +35,10 @@ class Constants:
     guards: Guards | None = None
     spots: Mapping[str, SpotKey] = field(default_factory=dict)
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    _seen: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _seen: dict[str, _State] = field(default_factory=dict)
     _digest: str = ""
-    _moved: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=dict)  # to where they are read
+    _forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of tensors of the user's, as they were captured
+    _moved: dict[str, tuple[_State, torch.Tensor]] = field(default_factory=dict)  # to where they are read
 
     @staticmethod
     def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
@@ -46,16 +47,17 @@ class Constants:
         spots = {name: keys[0] for name, keys in found.items() if keys}
         made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
         made.tensors()  # moved to the device at once
+        made._forms.update((name, form(made._now(name))) for name in spots)
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.numbers:  # filled in there: a copy would wait for what the device computes
             return torch.full((), self.numbers[name].value(self._read), dtype=self.made[name].dtype, device=self.device)
         tensor = self._now(name)
-        source, version, moved = self._moved.get(name, (None, -1, tensor))
-        if source is not tensor or version != tensor._version:
+        state, moved = self._moved.get(name, (None, tensor))
+        if state is None or not _is_same({name: _state(tensor)}, {name: state}):
             moved = tensor.detach().to(self.device)
-            self._moved[name] = tensor, tensor._version, moved
+            self._moved[name] = _state(tensor), moved
         return moved
 
     def tensors(self) -> list[torch.Tensor]:
@@ -64,12 +66,13 @@ class Constants:
 
     def fit(self) -> bool:
         """True if the program takes the numbers that stand in Python now."""
-        return all(number.fits(self._read) for number in self.numbers.values())
+        alike = all(form(self._now(name)) == was for name, was in self._forms.items())
+        return alike and all(number.fits(self._read) for number in self.numbers.values())
 
     def digest(self) -> str:
         """A text for their values, made anew when one was bound to another tensor or written in place."""
         tensors = [name for name in self.made if name not in self.numbers]
-        now = {name: (tensor, tensor._version) for name in tensors if (tensor := self._now(name)) is not None}
+        now = {name: _state(tensor) for name in tensors if (tensor := self._now(name)) is not None}
         if not _is_same(now, self._seen):
             text = hashlib.sha256()
             for name in tensors:
@@ -99,10 +102,17 @@ class Constants:
         return self.guards.index[key]
 
 
-def _is_same(now: Mapping[str, tuple[torch.Tensor, int]], seen: Mapping[str, tuple[torch.Tensor, int]]) -> bool:
-    """Whether all names have the very tensors that they had, written to as often."""
+_State = tuple[torch.Tensor, int, int]  # a tensor, how often it was written, and its memory, which `.data` exchanges
+
+
+def _state(tensor: torch.Tensor) -> _State:
+    return tensor, tensor._version, 0 if tensor.device.type == "meta" else tensor.data_ptr()
+
+
+def _is_same(now: Mapping[str, _State], seen: Mapping[str, _State]) -> bool:
+    """Whether all names have the very tensors that they had, in their memory, written to as often."""
     return now.keys() == seen.keys() and all(
-        tensor is seen[name][0] and version == seen[name][1] for name, (tensor, version) in now.items()
+        state[0] is seen[name][0] and state[1:] == seen[name][1:] for name, state in now.items()
     )
 
 

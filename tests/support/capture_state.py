@@ -374,7 +374,7 @@ def logging_loss(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@noted("kept by the model outside of itself (in a list, a global, an object) without data")
+@works
 def keeping_loss(model: nn.Module, x: Tensor) -> Tensor:
     loss = model(x).square().sum()
     TOTAL.append(loss.detach())  # HERE
