@@ -1,4 +1,5 @@
-"""Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`).
+"""Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
+those by which a parameter becomes another one in place in `torch_identity.py`).
 torch 2.11 to 2.13.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
@@ -93,8 +94,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPED_MM",
-    "PART_OF_DTENSOR",
-    "SPEC_OF_DTENSOR",
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -133,7 +132,6 @@ __all__ = [
     "schema_of",
     "spec_of",
     "storage_of",
-    "swap_in_place",
     "symbolic_number",
     "take_in_lists",
     "tree_flatten",
@@ -162,8 +160,6 @@ no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
-# Both as descriptors, which a class of ours has under other names: read without a call, for each op of an optimizer.
-PART_OF_DTENSOR, SPEC_OF_DTENSOR = cast(Any, DTensor)._local_tensor, cast(Any, DTensor)._spec
 
 
 def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:
@@ -326,17 +322,6 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
         _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
         _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
     )  # fmt: skip
-
-
-def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """As `torch.utils.swap_tensors`, but `tensor` keeps its gradient hooks: torch leaves them named on the one and
-    called on the other. `other` has none, and is not used again."""
-    kept = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(tensor, other)
-    if kept[0]:
-        tensor._backward_hooks = kept[0]
-    if kept[1]:
-        tensor._post_accumulate_grad_hooks = kept[1]
 
 
 def compile_with_inductor(

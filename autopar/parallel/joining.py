@@ -22,6 +22,7 @@ from autopar.parallel.auto_options import AUTO, check_open, machine_for
 from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
 from autopar.parallel.gradients import check_plain
+from autopar.parallel.identity import check_identity
 from autopar.parallel.replicas import every_of
 from autopar.parallel.store import describe_state
 from autopar.settings import Settings
@@ -69,9 +70,10 @@ class Asked:
         others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
-        check_model(self.model)
+        check_model(self.model, runs_hooks=True)
         check_plain(self.model)
         phase.texts["model"] = describe_state(self.model)
+        phase.texts["gradients"] = check_identity(self.model)
         phase.now = "compiler"
         check_compiler(options.compile, device)
         check_graphs(self.cuda_graphs, device)

@@ -38,8 +38,6 @@ from autopar.torch_compat import (
 class _Held(PlacedTensor):
     """What a parameter and a view of one have in common."""
 
-    __slots__ = ()
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return operators.run(func, args, kwargs or {})
@@ -94,7 +92,7 @@ class _Held(PlacedTensor):
         return chunks(self)[index.offset][1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
+        return with_spec(DTensor, local_of(self), spec_of(self).plain(), self.requires_grad).__reduce_ex__(protocol)
 
     def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
         stride = part.stride() if place.is_replicated and not part.is_contiguous() else None
@@ -125,8 +123,6 @@ for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "set_", "share_mem
 class ParameterTensor(_Held):
     """A parameter, gradient or optimizer state, or what was computed of one."""
 
-    __slots__ = ()
-
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         return self.detach()
@@ -148,15 +144,14 @@ class ParameterTensor(_Held):
         local = local_of(self).detach().clone()
         made = PlacedTensor.make(ParameterTensor, local, self.place, spec_of(self), self.requires_grad)
         memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        own = {name: value for name, value in vars(self).items() if name not in vars(made)}
+        vars(made).update(copy.deepcopy(own, memo))
         made.grad = copy.deepcopy(self.grad, memo)
         return made  # type: ignore[no-any-return]
 
 
 class ViewTensor(_Held, ViewOf):
     """A view of a split tensor: read anew each time, and written through to it."""
-
-    __slots__ = ()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         raise refusal("to_local of a view")

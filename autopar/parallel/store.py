@@ -18,11 +18,12 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
-from autopar.parallel.materialize import assign, assign_inside, materialize
+from autopar.parallel.identity import lay_out, make_parallel, tell_held
+from autopar.parallel.materialize import materialize
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
-from autopar.torch_compat import local_of, swap_in_place
+from autopar.torch_compat import local_of
 
 
 class ParameterStore:
@@ -40,23 +41,21 @@ class ParameterStore:
     # -- making it ----------------------------------------------------------------------------------------------
 
     def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
-        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. Every rank must call this,
-        with models of the same state. No more than one parameter is whole on the device at a time.
+        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. All do so in place. Every
+        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time.
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
+        if dist.get_rank() == 0:
+            tell_held(self.model)
         materialize(self.model, self.distributor, self.device, agreement, seed, weights)
         entries = self.entries()[::-1]
-        parameters: dict[int, torch.Tensor] = {}  # by the id of the one that each replaces
         while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
             entry, tensor = entries.pop()
             made = self._distributed(entry, tensor)
             if isinstance(made, ParameterTensor):
                 self.layouts[entry.name], self.owners[entry.name] = made.place.layout, None
-                parameters[id(tensor)] = made
-            for name in entry.names:
-                assign(self.model, name, made, entry.kind)
-        assign_inside(self.model, parameters)
+            make_parallel(entry.name, tensor, made)
         self.structure = Structure(self.model)
 
     def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +92,7 @@ class ParameterStore:
         for name, layout in layouts.items():
             has, wanted = (self.layouts[name], self.owners[name]), (layout, owners.get(name))
             if wanted != has:
-                self.distributor.relayout(parameters[name], has[0], layout, has[1], wanted[1])
+                self.distributor.relayout(name, parameters[name], has[0], layout, has[1], wanted[1])
                 self.layouts[name], self.owners[name] = wanted
 
     def move(self, other: Distributor) -> None:
@@ -103,8 +102,7 @@ class ParameterStore:
             layout, owner = self.layouts[name], self.owners[name]
             value = self.distributor.gather_everywhere(local_of(parameter), layout, parameter.shape, owner)
             self.layouts[name], self.owners[name] = other.waiting(parameter.shape), None
-            made = other.parameter(value, self.layouts[name])
-            swap_in_place(parameter, made.requires_grad_(parameter.requires_grad))
+            lay_out(name, parameter, other.parameter(value, self.layouts[name]))
         self.distributor, self.searched, self.is_placed, self.stages = other, {}, False, None
 
     # -- what it holds ------------------------------------------------------------------------------------------
