@@ -92,7 +92,9 @@ class _Held(PlacedTensor):
         return chunks(self)[index.offset][1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return with_spec(DTensor, local_of(self), spec_of(self).plain(), self.requires_grad).__reduce_ex__(protocol)
+        part = local_of(self)
+        part = part.clone() if part.storage_offset() else part  # else torch takes the wrapper for one with memory
+        return with_spec(DTensor, part, spec_of(self).plain(), self.requires_grad).__reduce_ex__(protocol)
 
     def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
         stride = part.stride() if place.is_replicated and not part.is_contiguous() else None

@@ -113,9 +113,9 @@ class PlacedSpec(GuardedSpec):
     @staticmethod
     def refused() -> Exception:
         return AutoparError(
-            "torch's own DTensor, which stands first in an op, cannot take a tensor of a parallel model behind it: its "
-            "placements do not say how that one lies. Let the model's tensor stand first, as in `parameter + other` "
-            "for `other + parameter`; or take its value by .full_tensor() on every rank."
+            "a DTensor that is not the model's stands before a tensor of the model in an op: torch would compute by "
+            "placements, which do not say how the model's lies. Let the model's stand first, as in `parameter + other` "
+            "for `other + parameter`, or make the other one its like: `torch.empty_like(parameter).copy_(other)`."
         )
 
 

@@ -35,19 +35,24 @@ class States:
         weakref.finalize(owner, register_optimizer_step_pre_hook(self.place).remove)
 
     def place(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
-        """Replace states that do not lie as their parameters. Every rank must call this with the same states."""
-        if not self._store.is_placed or self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
+        """Replace states that do not lie as their parameters. Every rank must call this with the same states.
+
+        What is not the model's DTensor becomes one in any case; the rest once a program has decided layouts.
+        """
+        if self._seen.get(optimizer) is optimizer.state:  # loading makes another dict
             return
-        if optimizer not in self._seen:
-            if not any(self._is_ours(p) for group in optimizer.param_groups for p in group["params"]):
-                return
+        if not any(self._is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._store.is_placed and optimizer not in self._seen:
             optimizer.register_load_state_dict_post_hook(self.place)
-        self._seen[optimizer] = optimizer.state
         known = [(p, s) for p, s in optimizer.state.items() if self._is_ours(p)]
         for parameter, states in known:
             for key, value in states.items():
                 if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
                     states[key] = placed(value, parameter)
+        if not self._store.is_placed:
+            return
+        self._seen[optimizer] = optimizer.state
         found = [
             (states, key, value, parameter)
             for parameter, states in known
@@ -72,4 +77,4 @@ def _is_elsewhere(value: Any, parameter: ParameterTensor) -> bool:
         return False
     if isinstance(value, ParameterTensor):
         return value.place is not parameter.place
-    return not isinstance(value, DTensor) and not parameter.place.is_replicated
+    return not isinstance(value, DTensor)
