@@ -28,8 +28,24 @@ from autopar.torch_compat import hooks_of
 _CLASS: Any = object.__dict__["__class__"]
 # What the class has for itself, or what stands in the `__dict__` of its tensors.
 _OWN = frozenset(
-    "__new__ __init__ __slots__ __dict__ __weakref__ __module__ __doc__ __class__ __annotations__ __torch_function__ "
-    "_local_tensor _spec __static_attributes__ __firstlineno__ __annotate_func__ __annotations_cache__".split()
+    [
+        "__new__",
+        "__init__",
+        "__slots__",
+        "__dict__",
+        "__weakref__",
+        "__module__",
+        "__doc__",
+        "__class__",
+        "__annotations__",
+        "__torch_function__",
+        "_local_tensor",
+        "_spec",
+        "__static_attributes__",
+        "__firstlineno__",
+        "__annotate_func__",
+        "__annotations_cache__",
+    ]
 )
 
 
@@ -106,8 +122,12 @@ def become(tensor: torch.Tensor, other: torch.Tensor, stale: Callable[[], Except
     except RuntimeError:
         _CLASS.__set__(tensor, kind)
         raise
-    vars(tensor).update(vars(other))
-    vars(other).clear()
+    _CLASS.__set__(other, kind)  # a graph may hold the old value, and look at its object
+    mine, its = vars(tensor), vars(other)
+    before = {name: mine[name] for name in its if name in mine}
+    mine.update(its)
+    its.clear()
+    its.update(before)
     if hooks[0]:
         tensor._backward_hooks = hooks[0]
     if hooks[1]:
@@ -149,6 +169,13 @@ def _has_node_hooks(tensor: torch.Tensor) -> bool:
         found += len(handle.hooks_dict_ref() or ()) - 1  # torch names the table of all hooks of a kind there alone
         handle.remove()
     return found > 0
+
+
+def hooked_together(tensor: torch.Tensor) -> bool:
+    """Whether a hook of the gradients of several tensors is on one. (It asks the engine which nodes a backward pass
+    will run, of those that were the tensors' when it was registered.)"""
+    hooks = (hooks_of(tensor)[0] or {}).values()
+    return any(getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.") for hook in hooks)
 
 
 def _nothing(*_: Any) -> None:

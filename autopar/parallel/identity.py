@@ -20,7 +20,7 @@ from autopar.ir.program import Input
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.place import Place, digest
 from autopar.torch_compat import storage_of
-from autopar.torch_identity import become, fixed_by, tensors_in_memory_of
+from autopar.torch_identity import become, fixed_by, hooked_together, tensors_in_memory_of
 
 _log = logging.getLogger("autopar")
 Entries = Sequence[tuple[Input, torch.Tensor]]
@@ -69,6 +69,11 @@ def _check_one(name: str, parameter: torch.Tensor) -> None:
         raise AutoparError(
             f"the AccumulateGrad node of the parameter '{name}' has a hook, which a compiled step would not run. Use "
             f"parameter.register_hook(...) or parameter.register_post_accumulate_grad_hook(...), which it runs."
+        )
+    if hooked_together(parameter):
+        raise AutoparError(
+            f"register_multi_grad_hook was called on the parameter '{name}' before autopar.parallelize: it keeps autograd "
+            f"nodes that the parallel parameter has no more. Register it after the first step, or after prepare()."
         )
     for attribute in sorted(_TAKEN.intersection(vars(parameter))):
         raise AutoparError(
@@ -121,6 +126,11 @@ def _in_place_of(grad: torch.Tensor, parameter: ParameterTensor) -> ParameterTen
 def lay_out(name: str, parameter: torch.Tensor, made: torch.Tensor) -> None:
     """Let a parallel parameter become the same in another layout. Its gradient stays where it lies: the next one is
     added to it there."""
+    if hooked_together(parameter):
+        raise AutoparError(
+            f"register_multi_grad_hook was called on the parameter '{name}' before its layout was decided: it keeps "
+            f"autograd nodes that the parameter has no more. Register it after the first step, or after prepare()."
+        )
     made.requires_grad_(parameter.requires_grad)
     made.grad = parameter.grad
     try:
@@ -143,35 +153,35 @@ def _stale(what: str) -> Callable[[], AutoparError]:
 
 
 def tell_held(model: nn.Module) -> None:
-    """Say which parameters and buffers share their memory with tensors that are not the model's own, and which are of a
-    class of the user's: neither follows what they become."""
+    """Say which parameters share their memory with other tensors, and which are of a class of the user's: neither
+    follows what they become."""
     entries = [(entry, tensor) for entry, tensor in state_of(model).entries if tensor.device.type != "meta"]
     own = Counter(storage_of(tensor) for _, tensor in entries)
-    made = [(entry, tensor) for entry, tensor in entries if entry.kind != "constant"]
-    held = [entry.name for entry, tensor in made if tensors_in_memory_of(tensor) > own[storage_of(tensor)]]
+    parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
+    held = [entry.name for entry, tensor in parameters if tensors_in_memory_of(tensor) > own[storage_of(tensor)]]
     if held:
         _log.warning(
             "other tensors share the memory of %s (.data, .detach(), a view, a flat buffer, a state_dict()): they were "
             "made before autopar.parallelize, and keep the values of then. Hold parameters themselves, or take them "
             "after it.", _shown(held),
         )  # fmt: skip
-    of_made = {storage_of(tensor) for _, tensor in made}
+    theirs = {storage_of(tensor) for _, tensor in parameters}
     shown = [
         entry.name
         for entry, tensor in entries
-        if entry.kind == "constant" and storage_of(tensor) in of_made and not _is_computed(model, entry.name)
+        if entry.kind != "parameter" and storage_of(tensor) in theirs and not _is_computed(model, entry.name)
     ]
     if shown:
         _log.warning(
-            "%s shares the memory of a parameter or buffer, and keeps the values of before autopar.parallelize: "
+            "%s of the model shares the memory of a parameter, and keeps the values of before autopar.parallelize: "
             "compute it in forward.", _shown(shown),
         )  # fmt: skip
-    parameters = [(entry.name, type(tensor)) for entry, tensor in made if entry.kind == "parameter"]
-    for kind in {kind for _, kind in parameters} - {nn.Parameter}:
-        _log.warning(
-            "%s: what is parallel is no %s any more. It keeps its attributes, but not the methods of that class.",
-            _shown([name for name, its in parameters if its is kind]), kind.__name__,
-        )  # fmt: skip
+    for kind in dict.fromkeys(type(tensor) for _, tensor in parameters):
+        if kind is not nn.Parameter:
+            _log.warning(
+                "%s: what is parallel is no %s any more. It keeps its attributes, but not the methods of that class.",
+                _shown([entry.name for entry, tensor in parameters if type(tensor) is kind]), kind.__name__,
+            )  # fmt: skip
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:

@@ -5,7 +5,7 @@ From files, or by the modules' own `reset_parameters()`, which then runs on tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@ operators.py says how. The methods that optimizers call for each tensor have a s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -33,6 +33,7 @@ from autopar.torch_compat import (
     take_in_lists,
     with_spec,
 )
+from autopar.torch_identity import hooked_together
 
 
 class _Held(PlacedTensor):
@@ -250,8 +251,12 @@ def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor
                 gradient.place = parameter.place
                 parameter.grad = gradient
     if not is_simple:
-        for parameter, value in zip(known, parts, strict=True):
-            _add_to_gradient(parameter, value)
+        hooked = [pair for each in zip(known, parts, strict=True) for pair in _add_to_gradient(*each)]
+        if any(hooked_together(parameter) for parameter, _ in hooked):  # it wants one backward pass
+            torch.autograd.backward(*map(list, zip(*hooked, strict=True)))
+        else:
+            for parameter, gradient in hooked:
+                torch.autograd.backward([parameter], [gradient])
 
 
 def _are_new(parameters: list[Any]) -> bool:
@@ -266,11 +271,12 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Where the user has hooks on a parameter autograd does it: it runs them once, on this backward pass's gradient."""
+def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Where the user has hooks on a parameter autograd does it, with what this gives: it runs them once, on this
+    backward pass's gradient."""
     if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
         assert value is not None
-        torch.autograd.backward([parameter], [value])
+        yield parameter, value
         return
     part = torch.zeros_like(local_of(parameter)) if value is None else value
     held: Any = parameter
@@ -279,7 +285,7 @@ def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Non
     if any(hooks_of(parameter)):
         if grad is None:  # else autograd would make one, of another class
             parameter.grad = torch.zeros_like(made)
-        torch.autograd.backward([parameter], [made])
+        yield parameter, made
     elif grad is None:
         parameter.grad = made
     elif isinstance(grad, ParameterTensor) and grad.place is held.place:

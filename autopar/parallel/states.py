@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autopar.errors import AutoparError
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.store import ParameterStore
@@ -48,6 +49,11 @@ class States:
         known = [(p, s) for p, s in optimizer.state.items() if self._is_ours(p)]
         for parameter, states in known:
             for key, value in states.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "meta" != parameter.device.type:
+                    raise AutoparError(
+                        f"the state '{key}' of {type(optimizer).__name__} is on the meta device, without values: this "
+                        f"optimizer makes states when it is made. Make it after autopar.parallelize."
+                    )
                 if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
                     states[key] = placed(value, parameter)
         if not self._store.is_placed:

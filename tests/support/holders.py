@@ -34,7 +34,11 @@ class Held(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x) * self.wide.sum(0) * self.scale + self.tied(x))
-        return F.linear(x, self.inside["of"][0], self.last.bias) + self.shifts[1] * self.inside["of"][1] + self.shifts[0].sum()
+        return (
+            F.linear(x, self.inside["of"][0], self.last.bias)
+            + self.shifts[1] * self.inside["of"][1]
+            + self.shifts[0].sum()
+        )
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -61,8 +65,11 @@ def script(base: Held, wrap: Callable[[nn.Module], Any], real: bool = True) -> I
     held, given = list(base.parameters()), batches()
     matrices, others = [p for p in held if p.ndim == 2], [p for p in held if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
-    lists, loop = torch.optim.AdamW(groups, 0.01, foreach=True), torch.optim.SGD(held, 0.05, momentum=0.9, foreach=False)
-    fused, later = torch.optim.Adam(held, 0.01, fused=True), torch.optim.Adagrad(matrices, 0.02)
+    lists, loop = (
+        torch.optim.AdamW(groups, 0.01, foreach=True),
+        torch.optim.SGD(held, 0.05, momentum=0.9, foreach=False),
+    )
+    fused, later = torch.optim.Adam(held, 0.01, fused=True), torch.optim.Adamax(matrices, 0.02)
     factored, lbfgs = torch.optim.Adafactor(held, 0.02), torch.optim.LBFGS(held, 0.1, max_iter=2, history_size=2)
     schedule = torch.optim.lr_scheduler.StepLR(lists, 1, 0.5)
     made = [lists, loop, fused, later, factored]
