@@ -80,7 +80,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
@@ -162,13 +161,13 @@ no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
-def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:
+def with_spec(kind: type[Any], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
     """A DTensor of a class around `local`. (`__init__` does nothing, but for 10 us.)"""
-    made: DTensor = kind.__new__(kind, local, spec, requires_grad=requires_grad)
-    return made
+    make: Callable[..., Any] = kind.__new__
+    return make(kind, local, spec, requires_grad=requires_grad)
 
 
-def maker_of(kind: type[DTensor]) -> Callable[[torch.Tensor, Any], Any]:
+def maker_of(kind: type[Any]) -> Callable[[torch.Tensor, Any], Any]:
     """As `with_spec`, for one class and many tensors that require no gradient."""
     return partial(kind.__new__, kind, requires_grad=False)
 
@@ -180,7 +179,7 @@ def change_in_place(tensor: Any, change: Callable[[Any], Any], part: torch.Tenso
     tensor._local_tensor, tensor._spec = part, spec
 
 
-def take_in_lists(kind: type[DTensor]) -> None:
+def take_in_lists(kind: Any) -> None:
     """Let optimizers and gradient clipping work on lists of these tensors by default, where they do of others."""
     for kinds in (_optim_lists, _util_lists):
         if kind not in kinds:

@@ -2,11 +2,11 @@
 
 Whoever holds a parameter (an optimizer, a list, a hook, a weak reference) then holds the parallel one.
 
-- `torch._C._swap_tensor_impl`: exchanges what two Python objects stand for. The public `torch.utils.swap_tensors` is this
-  and checks: it refuses Python's weak references, which stay right, and leaves hooks named on the one and called on the
-  other. `tensor.data = other` keeps the kind of tensor, and changes the shape.
-- `DTensor.__new__` with another class, and all that a DTensor defines: a class of as many bytes as a parameter has. Those
-  of DTensor itself are larger, for its `__slots__`, and CPython lets no object become larger.
+- `torch._C._swap_tensor_impl`: exchanges what two Python objects stand for. The public `torch.utils.swap_tensors` is
+  this and checks: it refuses Python's weak references, which stay right, and leaves hooks named on the one and called
+  on the other. `tensor.data = other` keeps the kind of tensor, and changes the shape.
+- `DTensor.__new__` with another class, and all that a DTensor defines: objects of as many bytes as a parameter has.
+  Those of DTensor itself are larger, for its `__slots__`, and CPython lets no object become larger.
 - `DTensorSpec`: what torch's own DTensors read of the other operands of an op. Ours refuses to be read there.
 - `Tensor._use_count`: whether a view or a graph holds the tensor behind a Python object.
 - `torch._C._storage_Use_Count`, `UntypedStorage._cdata`: how many tensors lie in some memory.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, Self, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from autopar.torch_compat import hooks_of
 
 _CLASS: Any = object.__dict__["__class__"]
+_use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 # What the class has for itself, or what stands in the `__dict__` of its tensors.
 _OWN = frozenset(
     [
@@ -55,7 +57,7 @@ class SlotlessDTensor(torch.Tensor):
     `isinstance(_, DTensor)` is true of it, for what `__class__` says; `issubclass(type(_), DTensor)` is not.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
     __new__ = DTensor.__new__  # type: ignore[assignment]
 
     @property
@@ -106,14 +108,14 @@ class GuardedSpec(DTensorSpec):
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor, stale: Callable[[], Exception]) -> None:
-    """Let a leaf be what `other` is, in place, its gradient too. Hooks and the attributes that users gave it stay, except
-    where `other` has its own. `other` is not used again.
+    """Let a leaf be what `other` is, in place, its gradient too. Hooks and the attributes that users gave it stay,
+    except where `other` has its own. `other` is not used again.
 
     stale: the error of a backward pass that comes to the old value. Raises TypeError or RuntimeError, and changes
     nothing, for what `fixed_by` names.
     """
     hooks, kind = hooks_of(tensor), type(tensor)
-    if tensor.requires_grad and tensor._use_count() > 1:  # a graph or a view of it may be alive
+    if tensor.requires_grad and _use_count(tensor) > 1:  # a graph or a view of it may be alive
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_Stale(stale))
     if kind is not type(other):
         _CLASS.__set__(tensor, type(other))
@@ -135,7 +137,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor, stale: Callable[[], Except
 
 
 class _Stale:
-    """A hook of the node where gradients of an old value arrive. (A graph outlives what made it: so it holds no more.)"""
+    """A hook of the node where gradients of an old value arrive."""
 
     def __init__(self, error: Callable[[], Exception]) -> None:
         self.error = error
@@ -161,7 +163,7 @@ def fixed_by(tensor: torch.Tensor) -> str | None:
 
 def _has_node_hooks(tensor: torch.Tensor) -> bool:
     """Whether the node where the gradient of a leaf arrives has hooks of its own, as old ways to overlap have them."""
-    if not tensor.requires_grad or tensor._use_count() == 1:  # nobody keeps a node
+    if not tensor.requires_grad or _use_count(tensor) == 1:  # nobody keeps a node
         return False
     node, found = torch.autograd.graph.get_gradient_edge(tensor).node, 0
     for register in (node.register_hook, node.register_prehook):

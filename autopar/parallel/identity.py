@@ -1,7 +1,7 @@
 """Parameters keep their identity: the user's own objects become the parallel ones, and are laid out anew in place.
 
-So optimizers and their groups, schedulers, lists, hooks and weak references hold what is trained, whenever they were made.
-What cannot become another object is found before anything changes; what shares a parameter's memory is told.
+So optimizers and their groups, schedulers, lists, hooks and weak references hold what is trained, whenever they were
+made. What cannot become another object is found before anything changes; what shares a parameter's memory is told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from autopar.capture.capture import state_of
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
+from autopar.parallel.gradients import check_plain
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.place import Place, digest
 from autopar.torch_compat import storage_of
@@ -32,8 +33,10 @@ _TAKEN = frozenset({"place", "_local_tensor", "_spec", *dir(ParameterTensor)}) -
 def check_identity(model: nn.Module) -> list[str]:
     """What ranks compare of the parameters that become parallel: gradients that are there already.
 
-    Raises AutoparError for a parameter that cannot become another object, or that another one shares memory with.
+    Raises AutoparError for a parameter that is parallel already, that cannot become another object, or that another one
+    shares memory with.
     """
+    check_plain(model)
     entries = state_of(model).entries
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     for entry, tensor in parameters:
@@ -41,9 +44,9 @@ def check_identity(model: nn.Module) -> list[str]:
     for (entry, tensor), (other, its) in _overlapping(parameters):
         if tensor.requires_grad or its.requires_grad:
             raise AutoparError(
-                f"the parameters '{entry.name}' and '{other.name}' lie in the same memory, but are two objects: parallel "
-                f"ones would be two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or give one of "
-                f"them memory of its own (`b.weight.data = b.weight.data.clone()`)."
+                f"the parameters '{entry.name}' and '{other.name}' lie in the same memory, but are two objects: "
+                f"parallel ones would be two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or "
+                f"give one of them memory of its own (`b.weight.data = b.weight.data.clone()`)."
             )
     return [
         f"gradient of '{entry.name}' with digest {digest(tensor.grad):x}"
@@ -72,8 +75,9 @@ def _check_one(name: str, parameter: torch.Tensor) -> None:
         )
     if hooked_together(parameter):
         raise AutoparError(
-            f"register_multi_grad_hook was called on the parameter '{name}' before autopar.parallelize: it keeps autograd "
-            f"nodes that the parallel parameter has no more. Register it after the first step, or after prepare()."
+            f"register_multi_grad_hook was called on the parameter '{name}' before autopar.parallelize: it keeps "
+            f"autograd nodes that the parallel parameter has no more. Register it after the first step, or after "
+            f"prepare()."
         )
     for attribute in sorted(_TAKEN.intersection(vars(parameter))):
         raise AutoparError(
@@ -98,7 +102,7 @@ def _overlapping(entries: Entries) -> Iterator[tuple[tuple[Input, torch.Tensor],
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The elements of its memory that a tensor lies within."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + reach + 1
 

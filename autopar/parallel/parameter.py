@@ -55,7 +55,7 @@ class _Held(PlacedTensor):
             raise refusal("redistribute")
         value = self.full_tensor()
         if replicated:
-            made: DTensor = self.around(value, world.everywhere(value.ndim), value.shape)
+            made: Any = self.around(value, world.everywhere(value.ndim), value.shape)
             return made
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
@@ -253,7 +253,7 @@ def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor
     if not is_simple:
         hooked = [pair for each in zip(known, parts, strict=True) for pair in _add_to_gradient(*each)]
         if any(hooked_together(parameter) for parameter, _ in hooked):  # it wants one backward pass
-            torch.autograd.backward(*map(list, zip(*hooked, strict=True)))
+            torch.autograd.backward([p for p, _ in hooked], [gradient for _, gradient in hooked])
         else:
             for parameter, gradient in hooked:
                 torch.autograd.backward([parameter], [gradient])

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
+from autopar.parallel.agreement import Agreement
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.store import ParameterStore
@@ -27,8 +28,8 @@ class States:
     each load from then on.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
-        self._store = store
+    def __init__(self, store: ParameterStore, agreement: Agreement) -> None:
+        self._store, self._agreement = store, agreement
         self._seen: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
     def watch(self, owner: object) -> None:
@@ -58,6 +59,13 @@ class States:
                     states[key] = placed(value, parameter)
         if not self._store.is_placed:
             return
+        try:
+            self._agreement.check(f"parameter groups of {type(optimizer).__name__}", _options_of(optimizer))
+        except RankError as error:
+            raise RankError(
+                f"{error} (torch's set_optimizer_state_dict(broadcast_from_rank0=True) gives options that an optimizer "
+                f"has not yet, as a scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
+            ) from error
         self._seen[optimizer] = optimizer.state
         found = [
             (states, key, value, parameter)
@@ -74,6 +82,16 @@ class States:
 
     def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world
+
+
+def _options_of(optimizer: Optimizer) -> list[str]:
+    """The options of an optimizer's groups, as ranks compare them."""
+    return [
+        f"group {at}: {len(group['params'])} parameters, {key}={value}"
+        for at, group in enumerate(optimizer.param_groups)
+        for key, value in sorted(group.items())
+        if value is None or isinstance(value, (bool, int, float, str))
+    ]
 
 
 def _is_elsewhere(value: Any, parameter: ParameterTensor) -> bool:

@@ -1,9 +1,8 @@
-"""Parameters become parallel in place: what cannot is refused by name, unharmed, and what shares memory is told."""
+"""Parameters become parallel in place: what cannot is refused by name, unharmed."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +11,21 @@ import pytest
 import torch
 from processes import Ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.parallel.parameter import ParameterTensor
 from autopar.torch_identity import SlotlessDTensor
 
 
 class Slotted(nn.Parameter):
     __slots__ = ("kept",)
-
-
-class Named(nn.Parameter):
-    def hello(self) -> int:
-        return 3
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
@@ -77,8 +76,8 @@ def _memory(model: nn.Sequential) -> Any:
 KEEPS = "parallelize makes each parameter parallel in place, so that optimizers and lists that hold it stay right"
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "slots": (_slots, (
-        f"the parameter '1.weight' is a Slotted, whose class has __slots__: {KEEPS}, which Python cannot do with such an "
-        f"object. Leave out __slots__ of the class, or use an nn.Parameter with attributes.")),
+        f"the parameter '1.weight' is a Slotted, whose class has __slots__: {KEEPS}, which Python cannot do with such "
+        f"an object. Leave out __slots__ of the class, or use an nn.Parameter with attributes.")),
     "weak reference of torch": (_weak, (
         f"torch holds a weak reference to the parameter '1.weight' (torch._C._WeakTensorRef): {KEEPS}, which torch "
         f"refuses then. Delete it before autopar.parallelize, or use weakref.ref of Python, which stays right.")),
@@ -89,8 +88,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
         "register_multi_grad_hook was called on the parameter '1.weight' before autopar.parallelize: it keeps autograd "
         "nodes that the parallel parameter has no more. Register it after the first step, or after prepare().")),
     "attribute": (_attribute, (
-        "the parameter '1.weight' has an attribute 'place', a name that parallel parameters use for themselves. Give it "
-        "another name.")),
+        "the parameter '1.weight' has an attribute 'place', a name that parallel parameters use for themselves. Give "
+        "it another name.")),
     "memory of another": (_memory, (
         "the parameters '0.weight' and '1.weight' lie in the same memory, but are two objects: parallel ones would be "
         "two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or give one of them memory of its own "
@@ -184,9 +183,7 @@ def _before_the_layout(rank: int) -> str:
 
 @pytest.mark.gloo
 def test_backward_across_the_first_step_is_refused(two: Ranks) -> None:
-    text = (
-        "backward() of what was computed from '0.weight' before its layout was decided: its gradient would go nowhere."
-    )
+    text = "backward() of what was computed from '0.weight' before its layout was decided: its gradient would go"
     assert all(found.startswith(text) for found in two.run(_before_the_layout))
 
 
@@ -214,9 +211,48 @@ def test_states_without_values_are_refused() -> None:
     with pytest.raises(AutoparError) as caught:
         optimizer.step()
     assert str(caught.value) == (
-        "the state 'sum' of Adagrad is on the meta device, without values: this optimizer makes states when it is made. "
-        "Make it after autopar.parallelize."
+        "the state 'sum' of Adagrad is on the meta device, without values: this optimizer makes states when it is "
+        "made. Make it after autopar.parallelize."
     )
+
+
+def _loaded(rank: int, early: bool) -> str:
+    """Options of a scheduler, which torch's loader gives to rank 0 alone."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        model = autopar.parallelize(net(), "fsdp=2", loss_fn=loss_fn)
+        return model, torch.optim.Adam(model.parameters(), 0.1)
+
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model.forward_backward(X)
+    optimizer.step()
+    scheduler.step()
+    states = get_optimizer_state_dict(model, optimizer, options=whole)
+    model, optimizer = made()
+    if early:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, states, options=options)
+    model.forward_backward(X)
+    try:
+        optimizer.step()
+    except RankError as error:
+        return str(error)
+    return str(optimizer.param_groups[0]["initial_lr"])
+
+
+@pytest.mark.gloo
+def test_options_that_torch_loads_on_one_rank_are_told(two: Ranks) -> None:
+    assert two.run(_loaded, True) == ["0.1", "0.1"]
+    text = (
+        "ranks disagree on the parameter groups of Adam:\n  rank 1 has 'nothing' where the others have 'group 0: 4 "
+        "parameters, initial_lr=0.1'\nGive every rank the same parameter groups of Adam. (torch's "
+        "set_optimizer_state_dict(broadcast_from_rank0=True) gives options that an optimizer has not yet, as a "
+        "scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
+    )
+    assert two.run(_loaded, False) == [text, text]
 
 
 def test_a_parallel_parameter_has_all_that_a_dtensor_has() -> None:
@@ -241,12 +277,12 @@ def test_torch_cannot_swap_what_is_parallel() -> None:
         torch.utils.swap_tensors(model[0].weight, copy.deepcopy(model[0].weight))
 
 
-FOREIGN: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # by name; and whether they take a DTensor first as well
-    "+": (lambda a, b: a + b, False), "stack": (lambda a, b: torch.stack([a, b]), False),
-    "foreach": (lambda a, b: torch._foreach_add([a, a], [b, b])[1], False), "lerp": (lambda a, b: a.lerp(b, 0.3), False),
-    "where": (lambda a, b: torch.where(a > 0, a, b), False), "mse": (lambda a, b: nn.functional.mse_loss(a, b), False),
-    "linear": (nn.functional.linear, False), "equal": (lambda a, b: torch.tensor(torch.equal(a, b)), False),
-    "copy_": (lambda a, b: a.clone().copy_(b), False),
+FOREIGN: dict[str, Callable[[Any, Any], Any]] = {
+    "+": torch.add, "stack": lambda a, b: torch.stack([a, b]), "linear": nn.functional.linear,
+    "foreach": lambda a, b: torch._foreach_add([a, a], [b, b])[1], "lerp": lambda a, b: a.lerp(b, 0.3),
+    "where": lambda a, b: torch.where(a > 0, a, b), "mse": nn.functional.mse_loss,
+    "copy_": lambda a, b: a.clone().copy_(b), "in place": lambda a, b: a.clone().add_(b),
+    "equal": lambda a, b: torch.tensor(torch.equal(a, b)),
 }  # fmt: skip
 
 
@@ -260,7 +296,7 @@ def _foreign(rank: int) -> list[str]:
     random = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     other = distribute_tensor(random, ours.device_mesh, [Shard(0)])
     told = []
-    for name, (func, _) in FOREIGN.items():
+    for name, func in FOREIGN.items():
         out = func(ours, other)
         torch.testing.assert_close(
             out.full_tensor() if isinstance(out, DTensor) else out, func(plain, random), msg=name
@@ -284,75 +320,3 @@ def test_a_dtensor_of_others_is_right_behind_and_refused_before_ours(two: Ranks)
             "placements, which do not say how the model's lies. Let the model's stand first, as in `parameter + other` "
             "for `other + parameter`, or make the other one its like: `torch.empty_like(parameter).copy_(other)`."
         }
-
-
-# -- what others hold -----------------------------------------------------------------------------------------------
-
-
-def _flat(model: nn.Sequential) -> Any:
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
-        p.data = part.view_as(p)
-    return flat
-
-
-OF_ALL = "'0.weight', '0.bias', '1.weight' and 1 more"
-HELD: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
-    ".data": (lambda model: [p.data for p in model.parameters()], OF_ALL),
-    ".detach()": (lambda model: model[1].weight.detach(), "'1.weight'"),
-    "a view": (lambda model: model[1].weight[0], "'1.weight'"),
-    "a flat buffer": (_flat, OF_ALL),
-    "a state dict": (lambda model: model.state_dict(), OF_ALL),
-    "numpy": (lambda model: model[0].bias.detach().numpy(), "'0.bias'"),
-}
-
-
-@pytest.mark.parametrize("name", HELD)
-def test_who_shares_the_memory_of_a_parameter_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    hold, names = HELD[name]
-    model = net()
-    held = hold(model)
-    with caplog.at_level(logging.WARNING, "autopar"):
-        parallel(model)
-    assert caplog.messages == [
-        f"other tensors share the memory of {names} (.data, .detach(), a view, a flat buffer, a state_dict()): they were "
-        f"made before autopar.parallelize, and keep the values of then. Hold parameters themselves, or take them after it."
-    ]
-    del held
-
-
-def _cached(model: nn.Sequential) -> None:
-    model[0].cache = model[1].weight.detach()  # type: ignore[assignment]
-
-
-def _cached_buffer(model: nn.Sequential) -> None:
-    model[0].register_buffer("cache", model[1].weight.data)
-
-
-def test_what_the_model_keeps_of_a_parameter_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    for cache in (_cached, _cached_buffer):
-        model = net()
-        cache(model)
-        model[1].bias = Named(model[1].bias.detach())
-        caplog.clear()
-        parallel(model)
-        assert caplog.messages == [
-            "'0.cache' of the model shares the memory of a parameter, and keeps the values of before "
-            "autopar.parallelize: compute it in forward.",
-            "'1.bias': what is parallel is no Named any more. It keeps its attributes, but not the methods of that class.",
-        ]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_nothing_is_told_of_usual_models(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(
-        nn.Linear(6, 6), nn.utils.spectral_norm(nn.Linear(6, 6)), nn.utils.weight_norm(nn.Linear(6, 6)), nn.LSTM(6, 6),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
-        nn.BatchNorm1d(6), nn.MultiheadAttention(6, 2),
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    loss = nn.Sequential(model[0], model[1])(torch.ones(2, 6)).sum()
-    loss.backward()
-    parallel(model)
-    assert caplog.messages == [] and len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
