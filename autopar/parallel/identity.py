@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import combinations
 
 import torch
@@ -20,7 +20,7 @@ from autopar.ir.program import Input
 from autopar.parallel.gradients import check_plain
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.place import Place, digest
-from autopar.torch_compat import storage_of
+from autopar.torch_compat import local_of, storage_of
 from autopar.torch_identity import become, fixed_by, hooked_together, tensors_in_memory_of
 
 _log = logging.getLogger("autopar")
@@ -156,9 +156,9 @@ def _stale(what: str) -> Callable[[], AutoparError]:
 # -- what others hold -----------------------------------------------------------------------------------------------
 
 
-def tell_held(model: nn.Module) -> None:
-    """Say which parameters share their memory with other tensors, and which are of a class of the user's: neither
-    follows what they become."""
+def tell_held(model: nn.Module) -> set[str]:
+    """Say which parameters share their memory with other tensors, which it gives, and which are of a class of the
+    user's: neither follows what they become."""
     entries = [(entry, tensor) for entry, tensor in state_of(model).entries if tensor.device.type != "meta"]
     own = Counter(storage_of(tensor) for _, tensor in entries)
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
@@ -186,6 +186,20 @@ def tell_held(model: nn.Module) -> None:
                 "%s: what is parallel is no %s any more. It keeps its attributes, but not the methods of that class.",
                 _shown([entry.name for entry, tensor in parameters if type(tensor) is kind]), kind.__name__,
             )  # fmt: skip
+    return set(held)
+
+
+def tell_moved(parameters: Mapping[str, nn.Parameter], known: Set[str]) -> None:
+    """Say which parallel parameters, that take another layout, share their memory with other tensors. known: of which
+    it was said before."""
+    moved = {name: tensor for name, tensor in parameters.items() if name not in known}
+    held = [name for name, tensor in moved.items() if tensors_in_memory_of(local_of(tensor)) > 1]
+    if held:
+        _log.warning(
+            "other tensors share the memory of %s (.data, .detach(), a view): they were made before the layout of "
+            "parameters was decided, and keep the values of then. Hold parameters themselves, or take them after the "
+            "first step, or after prepare().", _shown(held),
+        )  # fmt: skip
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:

@@ -178,7 +178,8 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: _Held) -> torch.Tensor:  # type: ignore[override]
         held: Any = tensor.detach()
-        ctx.like, ctx.place, ctx.shape = held, tensor.place, tensor.shape
+        ctx.place, ctx.shape = tensor.place, tensor.shape
+        ctx.like = held.around(local_of(held).new_empty(0), tensor.place, tensor.shape)  # holds no memory of the tensor
         value = whole_value(held, "full_tensor")
         own = isinstance(tensor, ViewOf) or tensor.place.is_replicated
         return value.clone() if own else value

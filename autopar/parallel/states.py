@@ -8,6 +8,7 @@ loads, or distributes itself, is a DTensor of its own, which on the ranks of oth
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,7 @@ from autopar.parallel.agreement import Agreement
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.placed import PlacedTensor, placed, whole_value
 from autopar.parallel.store import ParameterStore
+from autopar.torch_compat import tree_map
 
 
 class States:
@@ -48,13 +50,11 @@ class States:
         if self._store.is_placed and optimizer not in self._seen:
             optimizer.register_load_state_dict_post_hook(self.place)
         known = [(p, s) for p, s in optimizer.state.items() if self._is_ours(p)]
+        quick = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for parameter, states in known:
             for key, value in states.items():
-                if isinstance(value, torch.Tensor) and value.device.type == "meta" != parameter.device.type:
-                    raise AutoparError(
-                        f"the state '{key}' of {type(optimizer).__name__} is on the meta device, without values: this "
-                        f"optimizer makes states when it is made. Make it after autopar.parallelize."
-                    )
+                if key != "step" or quick.get(parameter):  # else a number of the host's, as torch has it
+                    states[key] = tree_map(partial(_moved, optimizer, key, parameter.device), value)
                 if isinstance(value, DTensor) and not isinstance(value, PlacedTensor):
                     states[key] = placed(value, parameter)
         if not self._store.is_placed:
@@ -82,6 +82,18 @@ class States:
 
     def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world
+
+
+def _moved(optimizer: Optimizer, key: str, device: torch.device, value: Any) -> Any:
+    """A state that was made where the plain model lay, on the device of the parallel one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.device == device:
+        return value
+    if value.device.type == "meta":
+        raise AutoparError(
+            f"the state '{key}' of {type(optimizer).__name__} is on the meta device, without values: this optimizer "
+            f"makes states when it is made. Make it after autopar.parallelize."
+        )
+    return value.to(device)
 
 
 def _options_of(optimizer: Optimizer) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
-from autopar.parallel.identity import lay_out, make_parallel, tell_held
+from autopar.parallel.identity import lay_out, make_parallel, tell_held, tell_moved
 from autopar.parallel.materialize import materialize
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
@@ -36,6 +36,7 @@ class ParameterStore:
         self.searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
         self.owners: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
         self.is_placed = False  # by a program
+        self.told: Set[str] = set()  # parameters of which others hold the memory, as the user knows
         self.stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
 
     # -- making it ----------------------------------------------------------------------------------------------
@@ -46,8 +47,7 @@ class ParameterStore:
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
-        if dist.get_rank() == 0:
-            tell_held(self.model)
+        self.told = tell_held(self.model) if dist.get_rank() == 0 else set()
         materialize(self.model, self.distributor, self.device, agreement, seed, weights)
         entries = self.entries()[::-1]
         while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
@@ -88,16 +88,20 @@ class ParameterStore:
 
     def relayout(self, layouts: Mapping[str, Layout], owners: Mapping[str, int | None]) -> None:
         """Move parameters to other layouts and stages, in place. Every rank must call this."""
-        parameters = self.parameters()
-        for name, layout in layouts.items():
-            has, wanted = (self.layouts[name], self.owners[name]), (layout, owners.get(name))
-            if wanted != has:
-                self.distributor.relayout(name, parameters[name], has[0], layout, has[1], wanted[1])
-                self.layouts[name], self.owners[name] = wanted
+        wanted = {name: (layout, owners.get(name)) for name, layout in layouts.items()}
+        moved = {name: to for name, to in wanted.items() if to != (self.layouts[name], self.owners[name])}
+        parameters = {name: self.model.get_parameter(name) for name in moved}
+        if dist.get_rank() == 0:
+            tell_moved(parameters, self.told)
+        for name, (layout, owner) in moved.items():
+            self.distributor.relayout(name, parameters[name], self.layouts[name], layout, self.owners[name], owner)
+            self.layouts[name], self.owners[name] = layout, owner
 
     def move(self, other: Distributor) -> None:
         """Lie over another mesh of the same ranks, as before the first program; the next one decides layouts. Who
         holds parameters keeps holding them. Every rank must call this, in a call that announced itself."""
+        if dist.get_rank() == 0:
+            tell_moved(self.parameters(), self.told)
         for name, parameter in self.parameters().items():
             layout, owner = self.layouts[name], self.owners[name]
             value = self.distributor.gather_everywhere(local_of(parameter), layout, parameter.shape, owner)

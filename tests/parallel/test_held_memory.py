@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_identity import net, parallel
+from processes import Ranks
+from test_identity import X, loss_fn, net, parallel
 from torch import nn
 from torch.nn.utils import parametrizations
+
+import autopar
 
 
 class Named(nn.Parameter):
@@ -87,3 +90,41 @@ def test_nothing_is_told_of_usual_models(caplog: pytest.LogCaptureFixture) -> No
     loss.backward()
     parallel(model)
     assert caplog.messages == [] and len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+class Kept(logging.Handler):
+    """What a rank says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _before_the_first_step(rank: int) -> list[list[str]]:
+    kept, said = Kept(), []
+    logging.getLogger("autopar").addHandler(kept)
+    for mesh in ("fsdp=2", "auto"):
+        for hold in (lambda p: p.detach(), lambda p: p.data, lambda p: p[0], lambda p: p.full_tensor()):
+            kept.lines.clear()
+            model = net()
+            made = autopar.parallelize(model, mesh, loss_fn=loss_fn)
+            held = hold(model[1].weight)
+            made.forward_backward(X)
+            said.append([line for line in kept.lines if "share" in line])
+            del held
+    logging.getLogger("autopar").removeHandler(kept)
+    return said
+
+
+@pytest.mark.gloo
+def test_what_was_taken_before_the_first_step_is_told(two: Ranks) -> None:
+    text = (
+        "other tensors share the memory of '1.weight' (.data, .detach(), a view): they were made before the layout of "
+        "parameters was decided, and keep the values of then. Hold parameters themselves, or take them after the first "
+        "step, or after prepare()."
+    )
+    said, others = two.run(_before_the_first_step)
+    assert said[:4] == [[text], [text], [text], []] and said[7] == [] and not any(others)

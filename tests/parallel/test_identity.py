@@ -268,6 +268,36 @@ def test_a_parallel_parameter_has_all_that_a_dtensor_has() -> None:
     assert torch.equal(copied.full_tensor(), weight.full_tensor()) and copy.deepcopy(copied).mine == 1
 
 
+def _shared(rank: int) -> None:
+    """A plain model in the loss with a parameter of the parallel model, and one of its own."""
+    for trained, meshes in (True, ("dp=2", "tp=2")), (False, ("fsdp=2", "pp=2")):  # its own have no place on a stage
+        wanted = _with_shared(None, trained)
+        for mesh in meshes:
+            torch.testing.assert_close(_with_shared(mesh, trained), wanted, msg=f"{mesh} {trained}")
+
+
+def _with_shared(mesh: str | None, trained: bool) -> list[Tensor]:
+    model, other = net(), nn.Linear(6, 6).double().requires_grad_(trained)
+    other.weight = model[0].weight
+    optimizer = torch.optim.SGD([*model.parameters(), other.bias][: None if trained else -1], 0.1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() + other(x).square().mean()
+
+    made = autopar.parallelize(model, mesh, loss_fn=loss) if mesh else None
+    for i in range(3):
+        made.forward_backward(X + i) if made else loss(model, X + i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = (*model.parameters(), other.bias)
+    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in held]
+
+
+@pytest.mark.gloo
+def test_a_plain_model_in_the_loss_may_share_a_parameter(two: Ranks) -> None:
+    two.run(_shared)
+
+
 def test_torch_cannot_swap_what_is_parallel() -> None:
     model = net()
     parallel(model)
