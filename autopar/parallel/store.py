@@ -108,6 +108,7 @@ class ParameterStore:
             self.layouts[name], self.owners[name] = other.waiting(parameter.shape), None
             lay_out(name, parameter, other.parameter(value, self.layouts[name]))
         self.distributor, self.searched, self.is_placed, self.stages = other, {}, False, None
+        self.told = set(self.layouts)
 
     # -- what it holds ------------------------------------------------------------------------------------------
 
