@@ -15,6 +15,7 @@ from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.place import Place
 from autopar.parallel.store import ParameterStore
+from autopar.parallel.structure import Structure
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions_steps import BatchEncoding, Rows
 from benchmarks.journeys.ranks import Report
@@ -71,6 +72,7 @@ def _other_objects(self: ParameterStore, *args: Any) -> None:
     for module in self.model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = copy.deepcopy(parameter, memo)
+    self.structure = Structure(self.model)
 
 
 def _objects_are_leaves(self: _Walk, value: Any, path: str) -> Any:
