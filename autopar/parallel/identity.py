@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.ir.program import Input
 from autopar.parallel.gradients import check_plain
 from autopar.parallel.parameter import ParameterTensor
-from autopar.parallel.place import Place, digest
+from autopar.parallel.place import digest
 from autopar.torch_compat import local_of, storage_of
 from autopar.torch_identity import become, fixed_by, hooked_together, tensors_in_memory_of
 
@@ -114,17 +114,13 @@ def make_parallel(name: str, tensor: torch.Tensor, made: torch.Tensor) -> None:
     """Let a parameter or buffer become what was made of it, with the gradient that it has."""
     grad = tensor.grad
     if isinstance(made, ParameterTensor) and grad is not None and grad.device.type != "meta":
-        made.grad = _in_place_of(grad, made)
-    what = f"from '{name}' before autopar.parallelize made it parallel"
-    become(tensor, made, _stale(what))
-
-
-def _in_place_of(grad: torch.Tensor, parameter: ParameterTensor) -> ParameterTensor:
-    """A whole gradient, the same on every rank, where its parameter lies."""
-    place: Place = parameter.place
-    whole = grad.detach().to(parameter.device)
-    whole = whole if whole.layout is torch.strided else whole.to_dense()
-    return parameter.around(place.part(whole), place, parameter.shape)
+        whole = grad.detach().to(made.device)
+        whole = whole if whole.layout is torch.strided else whole.to_dense()
+        part = made.around(made.place.part(whole), made.place, made.shape)  # the same on every rank
+        if fixed_by(grad) is None:
+            become(grad, part, _stale(f"from the gradient of '{name}'"))
+        made.grad = grad if isinstance(grad, ParameterTensor) else part
+    become(tensor, made, _stale(f"from '{name}' before autopar.parallelize made it parallel"))
 
 
 def lay_out(name: str, parameter: torch.Tensor, made: torch.Tensor) -> None:
@@ -163,6 +159,8 @@ def tell_held(model: nn.Module) -> set[str]:
     own = Counter(storage_of(tensor) for _, tensor in entries)
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     held = [entry.name for entry, tensor in parameters if tensors_in_memory_of(tensor) > own[storage_of(tensor)]]
+    grads = [(f"{entry.name}.grad", tensor.grad) for entry, tensor in parameters if tensor.grad is not None]
+    held += [name for name, grad in grads if grad.layout is torch.strided and tensors_in_memory_of(grad) > 1]
     if held:
         _log.warning(
             "other tensors share the memory of %s (.data, .detach(), a view, a flat buffer, a state_dict()): they were "

@@ -33,7 +33,7 @@ from autopar.torch_compat import (
     take_in_lists,
     with_spec,
 )
-from autopar.torch_identity import hooked_together
+from autopar.torch_identity import become, hooked_together
 
 
 class _Held(PlacedTensor):
@@ -292,7 +292,10 @@ def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Ite
     elif isinstance(grad, ParameterTensor) and grad.place is held.place:
         if value is not None:
             local_of(grad).add_(value)
-    else:  # the user's own: of another placement, or plain
+    elif isinstance(grad, ParameterTensor):  # where its parameter lay before
+        become(grad, made.add_(grad.detach()), RuntimeError)
+        parameter.grad = grad
+    else:  # the user's own
         parameter.grad = made.add_(grad.detach())
 
 

@@ -59,13 +59,8 @@ class States:
                     states[key] = placed(value, parameter)
         if not self._store.is_placed:
             return
-        try:
-            self._agreement.check(f"parameter groups of {type(optimizer).__name__}", _options_of(optimizer))
-        except RankError as error:
-            raise RankError(
-                f"{error} (torch's set_optimizer_state_dict(broadcast_from_rank0=True) gives options that an optimizer "
-                f"has not yet, as a scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
-            ) from error
+        if optimizer.state:  # not made by the steps that follow
+            self._check_options(optimizer)
         self._seen[optimizer] = optimizer.state
         found = [
             (states, key, value, parameter)
@@ -79,6 +74,19 @@ class States:
         for states, key, value, parameter in found:
             whole = whole_value(value, key) if isinstance(value, PlacedTensor) else value.to(parameter.device)
             states[key] = parameter.around(parameter.place.part(whole.detach()), parameter.place, parameter.shape)
+
+    def _check_options(self, optimizer: Optimizer) -> None:
+        """Raise RankError on every rank if the options of groups differ, which a load gave to one rank alone."""
+        what = f"parameter groups of {type(optimizer).__name__}"
+        try:
+            self._agreement.check(what, _options_of(optimizer))
+        except RankError as error:
+            if what not in str(error):  # ranks are in different calls
+                raise
+            raise RankError(
+                f"{error} (torch's set_optimizer_state_dict(broadcast_from_rank0=True) gives options that an optimizer "
+                f"has not yet, as a scheduler's initial_lr, to rank 0 alone: make the scheduler before it.)"
+            ) from error
 
     def _is_ours(self, parameter: Any) -> TypeGuard[ParameterTensor]:
         return isinstance(parameter, ParameterTensor) and parameter.place.world is self._store.distributor.world

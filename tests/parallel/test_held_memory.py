@@ -28,6 +28,13 @@ def _flat(model: nn.Sequential) -> Any:
     return flat
 
 
+def _flat_gradients(model: nn.Sequential) -> Any:
+    """As libraries have it that add gradients up in one buffer."""
+    flat = torch.zeros(10, dtype=torch.float64)
+    model[0].bias.grad = flat[:6]
+    return flat
+
+
 OF_ALL = "'0.weight', '0.bias', '1.weight' and 1 more"
 HELD: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     ".data": (lambda model: [p.data for p in model.parameters()], OF_ALL),
@@ -35,6 +42,7 @@ HELD: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "a view": (lambda model: model[1].weight[0], "'1.weight'"),
     "a flat buffer": (_flat, OF_ALL),
     "a state dict": (lambda model: model.state_dict(), OF_ALL),
+    "a buffer of gradients": (_flat_gradients, "'0.bias.grad'"),
     "numpy": (lambda model: model[0].bias.detach().numpy(), "'0.bias'"),
 }
 

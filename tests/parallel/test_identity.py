@@ -168,7 +168,9 @@ def _before_the_layout(rank: int) -> str:
     made = autopar.parallelize(model, "fsdp=2", loss_fn=loss_fn)
     old = _twice_used(model)
     model[0].weight.sum().backward()  # a gradient that is there when the layout changes
+    grad = model[0].weight.grad
     made.forward_backward(X)
+    assert model[0].weight.grad is grad
     twin = net()
     twin[0].weight.sum().backward()
     loss_fn(twin, X).backward()

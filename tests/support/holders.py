@@ -80,6 +80,7 @@ def script(base: Held, wrap: Callable[[nn.Module], Any], real: bool = True) -> I
                 optimizer.step()
         lbfgs.step(lambda: _closure(lbfgs, lambda: _backward(base, given)))
         loss_fn(base, *next(given)).backward()
+    grads = [p.grad for p in held]
     names, keyed, weak = dict(base.named_parameters()), {p: i for i, p in enumerate(held)}, weakref.ref(held[0])
     in_torch = WeakTensorKeyDictionary({p: i for i, p in enumerate(held)})
     average = AveragedModel(base, avg_fn=lambda a, p, _: a + 0.3 * (p - a)) if real else None
@@ -102,6 +103,7 @@ def script(base: Held, wrap: Callable[[nn.Module], Any], real: bool = True) -> I
         return name, [*map(whole, more), *map(whole, held)]
 
     yield stage("gradients from before", train(), *(p.grad for p in held))
+    assert not real or all(p.grad is grad for p, grad in zip(held, grads, strict=True))
     lists.step()
     schedule.step()
     yield stage("AdamW of lists, with groups, states and a schedule", schedule.get_last_lr()[0])
