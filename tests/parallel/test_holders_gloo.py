@@ -16,11 +16,11 @@ import autopar
 
 pytestmark = pytest.mark.gloo
 ON_TWO: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dp=2", {}), ("dp=2", {"zero": 1}), ("dp=2", {"zero": 2}), ("dp=2", {"zero": 3}), ("fsdp=2", {}), ("tp=2", {}),
+    ("dp=2", {}), ("dp=2", {"zero": 1}), ("dp=2", {"zero": 2}), ("dp=2", {"zero": 3}), ("tp=2", {}),
     ("pp=2", {"microbatches": 2}), ("auto", {}),
 )  # fmt: skip
 ON_FOUR: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dp=2,pp=2", {"microbatches": 2}), ("dp=2,tp=2", {"zero": 1}), ("fsdp=2,tp=2", {}),
+    ("dp=2,pp=2", {"microbatches": 2, "zero": 1}), ("fsdp=2,tp=2", {}),
 )  # fmt: skip
 
 

@@ -113,9 +113,9 @@ def script(base: Held, wrap: Callable[[nn.Module], Any], real: bool = True) -> I
         hook.remove()
     for optimizer in made:
         optimizer.zero_grad()
-        yield stage("zero_grad and one step", train(), clip_grad_norm_(held, 0.5))
+        numbers = train(), clip_grad_norm_(held, 0.5)
         optimizer.step()
-        yield stage(f"{type(optimizer).__name__} with states")
+        yield stage(f"{type(optimizer).__name__} with states", *numbers)
     later.add_param_group({"params": others, "lr": 0.01})
     later.step()
     yield stage("add_param_group")
