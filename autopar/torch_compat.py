@@ -1,4 +1,5 @@
-"""Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`).
+"""Every private torch name that autopar uses, each with its reason (those for speed alone are in `torch_shortcuts.py`,
+those by which a parameter becomes another one in place in `torch_identity.py`).
 torch 2.11 to 2.13.
 
 - `torch._subclasses.FakeTensorMode`: shapes without memory during the capture. The public way to get one
@@ -80,7 +81,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _modules
@@ -94,8 +94,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPED_MM",
-    "PART_OF_DTENSOR",
-    "SPEC_OF_DTENSOR",
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -135,7 +133,6 @@ __all__ = [
     "schema_of",
     "spec_of",
     "storage_of",
-    "swap_in_place",
     "symbolic_number",
     "take_in_lists",
     "tree_flatten",
@@ -164,17 +161,15 @@ no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 # The mesh, placements, global shape and dtype of a DTensor.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
-# Both as descriptors, which a class of ours has under other names: read without a call, for each op of an optimizer.
-PART_OF_DTENSOR, SPEC_OF_DTENSOR = cast(Any, DTensor)._local_tensor, cast(Any, DTensor)._spec
 
 
-def with_spec(kind: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:
+def with_spec(kind: type[Any], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
     """A DTensor of a class around `local`. (`__init__` does nothing, but for 10 us.)"""
-    made: DTensor = kind.__new__(kind, local, spec, requires_grad=requires_grad)
-    return made
+    make: Callable[..., Any] = kind.__new__
+    return make(kind, local, spec, requires_grad=requires_grad)
 
 
-def maker_of(kind: type[DTensor]) -> Callable[[torch.Tensor, Any], Any]:
+def maker_of(kind: type[Any]) -> Callable[[torch.Tensor, Any], Any]:
     """As `with_spec`, for one class and many tensors that require no gradient."""
     return partial(kind.__new__, kind, requires_grad=False)
 
@@ -186,7 +181,7 @@ def change_in_place(tensor: Any, change: Callable[[Any], Any], part: torch.Tenso
     tensor._local_tensor, tensor._spec = part, spec
 
 
-def take_in_lists(kind: type[DTensor]) -> None:
+def take_in_lists(kind: Any) -> None:
     """Let optimizers and gradient clipping work on lists of these tensors by default, where they do of others."""
     for kinds in (_optim_lists, _util_lists):
         if kind not in kinds:
@@ -328,17 +323,6 @@ def global_module_hooks() -> tuple[dict[int, Any], ...]:
         _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
         _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
     )  # fmt: skip
-
-
-def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """As `torch.utils.swap_tensors`, but `tensor` keeps its gradient hooks: torch leaves them named on the one and
-    called on the other. `other` has none, and is not used again."""
-    kept = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(tensor, other)
-    if kept[0]:
-        tensor._backward_hooks = kept[0]
-    if kept[1]:
-        tensor._post_accumulate_grad_hooks = kept[1]
 
 
 def fill_in(tensor: torch.Tensor, other: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> None:

@@ -233,12 +233,11 @@ WRAPPERS: tuple[Wrapper, ...] = (
         "a {} of torch.jit", _BARE.format("as it was before torch.jit"))),
 )  # fmt: skip
 
-PARAMETERS: tuple[Wrapper, ...] = (
-    (torch.nn.parameter.is_lazy, Construct(
-        "has no shape yet (a lazy module)", "Run the plain module once on a batch before it is compiled.")),
-    # A parallel module's own parameters are DTensors, whose hooks it runs.
-    (lambda parameter: has_hooks(parameter) and not isinstance(parameter, DTensor), Construct(
-        "has a gradient hook, which a compiled step would not run",
-        "Register it after autopar.parallelize, on the parallel model's parameter; or change .grad between "
-        "forward_backward and optimizer.step(), or scale the parameter's use in the model.")),
-)  # fmt: skip
+# The same of parameters.
+LAZY: Wrapper = (torch.nn.parameter.is_lazy, Construct(
+    "has no shape yet (a lazy module)", "Run the plain module once on a batch before it is compiled."))  # fmt: skip
+# A parallel module's own parameters are DTensors, whose hooks it runs.
+HOOKED: Wrapper = (lambda parameter: has_hooks(parameter) and not isinstance(parameter, DTensor), Construct(
+    "has a gradient hook, which a compiled step would not run",
+    "The steps of autopar.parallelize run it; here register it later, or change .grad between forward_backward and "
+    "optimizer.step(), or scale the parameter's use in the model."))  # fmt: skip

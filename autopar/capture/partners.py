@@ -91,6 +91,7 @@ class Partners:
         self.known: dict[str, Partner] = {}
         self._lines: dict[str, tuple[type, Line | None]] = {}
         self._inside = {id(module) for module in model.modules()}
+        self._own = {id(parameter) for parameter in model.parameters()}  # which a plain module may share
         self._passing: set[tuple[type, Line | None]] = set()  # modules that the loss function makes at each call
         self._met: set[int] = set()
         self._gone: list[Partner] = []
@@ -138,7 +139,7 @@ class Partners:
             return  # it holds nothing, or it is a new container of the model's own parts
         if any(module is made for made in self.model.modules()):
             return  # it was made while the model runs, which is refused after the trace
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
+        if any(isinstance(tensor, DTensor) and id(tensor) not in self._own for tensor in tensors):
             raise refusal(Construct(_PART.name.format(type(module).__name__), _PART.instead), line)
         raise UnknownPartner(module, line)
 

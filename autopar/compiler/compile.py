@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured, Earlier, capture
 from autopar.capture.capture import LossFn
-from autopar.capture.constructs import PARAMETERS, WRAPPERS
+from autopar.capture.constructs import HOOKED, LAZY, WRAPPERS
 from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
@@ -55,8 +55,9 @@ def capture_step(
     return captured
 
 
-def check_model(model: object) -> None:
-    """Raise CaptureError for what is no module, and for one that holds what no capture can look into."""
+def check_model(model: object, runs_hooks: bool = False) -> None:
+    """Raise CaptureError for what is no module, and for one that holds what no capture can look into. runs_hooks: those
+    on gradients, as a parallel model does."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
@@ -67,7 +68,7 @@ def check_model(model: object) -> None:
                 name = construct.name.format(type(module).__name__)
                 raise CaptureError(f"{who} is {name}. {construct.instead}")
     for path, parameter in model.named_parameters():
-        for is_kind, construct in PARAMETERS:
+        for is_kind, construct in (LAZY,) if runs_hooks else (LAZY, HOOKED):
             if is_kind(parameter):
                 raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 

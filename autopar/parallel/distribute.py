@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.layout import Layout, combine, replicated
 from autopar.ir.mesh import PIPELINE, Mesh
+from autopar.parallel.identity import lay_out
 from autopar.parallel.padding import beginning, with_padding, without_padding
 from autopar.parallel.parameter import ParameterTensor, parameter_tensor
 from autopar.parallel.place import World
 from autopar.passes.zero import stored_layout
 from autopar.runtime.wire import on_wire
-from autopar.torch_compat import local_of, swap_in_place
+from autopar.torch_compat import local_of
 
 SMALL = 1 << 16  # elements: a parameter with fewer waits whole, for a collective would cost more than its memory
 
@@ -107,7 +108,7 @@ class Distributor:
         return self.world.place(layout, owner).gather(part.detach(), torch.Size(shape), None)
 
     def relayout(
-        self, parameter: nn.Parameter, has: Layout, wanted: Layout,
+        self, name: str, parameter: nn.Parameter, has: Layout, wanted: Layout,
         owner: int | None = None, new_owner: int | None = None,
     ) -> None:  # fmt: skip
         """Change layout and owner of a parameter in place: optimizers and users that hold it keep holding it.
@@ -118,6 +119,4 @@ class Distributor:
         value = local
         if owner is not None or has != replicated(len(has.dims)):
             value = self.gather_everywhere(local, has, parameter.shape, owner)
-        made = self.parameter(value, wanted, new_owner)
-        made.requires_grad_(parameter.requires_grad)
-        swap_in_place(parameter, made)
+        lay_out(name, parameter, self.parameter(value, wanted, new_owner))

@@ -37,9 +37,9 @@ def check_plain(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise AutoparError(
-                f"'{name}' is a DTensor already: this module was given to autopar.parallelize before, or to another "
-                f"library that distributes it (parallelize_module). A module is made parallel once: build "
-                f"it anew for another mesh or other options."
+                f"'{name}' is a DTensor already: this module, or one that shares it, was given to autopar.parallelize "
+                f"before, or to another library that distributes it (parallelize_module). A module is made parallel "
+                f"once: build it anew for another mesh or other options."
             )
 
 

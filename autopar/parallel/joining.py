@@ -21,7 +21,7 @@ from autopar.parallel.agreement import Agreement, Phase
 from autopar.parallel.auto_options import AUTO, check_open, machine_for
 from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
-from autopar.parallel.gradients import check_plain
+from autopar.parallel.identity import check_identity
 from autopar.parallel.replicas import every_of
 from autopar.parallel.store import describe_state
 from autopar.settings import Settings
@@ -69,8 +69,8 @@ class Asked:
         others = {name: getattr(self, name) for name in ("seed", "batch", "cuda_graphs", "check_replicas")}
         phase.texts["options"] = [*(f"{name}={value}" for name, value in others.items()), *options.lines]
         phase.now = "model"
-        check_model(self.model)
-        check_plain(self.model)
+        check_model(self.model, runs_hooks=True)
+        phase.texts["gradients"] = check_identity(self.model)
         phase.texts["model"] = describe_state(self.model)
         phase.now = "compiler"
         check_compiler(options.compile, device)

@@ -53,7 +53,7 @@ class ParallelModule(Inlined):
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
         self._adopt(asked.model)
-        States(self._store).watch(self)
+        States(self._store, self._session.agreement).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
 

@@ -7,7 +7,7 @@ operators.py says how. The methods that optimizers call for each tensor have a s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -33,12 +33,11 @@ from autopar.torch_compat import (
     take_in_lists,
     with_spec,
 )
+from autopar.torch_identity import become, hooked_together
 
 
 class _Held(PlacedTensor):
     """What a parameter and a view of one have in common."""
-
-    __slots__ = ()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -56,7 +55,7 @@ class _Held(PlacedTensor):
             raise refusal("redistribute")
         value = self.full_tensor()
         if replicated:
-            made: DTensor = self.around(value, world.everywhere(value.ndim), value.shape)
+            made: Any = self.around(value, world.everywhere(value.ndim), value.shape)
             return made
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
@@ -94,7 +93,9 @@ class _Held(PlacedTensor):
         return chunks(self)[index.offset][1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return with_spec(DTensor, local_of(self), spec_of(self), self.requires_grad).__reduce_ex__(protocol)
+        part = local_of(self)
+        part = part.clone() if part.storage_offset() else part  # else torch takes the wrapper for one with memory
+        return with_spec(DTensor, part, spec_of(self).plain(), self.requires_grad).__reduce_ex__(protocol)
 
     def around(self, part: torch.Tensor, place: Place, shape: Sequence[int]) -> ParameterTensor:
         stride = part.stride() if place.is_replicated and not part.is_contiguous() else None
@@ -125,8 +126,6 @@ for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "set_", "share_mem
 class ParameterTensor(_Held):
     """A parameter, gradient or optimizer state, or what was computed of one."""
 
-    __slots__ = ()
-
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         return self.detach()
@@ -148,15 +147,14 @@ class ParameterTensor(_Held):
         local = local_of(self).detach().clone()
         made = PlacedTensor.make(ParameterTensor, local, self.place, spec_of(self), self.requires_grad)
         memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        own = {name: value for name, value in vars(self).items() if name not in vars(made)}
+        vars(made).update(copy.deepcopy(own, memo))
         made.grad = copy.deepcopy(self.grad, memo)
         return made  # type: ignore[no-any-return]
 
 
 class ViewTensor(_Held, ViewOf):
     """A view of a split tensor: read anew each time, and written through to it."""
-
-    __slots__ = ()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         raise refusal("to_local of a view")
@@ -180,7 +178,8 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: _Held) -> torch.Tensor:  # type: ignore[override]
         held: Any = tensor.detach()
-        ctx.like, ctx.place, ctx.shape = held, tensor.place, tensor.shape
+        ctx.place, ctx.shape = tensor.place, tensor.shape
+        ctx.like = held.around(local_of(held).new_empty(0), tensor.place, tensor.shape)  # holds no memory of the tensor
         value = whole_value(held, "full_tensor")
         own = isinstance(tensor, ViewOf) or tensor.place.is_replicated
         return value.clone() if own else value
@@ -253,8 +252,12 @@ def accumulate(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor
                 gradient.place = parameter.place
                 parameter.grad = gradient
     if not is_simple:
-        for parameter, value in zip(known, parts, strict=True):
-            _add_to_gradient(parameter, value)
+        hooked = [pair for each in zip(known, parts, strict=True) for pair in _add_to_gradient(*each)]
+        if any(hooked_together(parameter) for parameter, _ in hooked):  # it wants one backward pass
+            torch.autograd.backward([p for p, _ in hooked], [gradient for _, gradient in hooked])
+        else:
+            for parameter, gradient in hooked:
+                torch.autograd.backward([parameter], [gradient])
 
 
 def _are_new(parameters: list[Any]) -> bool:
@@ -269,11 +272,12 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    """Where the user has hooks on a parameter autograd does it: it runs them once, on this backward pass's gradient."""
+def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Where the user has hooks on a parameter autograd does it, with what this gives: it runs them once, on this
+    backward pass's gradient."""
     if not isinstance(parameter, ParameterTensor):  # of a plain module in the loss
         assert value is not None
-        torch.autograd.backward([parameter], [value])
+        yield parameter, value
         return
     part = torch.zeros_like(local_of(parameter)) if value is None else value
     held: Any = parameter
@@ -282,13 +286,16 @@ def _add_to_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> Non
     if any(hooks_of(parameter)):
         if grad is None:  # else autograd would make one, of another class
             parameter.grad = torch.zeros_like(made)
-        torch.autograd.backward([parameter], [made])
+        yield parameter, made
     elif grad is None:
         parameter.grad = made
     elif isinstance(grad, ParameterTensor) and grad.place is held.place:
         if value is not None:
             local_of(grad).add_(value)
-    else:  # the user's own: of another placement, or plain
+    elif isinstance(grad, ParameterTensor):  # where its parameter lay before
+        become(grad, made.add_(grad.detach()), RuntimeError)
+        parameter.grad = grad
+    else:  # the user's own
         parameter.grad = made.add_(grad.detach())
 
 

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
@@ -43,13 +44,13 @@ class _Programs(Protocol):
 
 
 class PlainStore:
-    """What a rank holds of a plain module: all of it, the same on every rank."""
+    """What a rank holds of a plain module: all of it, the same on every rank, but what it shares with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
 
     def given(self, name: str, layout: Layout) -> torch.Tensor:
         assert layout.is_replicated
@@ -212,7 +213,8 @@ class Joined:
         """Send rank 0's values. Every rank must call this with the partners of the same step."""
         for partner in self._new(partners):
             self.known.add(partner.module)
-            entries = [(entry, tensor.detach()) for entry, tensor in state_of(partner.module).entries]
+            known = state_of(partner.module).entries
+            entries = [(entry, tensor.detach()) for entry, tensor in known if not isinstance(tensor, DTensor)]
             for entry, tensor in entries if dist.get_world_size() > 1 else ():
                 value = tensor.contiguous()
                 with lost_peers(f"sending {entry.kind} '{partner.name}.{entry.name}' from rank 0"):

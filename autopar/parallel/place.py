@@ -24,6 +24,7 @@ from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.parallel.padding import beginning, padded_part, with_padding, without_padding
 from autopar.runtime.distributed import all_gather_flat
 from autopar.torch_compat import StridedShard, local_of, mesh_elsewhere, spec_of
+from autopar.torch_identity import GuardedSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ class World:
         """Raise RankError on every rank if plain tensors that are mixed with distributed ones differ between ranks."""
         if self.mesh.size == 1 or self.seeded or not tensors:
             return
-        digests = [_digest(tensor) for tensor in tensors]
+        digests = [digest(tensor) for tensor in tensors]
         self.talk(what)
         everyone = torch.stack(self.gather_bytes(torch.tensor(digests, dtype=torch.int64)))
         different = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
@@ -104,6 +105,18 @@ class World:
                 f"on every rank, but rank {', '.join(map(str, different))} has other values than rank 0. "
                 f"Make it alike on all ranks (the same seed, or a broadcast)."
             )
+
+
+class PlacedSpec(GuardedSpec):
+    """What torch knows of a tensor that users hold, but for its own ops on DTensors."""
+
+    @staticmethod
+    def refused() -> Exception:
+        return AutoparError(
+            "a DTensor that is not the model's stands before a tensor of the model in an op: torch would compute by "
+            "placements, which do not say how the model's lies. Let the model's stand first, as in `parameter + other` "
+            "for `other + parameter`, or make the other one its like: `torch.empty_like(parameter).copy_(other)`."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +183,7 @@ class Place:
             made = DTensor.from_local(
                 local, self.device_mesh, self.placements, run_check=False, shape=size, stride=stride
             )
-            self._specs[key] = spec_of(made)
+            self._specs[key] = PlacedSpec.of(spec_of(made))
         return self._specs[key]
 
     def like(self, ndim: int) -> Place:
@@ -347,7 +360,7 @@ def _from_bytes(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return row.contiguous().view(like.dtype).reshape(like.shape)
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def digest(tensor: torch.Tensor) -> int:
     """A number for shape, dtype and values."""
     text = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=7)
     text.update(_as_bytes(tensor.detach().cpu()).numpy().tobytes() if tensor.layout is torch.strided else b"")

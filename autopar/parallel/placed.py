@@ -15,15 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, local_shape, padded_shape
 from autopar.parallel.place import Place, World, placements
-from autopar.torch_compat import PART_OF_DTENSOR, SPEC_OF_DTENSOR, StridedShard, local_of, spec_of, with_spec
+from autopar.torch_compat import StridedShard, local_of, spec_of, with_spec
+from autopar.torch_identity import SlotlessDTensor
 
 
-class PlacedTensor(DTensor):
+class PlacedTensor(SlotlessDTensor):
     """A DTensor whose place is known: a layout, and the ranks that hold it."""
 
-    __slots__ = ("place",)
     place: Place
-    part, spec = PART_OF_DTENSOR, SPEC_OF_DTENSOR  # as `local_of` and `spec_of`, without a call (quick.py)
     # What a class of the family has (parameter.py): a tensor of it around another part, which lies at another place,
     # and a view that reads and writes this tensor.
     around: Callable[[torch.Tensor, Place, Sequence[int]], Any]
@@ -36,6 +35,14 @@ class PlacedTensor(DTensor):
         made.place = place
         return made
 
+    @staticmethod
+    def class_refused() -> AutoparError:
+        return AutoparError(
+            "the class of a tensor of a parallel model is fixed, so that torch.utils.swap_tensors cannot exchange it "
+            "(nor can torch.__future__.set_swap_module_params_on_conversion). Write its value by copy_() or "
+            "load_state_dict()."
+        )
+
 
 # A view function with its arguments behind the first, and which of its results (None: there is one only).
 Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
@@ -44,7 +51,6 @@ Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 class ViewOf(PlacedTensor):
     """A view of a tensor that is split: nothing but the way from its base, which every read goes again."""
 
-    __slots__ = ("base", "steps")
     base: PlacedTensor
     steps: tuple[Step, ...]
 

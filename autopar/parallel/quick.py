@@ -44,9 +44,9 @@ def _of_none(kind: type[Any], method: Method, is_in_place: bool) -> Method:
             return method(self, *args, **options)
         if is_in_place:
             add_to_versions((self,))
-            method(self.part)
+            method(self._local_tensor)
             return self
-        made = _like(self, method(self.part), new)
+        made = _like(self, method(self._local_tensor), new)
         return method(self) if made is None else made
 
     return quick
@@ -60,15 +60,15 @@ def _of_one(kind: type[Any], method: Method, is_in_place: bool) -> Method:
             return method(self, *args, **options)
         (operand,) = args
         given = type(operand)
-        if given is kind and (operand.spec is self.spec or _is_number(operand, self)):
-            operand = operand.part
+        if given is kind and (operand._spec is self._spec or _is_number(operand, self)):
+            operand = operand._local_tensor
         elif given is not float and given is not int:
             return method(self, operand, **options)
         if is_in_place:
             add_to_versions((self,))
-            method(self.part, operand, **options)
+            method(self._local_tensor, operand, **options)
             return self
-        made = _like(self, method(self.part, operand, **options), new)
+        made = _like(self, method(self._local_tensor, operand, **options), new)
         return method(self, *args, **options) if made is None else made
 
     return quick
@@ -81,18 +81,18 @@ def _of_two(kind: type[Any], method: Method, is_in_place: bool) -> Method:
         if len(args) != 2 or _grad_is_on() or (options and not options.keys() <= _NUMBERS):
             return method(self, *args, **options)
         first, second = args
-        spec, given = self.spec, type(second)
-        if type(first) is not kind or first.spec is not spec:
+        spec, given = self._spec, type(second)
+        if type(first) is not kind or first._spec is not spec:
             return method(self, *args, **options)
-        if given is kind and (second.spec is spec or _is_number(second, self)):
-            second = second.part
+        if given is kind and (second._spec is spec or _is_number(second, self)):
+            second = second._local_tensor
         elif given is not float and given is not int:
             return method(self, *args, **options)
         if is_in_place:
             add_to_versions((self,))
-            method(self.part, first.part, second, **options)
+            method(self._local_tensor, first._local_tensor, second, **options)
             return self
-        made = _like(self, method(self.part, first.part, second, **options), new)
+        made = _like(self, method(self._local_tensor, first._local_tensor, second, **options), new)
         return method(self, *args, **options) if made is None else made
 
     return quick
@@ -100,7 +100,7 @@ def _of_two(kind: type[Any], method: Method, is_in_place: bool) -> Method:
 
 def _like(tensor: Any, out: torch.Tensor, new: Callable[[torch.Tensor, Any], Any]) -> Any:
     """What was computed of a tensor's part, as a tensor that lies there; None if it has another dtype."""
-    spec = tensor.spec
+    spec = tensor._spec
     if out.dtype is not spec.tensor_meta.dtype:
         return None
     made = new(out, spec)

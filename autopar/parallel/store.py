@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
-from autopar.parallel.materialize import assign, assign_inside, materialize
+from autopar.parallel.identity import lay_out, make_parallel, tell_held, tell_moved
+from autopar.parallel.materialize import materialize
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
-from autopar.torch_compat import local_of, swap_in_place
+from autopar.torch_compat import local_of
 
 
 class ParameterStore:
@@ -35,28 +36,26 @@ class ParameterStore:
         self.searched: Mapping[str, Layout] = {}  # the same without what ZeRO splits
         self.owners: dict[str, int | None] = {}  # the stage where a parameter lies; None: on every one
         self.is_placed = False  # by a program
+        self.told: Set[str] = set()  # parameters of which others hold the memory, as the user knows
         self.stages: Mapping[str, int] | None = None  # that keep the parameters, once there are some
 
     # -- making it ----------------------------------------------------------------------------------------------
 
     def distribute(self, agreement: Agreement, seed: int, weights: str | Path | None = None) -> None:
-        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. Every rank must call this,
-        with models of the same state. No more than one parameter is whole on the device at a time.
+        """Parameters become DTensors with rank 0's values; buffers lie whole on every rank. All do so in place. Every
+        rank must call this, with models of the same state. No more than one parameter is whole on the device at a time.
 
         weights: the files of what is on the meta device; None for `reset_parameters`.
         """
+        self.told = tell_held(self.model) if dist.get_rank() == 0 else set()
         materialize(self.model, self.distributor, self.device, agreement, seed, weights)
         entries = self.entries()[::-1]
-        parameters: dict[int, torch.Tensor] = {}  # by the id of the one that each replaces
         while entries:  # taken off the list, so that nobody keeps a whole value whose part is taken
             entry, tensor = entries.pop()
             made = self._distributed(entry, tensor)
             if isinstance(made, ParameterTensor):
                 self.layouts[entry.name], self.owners[entry.name] = made.place.layout, None
-                parameters[id(tensor)] = made
-            for name in entry.names:
-                assign(self.model, name, made, entry.kind)
-        assign_inside(self.model, parameters)
+            make_parallel(entry.name, tensor, made)
         self.structure = Structure(self.model)
 
     def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,23 +88,27 @@ class ParameterStore:
 
     def relayout(self, layouts: Mapping[str, Layout], owners: Mapping[str, int | None]) -> None:
         """Move parameters to other layouts and stages, in place. Every rank must call this."""
-        parameters = self.parameters()
-        for name, layout in layouts.items():
-            has, wanted = (self.layouts[name], self.owners[name]), (layout, owners.get(name))
-            if wanted != has:
-                self.distributor.relayout(parameters[name], has[0], layout, has[1], wanted[1])
-                self.layouts[name], self.owners[name] = wanted
+        wanted = {name: (layout, owners.get(name)) for name, layout in layouts.items()}
+        moved = {name: to for name, to in wanted.items() if to != (self.layouts[name], self.owners[name])}
+        parameters = {name: self.model.get_parameter(name) for name in moved}
+        if dist.get_rank() == 0:
+            tell_moved(parameters, self.told)
+        for name, (layout, owner) in moved.items():
+            self.distributor.relayout(name, parameters[name], self.layouts[name], layout, self.owners[name], owner)
+            self.layouts[name], self.owners[name] = layout, owner
 
     def move(self, other: Distributor) -> None:
         """Lie over another mesh of the same ranks, as before the first program; the next one decides layouts. Who
         holds parameters keeps holding them. Every rank must call this, in a call that announced itself."""
+        if dist.get_rank() == 0:
+            tell_moved(self.parameters(), self.told)
         for name, parameter in self.parameters().items():
             layout, owner = self.layouts[name], self.owners[name]
             value = self.distributor.gather_everywhere(local_of(parameter), layout, parameter.shape, owner)
             self.layouts[name], self.owners[name] = other.waiting(parameter.shape), None
-            made = other.parameter(value, self.layouts[name])
-            swap_in_place(parameter, made.requires_grad_(parameter.requires_grad))
+            lay_out(name, parameter, other.parameter(value, self.layouts[name]))
         self.distributor, self.searched, self.is_placed, self.stages = other, {}, False, None
+        self.told = set(self.layouts)
 
     # -- what it holds ------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ LIMITS = st.sampled_from([0.01, 0.3, 5.0])
 
 @action("ready", "gradients", limit=LIMITS)
 def clip_grad_norm(side: Side, limit: float) -> Tensor:
-    return clip_grad_norm_(side.model.parameters(), limit)
+    return clip_grad_norm_(side.parameters(), limit)
 
 
 @action("ready", "exact", "gradients", limit=st.sampled_from([0.001, 0.05]))
 def clip_grad_value(side: Side, limit: float) -> None:
-    clip_grad_value_(side.model.parameters(), limit)
+    clip_grad_value_(side.parameters(), limit)
 
 
 @action("ready", "gradients", limit=LIMITS)
@@ -71,7 +71,7 @@ def read_gradients(side: Side) -> list[Tensor]:
 @action("ready")
 def largest_weights(side: Side) -> list[float]:
     with torch.no_grad():
-        return [p.abs().max().item() for p in side.model.parameters()]
+        return [p.abs().max().item() for p in side.parameters()]
 
 
 @action("ready", "exact", how=st.sampled_from(["sum", "mean", "norm", "std", "amin", "prod", "float(sum)", "all"]))
@@ -88,7 +88,7 @@ def numbers(side: Side, how: str) -> list[object]:
         "all": lambda p: bool((p < 0.9).all()),
     }[how]
     with torch.no_grad():
-        return [reduce(p) for p in side.model.parameters()]
+        return [reduce(p) for p in side.parameters()]
 
 
 @action("ready", "gradients")
@@ -100,28 +100,28 @@ def norm_of_a_list(side: Side) -> Tensor:
 @action("ready", "exact")
 def equal_to_itself(side: Side) -> list[bool]:
     with torch.no_grad():
-        return [torch.equal(p, p.clone()) for p in side.model.parameters()] + [
-            torch.equal(p, p + 1) for p in side.model.parameters()
+        return [torch.equal(p, p.clone()) for p in side.parameters()] + [
+            torch.equal(p, p + 1) for p in side.parameters()
         ]
 
 
 @action("ready", factor=st.sampled_from([0.9, 0.99]))
 def decay(side: Side, factor: float) -> None:
-    for p in side.each(side.model.parameters()):
+    for p in side.each(side.parameters()):
         p.data.mul_(factor)
 
 
 @action("ready", "exact", limit=st.sampled_from([0.05, 0.2]))
 def mask_weights(side: Side, limit: float) -> None:
     with torch.no_grad():
-        for p in side.each(side.model.parameters()):
+        for p in side.each(side.parameters()):
             p.mul_(p.abs() > limit)
 
 
 @action("ready", "exact")
 def first_row_to_zero(side: Side) -> None:
     with torch.no_grad():
-        for p in side.each(side.model.parameters()):
+        for p in side.each(side.parameters()):
             if p.ndim:
                 p[0].zero_()
 
@@ -129,13 +129,13 @@ def first_row_to_zero(side: Side) -> None:
 @action("ready", scale=st.sampled_from([0.01, 0.1]))
 def add_noise(side: Side, scale: float) -> None:
     with torch.no_grad():
-        for p in side.each(side.model.parameters()):
+        for p in side.each(side.parameters()):
             p.add_(torch.randn_like(p) * scale)
 
 
 @action("ready", "exact", kind=st.sampled_from(["normal_", "uniform_", "trunc_normal_", "xavier_uniform_"]))
 def initialise(side: Side, kind: str) -> None:
-    for p in side.each(side.model.parameters()):
+    for p in side.each(side.parameters()):
         if p.ndim >= 2:
             getattr(torch.nn.init, kind)(p)
 

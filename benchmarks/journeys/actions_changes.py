@@ -93,7 +93,7 @@ def set_momentum(side: Side, value: float) -> None:
 
 @action("ready", which=WHICH)
 def freeze(side: Side, which: int) -> None:
-    parameters = list(side.model.parameters())
+    parameters = list(side.parameters())
     if sum(p.requires_grad for p in parameters) > 1:
         parameters[which % len(parameters)].requires_grad_(False)
 

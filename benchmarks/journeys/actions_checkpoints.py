@@ -130,7 +130,10 @@ def move(side: Side, to: int, way: str) -> None:
         parallel(side).random_state.load_state_dict(random)
     side.mark()
     if make is not None:
-        side.use(make)
+        made = side.use(make)
+        assert optimizer is not None
+        for group in made.param_groups if "initial_lr" in optimizer.param_groups[0] else ():
+            group["initial_lr"] = group["lr"]  # by a scheduler, which torch's loaders want to be there before
     side.mark()
     _load(side, saved, way, has_states)
 

@@ -108,5 +108,5 @@ def remove_hook(side: Side, which: int) -> None:
 
 
 def _trainable(side: Side, which: int) -> nn.Parameter:
-    parameters = [p for p in side.model.parameters() if p.requires_grad]
+    parameters = [p for p in side.parameters() if p.requires_grad]
     return parameters[which % len(parameters)]

@@ -37,8 +37,8 @@ def new_quick_optimizer(side: Side, name: str, kind: str) -> None:
 def groups(side: Side, decay: float) -> None:
     """Matrices decay, vectors do not."""
 
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        matrices, vectors = _by_dims(model)
+    def make(_: nn.Module) -> torch.optim.Optimizer:
+        matrices, vectors = _by_dims(side)
         decayed = {"params": matrices, "weight_decay": decay}
         return torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}], lr=0.01, eps=1e-6)
 
@@ -49,8 +49,8 @@ def groups(side: Side, decay: float) -> None:
 def add_group(side: Side) -> None:
     """First the vectors alone, then the rest with another rate."""
 
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        matrices, vectors = _by_dims(model)
+    def make(_: nn.Module) -> torch.optim.Optimizer:
+        matrices, vectors = _by_dims(side)
         made = torch.optim.SGD(vectors, lr=0.02, momentum=0.5)
         made.add_param_group({"params": matrices, "lr": 0.01})
         return made
@@ -58,8 +58,8 @@ def add_group(side: Side) -> None:
     side.use(make)
 
 
-def _by_dims(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    parameters = list(model.parameters())
+def _by_dims(side: Side) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    parameters = side.parameters()
     return [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
 
 

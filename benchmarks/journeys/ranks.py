@@ -163,7 +163,7 @@ def begin(rank: int, setup: Mapping[str, Any], folder: str) -> Report:
     _held["pair"] = pair = Pair(ours, Side(setup, False, Path(folder)))
     try:
         for side in (ours, pair.theirs):
-            if setup.get("optimizer"):
+            if setup.get("optimizer") and side.optimizer is None:
                 side.start(setup["optimizer"])
     except AutoparError as error:
         return _refused(error)

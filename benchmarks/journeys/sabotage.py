@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import types
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from unittest import mock
 from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.place import Place
+from autopar.parallel.store import ParameterStore
+from autopar.parallel.structure import Structure
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions_steps import BatchEncoding, Rows
 from benchmarks.journeys.ranks import Report
@@ -20,7 +23,7 @@ from benchmarks.journeys.ranks import Report
 
 @dataclass(frozen=True)
 class Sabotage:
-    """item: of issue 11. patches: what takes the place of a dotted name."""
+    """item: of issue 11, or that issue. patches: what takes the place of a dotted name."""
 
     item: int
     what: str
@@ -35,7 +38,7 @@ def _true(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-_gather, _first = Place.gather, _Walk._first
+_gather, _first, _distribute = Place.gather, _Walk._first, ParameterStore.distribute
 
 
 def _gather_in_the_order_of_the_mesh(self: Place, part: Any, shape: Any, what: str) -> Any:
@@ -62,6 +65,16 @@ def _own_draws(call: Any) -> Any:
     return call.args[0] if call.op.writes else call.first.around(out, call.first.place, call.first.shape)
 
 
+def _other_objects(self: ParameterStore, *args: Any) -> None:
+    """Parallel parameters are new objects, which nobody holds from before."""
+    _distribute(self, *args)
+    memo: dict[int, Any] = {}
+    for module in self.model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = copy.deepcopy(parameter, memo)
+    self.structure = Structure(self.model)
+
+
 def _objects_are_leaves(self: _Walk, value: Any, path: str) -> Any:
     """What torch's pytree does not know stays as it is, a constant of the program."""
     if isinstance(value, (BatchEncoding, Rows, types.SimpleNamespace)):
@@ -84,6 +97,9 @@ SABOTAGES: Mapping[str, Sabotage] = {
             "autopar.capture.containers._Walk._first": _objects_are_leaves,
             "autopar.capture.determinism.first_difference": _nothing,
         },
+    ),
+    "holders": Sabotage(
+        32, "parameters are new objects", {"autopar.parallel.store.ParameterStore.distribute": _other_objects}
     ),
     "digests": Sabotage(5, "batches of ranks are not compared", {"autopar.parallel.digests.Digests.vector": _nothing}),
     "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),

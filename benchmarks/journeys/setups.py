@@ -56,6 +56,8 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         made["options"]["precision"] = draw(st.sampled_from(["bf16", "fp16"]))
         made["optimizer"] = draw(st.sampled_from([None, "SGD"]))
         made["gan"] = False
+    if draw(st.integers(0, 2)) == 2:  # what a script holds from before
+        made["before"] = draw(st.sampled_from(["states", "gradients"]))
     if mesh == "dp=2" and "microbatches" not in options and draw(st.integers(0, 3)) == 3:
         made["batch"] = "local"
     if "cp" in axes_of(mesh):

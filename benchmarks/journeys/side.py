@@ -56,6 +56,7 @@ class Side:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     average: dict[str, Tensor] | None = None
+    held: list[nn.Parameter] | None = None  # from before the model was made parallel
     handles: dict[str, Any] = field(default_factory=dict)
     seen: list[float] = field(default_factory=list)  # by hooks
     steps: int = 0
@@ -68,17 +69,32 @@ class Side:
     stop: int | None = None  # the mark at which this side is to stop
 
     def __post_init__(self) -> None:
-        self.renew(self.setup["mesh"])
+        built = build(self.setup)
+        if self.setup.get("before"):
+            self._hold(built.model)
+        self.renew(self.setup["mesh"], built)
 
-    def renew(self, mesh: str) -> None:
-        """A model as it was at the start, on a mesh. Refused, nothing of this side has changed."""
+    def _hold(self, model: nn.Module) -> None:
+        """What a script has by the time it makes its model parallel: parameters in lists, gradients, an optimizer."""
+        self.model, self.held = model, list(model.parameters())
+        for p in self.held:
+            p.grad = p.detach() * 0.1
+        if self.setup.get("optimizer"):
+            self.start(self.setup["optimizer"]).step()  # which has states then
+        if self.setup["before"] != "gradients":
+            model.zero_grad()
+
+    def renew(self, mesh: str, made: Built | None = None) -> None:
+        """A model as it was at the start, on a mesh. Refused, nothing of this side has changed. made: what is there."""
         setup = {**self.setup, "mesh": mesh, "options": options_on(mesh, self.setup["options"])}
-        built = build(setup)
+        built = made or build(setup)
         model = self._made(setup, built.model, built.loss_fn)
         critic = self._made(setup, built.critics[0], built.critic_loss) if built.critics else None
         if critic is not None:  # each one's loss calls the other
             built.critics[0], built.generators[0] = critic, model
             self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
+        if made is None:
+            self.held = None
         self.setup, self.built, self.model, self.critic = setup, built, model, critic
         self.handles.clear()
         self.average = self.scheduler = None
@@ -151,7 +167,7 @@ class Side:
     def start(self, name: str, **options: Any) -> torch.optim.Optimizer:
         """An optimizer of all parameters."""
         kind, options = getattr(torch.optim, name), {**OPTIMIZERS[name], **options}
-        return self.use(lambda model: kind(model.parameters(), **options))
+        return self.use(lambda _: kind(self.parameters(), **options))
 
     def use(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make an optimizer, as it can be made again of a model that replaces this one."""
@@ -165,6 +181,10 @@ class Side:
         self.mark()
         assert self.optimizer is not None
         self.optimizer.step()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """As a script has them: in the list that it made first, if it made one."""
+        return list(self.model.parameters()) if self.held is None else self.held
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that have a gradient."""

@@ -37,11 +37,20 @@ def doubled(g: Tensor) -> Tensor:
     return g * 2
 
 
-def test_parallelize_refuses_a_gradient_hook_as_compile_does() -> None:
+def test_compile_refuses_a_gradient_hook_which_steps_run() -> None:
     plain = nn.Linear(8, 8)
     plain.weight.register_hook(doubled)
-    with pytest.raises(CaptureError, match=r"the parameter 'weight' has a gradient hook.*after autopar.parallelize"):
-        autopar.parallelize(plain, "dp=1", loss_fn=square)
+    with pytest.raises(CaptureError) as caught:
+        autopar.compile(plain, "dp=1", loss_fn=square, batch=(torch.randn(4, 8),))
+    assert str(caught.value) == (
+        "the parameter 'weight' has a gradient hook, which a compiled step would not run. The steps of "
+        "autopar.parallelize run it; here register it later, or change .grad between forward_backward and "
+        "optimizer.step(), or scale the parameter's use in the model."
+    )
+    autopar.parallelize(plain, "dp=1", loss_fn=square).forward_backward(torch.ones(4, 8))
+    twin = copy.deepcopy(plain.weight.full_tensor().detach()).requires_grad_()
+    nn.functional.linear(torch.ones(4, 8), twin, plain.bias.full_tensor().detach()).pow(2).mean().backward()
+    torch.testing.assert_close(plain.weight.grad.full_tensor(), twin.grad * 2)
 
 
 def test_parallelize_refuses_a_wrapped_module() -> None:

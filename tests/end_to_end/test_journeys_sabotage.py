@@ -15,10 +15,12 @@ pytestmark = pytest.mark.gloo
 HANGS = pytest.mark.slow  # until Gloo gives up, after 45 s
 
 
-def journey(mesh: str, *actions: tuple[str, dict[str, Any]], options: dict[str, Any] | None = None) -> Journey:
+def journey(
+    mesh: str, *actions: tuple[str, dict[str, Any]], options: dict[str, Any] | None = None, **more: Any
+) -> Journey:
     setup = {
         "mesh": mesh, "options": options or {}, "head": "regress", "width": 8, "blocks": ["mlp"], "optimizer": "AdamW",
-        "rows": 5, "warm": True,
+        "rows": 5, "warm": True, **more,
     }  # fmt: skip
     return (("begin", setup), *actions)
 
@@ -29,6 +31,7 @@ SHORT = {
     "sums": journey("fsdp=2", ("clip_by_sums", {"limit": 0.3})),
     "generators": journey("fsdp=2", ("add_noise", {"scale": 0.1})),
     "containers": journey("dp=1", ("in_a_container", {"seed": 1, "kind": "namespace"})),
+    "holders": journey("dp=1", ("optimizer_step", {}), before="states"),
     "digests": journey("dp=2", ("other_data_on_one_rank", {"seed": 1})),
     "guards": journey("dp=1", ("set_gain", {"value": 0.5}), STEP),
     "hooks": journey("dp=1", ("gradient_hook", {"which": 0, "factor": 0.5}), STEP),

@@ -23,8 +23,8 @@ def _only(rank: int, arguments: dict[str, Any], state: str = "") -> None:
     """Rank 1 alone is asked for something else, or given another kind of model."""
     torch.manual_seed(0)
     model = nn.Linear(16, 8, device="meta" if state == "meta" else None)
-    if rank and state == "hook":
-        model.weight.register_hook(lambda gradient: gradient * 2)
+    if rank and state == "attribute":
+        model.weight.place = 1
     if rank and state == "meta":
         model.reset_parameters = _no_reset
     autopar.parallelize(model, **{"mesh": "dp=2", "loss_fn": models.square_loss, **(arguments if rank else {})})
@@ -41,7 +41,7 @@ ALONE = {
     "options, replicas": ({"check_replicas": -1}, "", "AutoparError: check_replicas=-1: write a number of"),
     "options, compiler": ({"compile": "gcc"}, "", 'CompileError: compile=\'gcc\': write "inductor" or "triton"'),
     "compiler": ({"cuda_graphs": True}, "", "CompileError: cuda_graphs=True records what a GPU does, and this rank"),
-    "model, hook": ({}, "hook", "CaptureError: the parameter 'weight' has a"),
+    "model, attribute": ({}, "attribute", "AutoparError: the parameter 'weight' has an attribute 'place'"),
     "model, values": ({}, "meta", "RuntimeError: no values"),
 }
 

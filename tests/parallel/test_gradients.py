@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[type[AutoparError], str, Callable[[], Any]]] = {
     "made under inference_mode": (
         AutoparError, "parallelize makes parameters to train: call it outside of torch.inference_mode().", _inference),
     "a module made parallel twice": (
-        AutoparError, "'0.weight' is a DTensor already: this module was given to autopar.parallelize before", _twice),
+        AutoparError, "'0.weight' is a DTensor already: this module, or one that shares it, was given", _twice),
     "a parallel model made parallel": (
         AutoparError, "this is a parallel model already", lambda: autopar.parallelize(make(), "dp=1")),
     "a parallel model inside": (

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.torch_compat import TorchDispatchMode, local_of
+from autopar.torch_identity import SlotlessDTensor
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +90,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, (DTensor, SlotlessDTensor)) for kind in types):
             return NotImplemented  # DTensor goes on with its local parts, which come here again
         out = self.compute(func, args, kwargs)
         for tensor in _plain((out,)):
