@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.ran import Ran
 from autopar.capture.scalars import GONE, Place, Scalars
 from autopar.capture.spots import (
@@ -67,7 +68,7 @@ class Guards:
         self.model, self.loss_fn, self.ran = model, loss_fn, ran
         self.given: Numbers = {} if given is None else given
         self.places: frozenset[Place] = frozenset()
-        for table in global_module_hooks() + tuple(t for m in model.modules() for t in hook_tables(m)):
+        for table in global_module_hooks() + tuple(t for m in tables.modules(model) for t in hook_tables(m)):
             for hook in table.values():
                 ran.add(hook)
         ran.add_backward()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.partners import Inlined
 from autopar.capture.ran import Ran, Root, own_roots
 from autopar.torch_compat import global_module_hooks
@@ -86,7 +87,7 @@ class Walk:
         """The modules that are trained: their tensors are the step's inputs, their modes part of its signature."""
         for table in global_module_hooks():
             self._table("hooks of all modules", "torch.nn.modules.module", table)
-        for path, module in model.named_modules():
+        for path, module in tables.named_modules(model):
             self._module(path, "", module, is_outside=False)
 
     def root(self, root: Root) -> None:
@@ -123,7 +124,7 @@ class Walk:
             self.seen.add(id(value))
         if isinstance(value, nn.Module):
             traced = value.original if isinstance(value, Inlined) else value
-            for path, module in traced.named_modules():
+            for path, module in tables.named_modules(traced):
                 self._module(f"{name}.{path}" if path else name, where, module, is_outside=True)
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
@@ -70,7 +71,7 @@ class _Trial:
         parallel = self._parallel()
         parallel.prepare(*args, **kwargs)
         plain.borrow(parallel.programs[-1].captured.partners)
-        optimizer = job.make_optimizer(parallel.parameters())
+        optimizer = job.make_optimizer(tables.parameters(parallel))
         steps = []
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture import Captured
+from autopar.capture import Captured, tables
 from autopar.capture.capture import state_of
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
@@ -35,9 +35,9 @@ class Virtual:
         kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
-        self.optimizer = make([p for p in model.parameters() if p.requires_grad])
+        self.optimizer = make([p for p in tables.parameters(model) if p.requires_grad])
         self.replicas: dict[tuple[str, str], float] = {}
-        parameter = next(model.parameters())
+        parameter = next(tables.parameters(model))
         self.dtype, self.device = dtype_of(model), parameter.device
         self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
@@ -49,7 +49,7 @@ class Virtual:
             outputs = self._run(self.whole(args, kwargs, seed))
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
-        shapes = {name: tensor.shape for name, tensor in (*self.model.named_parameters(), *self.partners.items())}
+        shapes = {name: tensor.shape for name, tensor in (*tables.named_parameters(self.model), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             # the gradient of a parameter is on the ranks of one stage
@@ -76,13 +76,13 @@ class Virtual:
         return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
 
     def _update(self, found: Values) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in tables.named_parameters(self.model):
             gradient = found.get(("gradient", name))
             parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
         self.optimizer.step()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in tables.named_parameters(self.model):
             found["weight", name] = parameter.detach().clone()
-        for name, tensor in self.model.named_buffers():
+        for name, tensor in tables.named_buffers(self.model):
             new = found.setdefault(("buffer", name), tensor.clone())
             tensor.copy_(new)
         for name in self.partners:
