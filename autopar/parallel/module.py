@@ -140,7 +140,8 @@ class ParallelModule(Inlined):
 
     @property
     def random_state(self) -> RandomState:
-        """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
+        """The seed, the steps taken and the calls of the model itself: save it with a checkpoint, load it to go on with
+        the draws that follow."""
         return self._session.random
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autopar.errors import AutoparError
+
 
 @dataclass(slots=True)
 class RandomState:
@@ -33,4 +35,10 @@ class RandomState:
         return {"seed": self.seed, "steps": self.steps, "forwards": self.forwards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing = [name for name in ("seed", "steps", "forwards") if name not in state]
+        if missing:
+            raise AutoparError(
+                f"random_state.load_state_dict was given {sorted(state)}, without {', '.join(missing)}: load what "
+                f"random_state.state_dict() gave, {self.state_dict()} for example."
+            )
         self.seed, self.steps, self.forwards = (int(state[name]) for name in ("seed", "steps", "forwards"))
