@@ -1,4 +1,4 @@
-"""What a call of the model itself leaves behind is what it leaves on one device: random numbers move on, buffers too."""
+"""A call of the model itself leaves behind what it does on one device: random numbers and buffers move on."""
 
 from __future__ import annotations
 
