@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.capture import tables
+from autopar.capture.leaves import text_of
 from autopar.capture.ran import Ran
 from autopar.capture.scalars import GONE, Place, Scalars
 from autopar.capture.spots import (
@@ -219,7 +220,7 @@ def _shown(spot: Spot | None) -> str:
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (FunctionType, type)):
         return f"{value.__module__}.{value.__qualname__}"
-    if not isinstance(value, (tuple, list, dict, *PLAIN)):
+    if not isinstance(value, (tuple, list, dict, set, frozenset, *PLAIN)):
         return f"another {type(value).__name__}"
-    text = repr(value) if spot is not None else _GONE
+    text = text_of(value) if spot is not None else _GONE
     return text if len(text) <= 80 else text[:77] + "..."

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.capture import tables
+from autopar.capture.leaves import text_of
 from autopar.capture.partners import Inlined
 from autopar.capture.ran import Ran, Root, own_roots
 from autopar.torch_compat import global_module_hooks
@@ -139,7 +140,7 @@ class Walk:
         elif isinstance(value, (list, dict)) and len(value) <= LONG:
             self.sized.append(value)
             for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                self._spot(f"{name}[{key!r}]", where, value, key, item, depth - 1)
+                self._spot(f"{name}[{text_of(key)}]", where, value, key, item, depth - 1)
         elif isinstance(value, tuple):
             for position, item in enumerate(value):
                 self._inside(f"{name}[{position}]", where, item, depth - 1)
