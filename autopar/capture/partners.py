@@ -78,10 +78,15 @@ class UnknownPartner(BaseException):
 
 def inlined(parallel: Inlined) -> nn.Module | None:
     """The module to run in place of a parallel one that is called while a step is traced; None outside of traces."""
-    if not has_torch_function((parallel,)):
+    if not is_traced(parallel):
         return None
     found: nn.Module | None = handle_torch_function(inlined, (), parallel)
     return found
+
+
+def is_traced(parallel: Inlined) -> bool:
+    """Whether a step is traced meanwhile, of which a parallel model may be a part."""
+    return bool(has_torch_function((parallel,)))
 
 
 class Partners:

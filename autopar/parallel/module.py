@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture.partners import Inlined, inlined
+from autopar.capture.partners import inlined
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
 from autopar.parallel.auto_options import machine_for
 from autopar.parallel.execution import Running
 from autopar.parallel.joining import Asked
+from autopar.parallel.likeness import Likeness
 from autopar.parallel.loss_scale import LossScale
-from autopar.parallel.placed import TO_SAVE
 from autopar.parallel.programs import Programs
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.session import open_session
@@ -27,14 +26,9 @@ from autopar.parallel.stepping import forward_step, train_step
 from autopar.runtime.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
-# The ways to hook something to a module that runs.
-_HOOKS = (
-    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
-    "register_full_backward_hook", "register_backward_hook",
-)  # fmt: skip
 
 
-class ParallelModule(Inlined):
+class ParallelModule(Likeness):
     """A module of which every rank of a mesh holds a part. Made by `autopar.parallelize`.
 
     Parameters are DTensors under their original names; buffers are whole on every rank. Programs are compiled at the
@@ -52,7 +46,7 @@ class ParallelModule(Inlined):
         self._auto = Auto(self._session, machine_for(asked.machine, device)) if asked.is_auto else None
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
-        self._adopt(asked.model)
+        self._become_like(asked.model)
         States(self._store).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
@@ -166,60 +160,6 @@ class ParallelModule(Inlined):
         running = self._programs.last_trained
         return running.runner.source if running else None
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        super().train(mode)
-        self.original.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("_original")
-            if original is None or name.startswith("__"):
-                raise
-        value = getattr(original[0], name)
-        if callable(value) and not isinstance(value, nn.Module):
-            instead = f"Call the parallel model itself, or use model.original.{name} if it reads no parameter."
-            raise AttributeError(
-                f"'{name}' is a method of {type(original[0]).__name__}: it would compute with this rank's part of the "
-                f"parameters. {TO_SAVE if name == 'save_pretrained' else instead}"
-            )
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        original = self.__dict__.get("_original")
-        own = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
-        if original is not None and not own:
-            if isinstance(value, (nn.Module, torch.Tensor)):
-                raise AutoparError(
-                    f"cannot set '{name}' of a parallel model to a {type(value).__name__}: its modules and tensors are "
-                    f"distributed already. Change the plain module before autopar.parallelize."
-                )
-            setattr(original[0], name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise AutoparError(
-            "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
-            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, "
-            "copy the plain module before autopar.parallelize."
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made = fn(probe)
-            if (made.dtype, made.device) != (probe.dtype, probe.device):
-                raise AutoparError(
-                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into "
-                    f"{made.dtype} on {made.device}. Convert the plain module before autopar.parallelize; "
-                    f"device= says where it goes."
-                )
-        return self
-
     def extra_repr(self) -> str:
         return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
 
@@ -228,13 +168,3 @@ class ParallelModule(Inlined):
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
-
-    # -- making it ----------------------------------------------------------------------------------------------
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Hold what the root holds, and take hooks for it: those of modules are part of its programs."""
-        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[table] = getattr(model, table)
-        for register in _HOOKS:
-            self.__dict__[register] = getattr(model, register)
-        self.training = model.training

@@ -58,6 +58,11 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that an optimizer steps."""
+    return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
+
+
 def values_of(aux: Any) -> Values:
     """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
     tensors = take_apart(aux, lenient=True).tensors()
@@ -72,7 +77,7 @@ class Plain:
         partners: tuple[Partner, ...] = (),
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
-        self.optimizer = make([p for p in tables.parameters(model) if p.requires_grad])
+        self.optimizer = make(trained(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
 
