@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import os
@@ -61,6 +62,7 @@ class _Pause:
 
 
 _WATCHED = nullcontext()
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Ran:
@@ -174,11 +176,17 @@ class Ran:
         return self._known[id(function)][1]
 
     def globals(self) -> Iterator[Root]:
-        """Those that the code names."""
+        """Those that the code reads: not what only has the name of an attribute that it reads."""
         for code, values in self._codes.values():
             where = f"{_place(code)}, a global that {_name(code)} reads"
             for inner in _with_nested(code):
-                yield from (Root(name, where, values, name) for name in inner.co_names if name in values)
+                yield from (Root(name, where, values, name) for name in _read_by(inner) if name in values)
+
+
+def _read_by(code: CodeType) -> Iterator[str]:
+    """The globals that code reads; `co_names` has its attributes too."""
+    loads = (each for each in dis.get_instructions(code) if each.opname in _LOADS)
+    return iter(dict.fromkeys(str(each.argval) for each in loads))
 
 
 def _interrupts() -> Iterator[CodeType]:

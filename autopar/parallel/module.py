@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,8 +15,8 @@ from autopar.capture.partners import inlined
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
-from autopar.parallel.auto_options import machine_for
 from autopar.parallel.execution import Running
+from autopar.parallel.gathered import gathered
 from autopar.parallel.joining import Asked
 from autopar.parallel.likeness import Likeness
 from autopar.parallel.loss_scale import LossScale
@@ -42,8 +44,7 @@ class ParallelModule(Likeness):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked.model)
         self._session = open_session(asked)
-        device = self._session.settings.device
-        self._auto = Auto(self._session, machine_for(asked.machine, device)) if asked.is_auto else None
+        self._auto = Auto(self._session, asked.machine) if asked.is_auto else None
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
         self._become_like(asked.model)
@@ -99,20 +100,34 @@ class ParallelModule(Likeness):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
-        self._session.announcer.call("full_state_dict")
+        self._announce("full_state_dict")
         return self._store.whole_state()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        self._session.announcer.call(
-            "full_gradients", self._store.with_gradients(), what="parameters that have gradients"
-        )
+        self._announce("full_gradients", self._store.with_gradients(), what="parameters that have gradients")
         return self._store.whole_gradients()
+
+    def gathered(self, *, rank: int | None = None, write: bool = False) -> AbstractContextManager[Any]:
+        """The plain module, for as long as a `with` block lasts: whole tensors in the place of parameters and buffers,
+        for whatever it can do on one device. Every rank must enter, and leave.
+
+            with model.gathered() as plain:            # on every rank
+                tokens = plain.generate(prompt)
+            with model.gathered(rank=0) as plain:      # None on the others, whose memory stays as it is
+                if plain is not None:
+                    plain.save_pretrained(folder)
+
+        It is `original`, with its own class and attributes. Meanwhile the parallel model refuses to be called.
+        write: behind the block, take over what one rank (`rank`, or 0) has in parameters and buffers then; an error in
+        the block leaves all as it was. Without it changes are lost, which a note says. Gradients stay where they are.
+        """
+        return gathered(self._session, rank, write)
 
     def check_replicas(self) -> None:
         """Raise RankError on every rank if ranks hold other values of what should be the same: parameters that an axis
         does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
-        self._session.announcer.call("check_replicas")
+        self._announce("check_replicas")
         self._session.replicas.check(self._session.random.steps)
 
     @property
@@ -162,6 +177,13 @@ class ParallelModule(Likeness):
 
     def extra_repr(self) -> str:
         return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
+
+    def _announce(self, call: str, lines: Sequence[str] = (), what: str = "arguments") -> None:
+        """Tell all ranks of a call, which a model that is gathered refuses."""
+        fault = self._store.structure.meanwhile
+        self._session.announcer.call(call, [*lines, fault] if fault else lines, what)
+        if fault:
+            raise AutoparError(fault)
 
     def _decide(self, call: str, args: Any, kwargs: Any) -> None:
         """With mesh="auto": take the plan of the first training batch."""

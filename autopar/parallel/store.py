@@ -121,6 +121,8 @@ class ParameterStore:
     def given(self, name: str, layout: Layout) -> torch.Tensor:
         """What a program takes of a parameter on this rank."""
         parameter = tables.parameter(self.model, name)
+        if self.structure.meanwhile:
+            raise AutoparError(self.structure.meanwhile)
         assert isinstance(parameter, DTensor)
         return self.distributor.given(parameter, layout)
 
@@ -148,6 +150,14 @@ class ParameterStore:
             if value is not None:
                 found.update(dict.fromkeys(entry.names, value))
         return {name: found[name] for name in nn.Module.state_dict(self.model, keep_vars=True) if name in found}
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole value of a parameter or buffer on every rank, the very memory where each has all of it. Every rank
+        must call it, in a call that announced itself."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        layout, owner = self.layouts[name], self.owners[name]
+        return self.distributor.gather_everywhere(local_of(tensor), layout, tensor.shape, owner)
 
     def with_gradients(self) -> list[str]:
         """The parameters that have gradients, by first name."""

@@ -20,7 +20,10 @@ class Structure:
     """Which submodules and parameters there are, by module.
 
     modules, parameters: each once, the latter by first name. They stay the same as long as there is no `fault`.
+    meanwhile: why others stand in their places for a while; see `gathered.py`.
     """
+
+    meanwhile: str = ""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = tuple(tables.modules(model))
@@ -39,6 +42,8 @@ class Structure:
 
     def fault(self) -> str:
         """What was added, removed or put in another's place; empty if nothing was."""
+        if self.meanwhile:
+            return self.meanwhile
         if list(map(len, self._tables)) == self._sizes and all(map(is_, self._all(), self._values)):
             return ""
         for path, table, items in self._kept:
