@@ -82,16 +82,20 @@ def _agree(session: Session, plain: _Plain, values: Mapping[str, torch.Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """A parameter or buffer, the plain tensor in its place, and the version of that one at first. Nothing is in its
+    """A parameter or buffer, and the plain tensor in its place with its version and memory at first. Nothing is in its
     place on a rank where the model stays parallel."""
 
     entry: Input
     held: torch.Tensor
     plain: torch.Tensor | None
-    version: int = 0
+    first: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(entry: Input, held: torch.Tensor, plain: torch.Tensor) -> _Swap:
+        return _Swap(entry, held, plain, (plain._version, plain.data_ptr()))
 
     def is_changed(self, now: torch.Tensor | None) -> bool:
-        return self.plain is not None and (now is not self.plain or now._version != self.version)
+        return self.plain is not None and (now is not self.plain or (now._version, now.data_ptr()) != self.first)
 
     def fault(self, now: torch.Tensor | None) -> str:
         """Why what stands there now cannot be written; empty if it can."""
@@ -170,7 +174,7 @@ def _gathered(store: ParameterStore, is_here: bool) -> Iterator[_Swap]:
         plain = value.detach().clone() if value.data_ptr() == _memory(held).data_ptr() else value.detach()
         if entry.kind == "parameter":
             plain = nn.Parameter(plain, requires_grad=held.requires_grad)
-        yield _Swap(entry, held, plain, plain._version)
+        yield _Swap.of(entry, held, plain)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -36,10 +36,6 @@ _TABLES = (
 )  # fmt: skip
 # Special methods of the user's that a parallel model goes without: it is never copied.
 _NOT_TAKEN = frozenset(f"__{name}__" for name in ("annotate", "class_getitem", "copy", "deepcopy", "del"))
-_COMPILED = (
-    "torch.compile of a parallel model: its steps are compiled already, with what moves between ranks in them. Leave "
-    'torch.compile out; autopar.parallelize(..., compile="inductor") compiles what each rank computes with Inductor.'
-)
 _COPIED = (
     "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the parameters. "
     "Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, copy the plain module "
@@ -79,11 +75,11 @@ class Likeness(Inlined):
         return self
 
     def compile(self, *_: Any, **__: Any) -> None:
-        raise AutoparError(_COMPILED)
+        _refuse_compiling(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == ASKED_TO_COMPILE:
-            raise AutoparError(_COMPILED)
+            _refuse_compiling(self)
         with suppress(AttributeError):
             return super().__getattr__(name)
         if "_stand_in" not in self.__dict__ or _is_special(name):
@@ -168,7 +164,7 @@ class _StandIn:
         raise AutoparError(_COPIED)
 
     def compile(self, *_: Any, **__: Any) -> None:
-        raise AutoparError(_COMPILED)
+        _refuse_compiling(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         assert isinstance(self, nn.Module)
@@ -186,6 +182,7 @@ def _stand_in(model: nn.Module, parallel: Likeness) -> nn.Module:
     names: dict[str, Any] = {
         "__new__": lambda _, *args, **kwargs: kind(*args, **kwargs),  # of `type(self)(config)`: another module
         "__class__": property(lambda _: kind), "__call__": call, "forward": property(lambda _: held().forward),  # type: ignore[union-attr]
+        ASKED_TO_COMPILE: property(_refuse_compiling),
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
         **{name: _slot(owner, name) for name in _slots_of(kind)},
     }  # fmt: skip
@@ -218,7 +215,7 @@ def _like_users(parallel: Likeness, name: str) -> Any:
     if owner is type(stand_in):
         return getattr(type(parallel.original), name)  # a class method
     if owner is not stand_in:
-        return value
+        return _handed_out(value, parallel) if isinstance(value, ParameterTensor) else value
 
     @functools.wraps(value)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -268,6 +265,14 @@ def _unchanged(module: nn.Module, fn: Any) -> nn.Module:
                 f"device= says where it goes."
             )
     return module
+
+
+def _refuse_compiling(_: object) -> NoReturn:
+    raise AutoparError(
+        "torch.compile of a parallel model: its steps are compiled already, with what moves between ranks in them. "
+        'Leave torch.compile out; autopar.parallelize(..., compile="inductor") compiles what each rank computes with '
+        "Inductor."
+    )
 
 
 def _public(names: Any) -> list[str]:
