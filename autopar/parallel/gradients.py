@@ -74,7 +74,8 @@ _OUTPUT = (
 )
 _LOSS = (
     "backward() of what forward_backward() returned: it has run the backward pass already, and .grad has the "
-    "gradients. Leave backward() out; what scales or adds to the loss belongs in loss_fn. To log the loss use .item()."
+    "gradients. Leave backward() out; what scales or adds to the loss belongs in loss_fn. To log the loss use .item(). "
+    'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow.'
 )
 
 

@@ -37,8 +37,8 @@ class ParallelModule(Likeness):
     first call with a new signature (shapes, dtypes, Python values, training flags), and again where what they read in
     Python has changed (docs/capture.md).
 
-    Submodules are the user's own. Other attributes of the root (`model.config`) are read from the user's module, but
-    not its methods: they would compute with this rank's parts. `original` is the user's module itself.
+    Submodules are the user's own, and so is all else that this class does not define: attributes, methods, properties,
+    special methods (docs/module.md). `original` is the user's module itself, `gathered()` makes it plain for a while.
     """
 
     def __init__(self, asked: Asked) -> None:

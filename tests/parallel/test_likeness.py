@@ -213,7 +213,7 @@ def test_names_of_ours_win_but_not_within_the_module() -> None:
     assert model.compiled is None and model.original.compiled == "mine"
 
 
-def test_methods_in_theloss_of_another_model() -> None:
+def test_methods_in_the_loss_of_another_model() -> None:
     """They are a part of that one's step: the partner's gradients come, and BatchNorm writes."""
 
     def run(is_parallel: bool) -> list[Tensor]:
