@@ -88,6 +88,11 @@ class Likeness(Inlined):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
+        if name == "forward" and "_stand_in" in known:
+            raise AutoparError(
+                "cannot set 'forward' of a parallel model: its programs come from the module's own. Wrap the plain "
+                "module's before autopar.parallelize, or call a function of yours around the model."
+            )
         if "_stand_in" not in known or name in known or hasattr(type(self), name):
             super().__setattr__(name, value)
             return

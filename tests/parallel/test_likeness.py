@@ -159,6 +159,17 @@ def test_setting_and_deleting() -> None:
         )
 
 
+def test_another_forward_is_refused() -> None:
+    """It would be passed over: the program is called."""
+    _, model = pair()
+    with pytest.raises(AutoparError) as caught:
+        model.forward = torch.no_grad()(model.forward)
+    assert str(caught.value) == (
+        "cannot set 'forward' of a parallel model: its programs come from the module's own. Wrap the plain module's "
+        "before autopar.parallelize, or call a function of yours around the model."
+    )
+
+
 def test_private_names_are_not_offered() -> None:
     _, model = pair()
     assert not [name for name in dir(model) if name.startswith("_") and not name.endswith("__")]
