@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.guards import Change, Guards
+from autopar.capture.leaves import text_of
 from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
 from autopar.parallel.numbers import ChangingNumbers
@@ -77,7 +78,8 @@ class Constants:
 
     def lines(self) -> list[str]:
         """What ranks must agree on."""
-        numbers = [f"{self._spot(p.key)} = {p.number(self._spot(p.key).read())!r}" for p in self.places.values()]
+        read = {p: p.number(self._spot(p.key).read()) for p in self.places.values()}
+        numbers = [f"{self._spot(p.key)} = {text_of(number)}" for p, number in read.items()]
         is_any = len(self.made) > len(self.places)
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
 
