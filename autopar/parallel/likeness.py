@@ -138,11 +138,7 @@ class _Forward:
     def __get__(self, parallel: Likeness | None, owner: Any = None) -> Any:
         if parallel is None:
             return self.function
-        bound = types.MethodType(self.function, parallel)
-        forward = functools.wraps(parallel.original.forward)(lambda *args, **kwargs: bound(*args, **kwargs))
-        with suppress(TypeError, ValueError):  # some have none
-            forward.__signature__ = inspect.signature(parallel.original.forward)  # type: ignore[attr-defined]
-        return forward
+        return _method_like(parallel.original.forward, self.function, parallel)
 
 
 def _class_for(base: type[Likeness], kind: type[nn.Module]) -> type[Likeness]:
@@ -222,14 +218,30 @@ def _like_users(parallel: Likeness, name: str) -> Any:
     if owner is not stand_in:
         return _handed_out(value, parallel) if isinstance(value, ParameterTensor) else value
 
-    @functools.wraps(value)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(parallel: Likeness, *args: Any, **kwargs: Any) -> Any:
         traced = inlined(parallel)
         if traced is not None:
             return getattr(traced, name)(*args, **kwargs)
         return _handed_out(value(*args, **kwargs), parallel)
 
-    return method
+    return _method_like(value, method, parallel)
+
+
+def _method_like(user: Callable[..., Any], function: Callable[..., Any], parallel: Likeness) -> Any:
+    """A function as a method of the parallel model, with the name, text and signature of one of the user's."""
+    inner = getattr(user, "__func__", None) if inspect.ismethod(user) else None
+
+    @functools.wraps(inner or user)
+    def method(parallel: Likeness, *args: Any, **kwargs: Any) -> Any:
+        return function(parallel, *args, **kwargs)
+
+    with suppress(TypeError, ValueError):  # some have none
+        found = inspect.signature(inner or user)
+        if inner is None:  # no method of the module's, but what stands there
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            found = found.replace(parameters=[first, *found.parameters.values()])
+        method.__signature__ = found  # type: ignore[attr-defined]
+    return types.MethodType(method, parallel)
 
 
 def _is_computed(kind: type, name: str) -> bool:

@@ -207,6 +207,7 @@ SAME: dict[str, Callable[[Any], Any]] = {
     "a signature": lambda m: str(inspect.signature(m.forward)),
     "all arguments": lambda m: inspect.getfullargspec(m.forward).args[-2:],
     "the signature of a method": lambda m: str(inspect.signature(m.encode)),
+    "a bound method": lambda m: (inspect.ismethod(m.encode), m.encode.__self__ is m, m.forward.__self__ is m),
     "a docstring": lambda m: (m.encode.__doc__, m.forward.__doc__, m.encode.__name__),
     "its names": lambda m: {"encode", "width", "head", "seen", "scale", "config", "version", "train"} - {*dir(m)},
     "a function of torch on a part": lambda m: m.head(torch.ones(2, 8, dtype=torch.float64)),
