@@ -42,6 +42,9 @@ def _values(rank: int, mesh: str, options: dict[str, Any]) -> None:
                 assert not hasattr(got, "full_tensor") or "on a part" in name, f"{name} gives a plain tensor"
                 assert torch.allclose(got, want, rtol=1e-9), name
                 assert got.requires_grad == want.requires_grad, name
+                for without in (torch.no_grad, torch.inference_mode):
+                    with without():
+                        assert torch.allclose(function(model), want.detach(), rtol=1e-9), (name, without)
                 if got.requires_grad and "calls" not in name:  # the output of a compiled forward has no backward pass
                     got.sum().backward(), want.sum().backward()
                     for path, parameter in plain.named_parameters():
