@@ -24,6 +24,7 @@ from autopar.torch_compat import local_of
 
 _log = logging.getLogger("autopar")
 _NAMED = 3  # tensors that a note names
+_OF_PLACES = ("place", "base", "steps")  # what a parallel parameter has beside the user's attributes
 _MEANWHILE = (
     "a parallel model is plain inside of `with model.gathered() as plain`: call `plain` there, and the parallel model "
     "behind the block."
@@ -174,6 +175,7 @@ def _gathered(store: ParameterStore, is_here: bool) -> Iterator[_Swap]:
         plain = value.detach().clone() if value.data_ptr() == _memory(held).data_ptr() else value.detach()
         if entry.kind == "parameter":
             plain = nn.Parameter(plain, requires_grad=held.requires_grad)
+            vars(plain).update({name: value for name, value in vars(held).items() if name not in _OF_PLACES})
         yield _Swap.of(entry, held, plain)
 
 

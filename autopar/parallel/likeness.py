@@ -187,7 +187,10 @@ def _stand_in(model: nn.Module, parallel: Likeness) -> nn.Module:
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
         **{name: _slot(owner, name) for name in _slots_of(kind)},
     }  # fmt: skip
-    class_ = types.new_class(kind.__name__, (_StandIn, kind), exec_body=lambda found: found.update(names))
+    try:
+        class_ = types.new_class(kind.__name__, (_StandIn, kind), exec_body=lambda found: found.update(names))
+    except TypeError:  # of a class that none may extend methods run on the module itself, op by op
+        return model
     made: nn.Module = object.__new__(class_)
     object.__setattr__(made, "__dict__", vars(model))
     return made

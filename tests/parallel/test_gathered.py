@@ -82,12 +82,14 @@ def _change(plain: Any) -> None:
 
 
 def _reads(plain: nn.Module, model: Any, rank: int | None) -> None:
+    model.scale.tag = "an attribute"
     ids = {name: id(parameter) for name, parameter in model.named_parameters()}
     with model.gathered(rank=rank) as whole:
         assert (whole is None) == (rank not in (None, dist.get_rank()))
         if whole is not None:
             assert whole is model.original and type(whole) is Net
             assert {type(p) for p in whole.parameters()} == {nn.Parameter}
+            assert whole.scale.tag == "an attribute"
             assert whole.head.weight is whole.tokens.weight and whole.listed[0] is whole.inner.weight
             assert [p.requires_grad for p in whole.parameters()] == [p.requires_grad for p in plain.parameters()]
             torch.testing.assert_close(dict(whole.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
@@ -145,11 +147,10 @@ def _fails(plain: nn.Module, model: Any) -> list[str]:
 
 def _all(rank: int, mesh: str, options: dict[str, Any]) -> list[str]:
     plain, model = _pair(mesh, **options)
-    for one in (None, dist.get_world_size() - 1):
-        _reads(plain, model, one)
+    _reads(plain, model, dist.get_world_size() - 1)
     model.forward_backward(_x())  # parameters are placed
+    _reads(plain, model, None)
     for one in (None, 0):
-        _reads(plain, model, one)
         _writes(plain, model, one)
     return _fails(plain, model)
 
