@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+_DEPTH = 3  # of lists in lists
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
 
 def named_modules(
     model: nn.Module, prefix: str = "", remove_duplicate: bool = True
@@ -105,6 +108,24 @@ def functional_call(
                 if other is not table:
                     other.pop(attribute, None)
             table[attribute] = tensor
+
+
+def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors in the place of those that the lists and dicts of modules hold as well, by the ids of these."""
+    for module in modules(model):
+        for name, value in vars(module).items():
+            if name not in _REGISTERED:  # where tensors have their places already, which may lie where the old ones lay
+                _assign_inside(value, made, _DEPTH)
+
+
+def _assign_inside(holder: Any, made: Mapping[int, torch.Tensor], depth: int) -> None:
+    if type(holder) not in (list, dict) or depth == 0:
+        return
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        if id(value) in made:
+            holder[key] = made[id(value)]
+        else:
+            _assign_inside(value, made, depth - 1)
 
 
 def joined(path: str, name: str) -> str:

@@ -15,7 +15,7 @@ from autopar.capture import tables
 from autopar.errors import AutoparError, RankError
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Phase
-from autopar.parallel.materialize import assign, assign_inside
+from autopar.parallel.materialize import assign
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.session import Session
 from autopar.parallel.store import ParameterStore
@@ -24,7 +24,13 @@ from autopar.torch_compat import local_of
 
 _log = logging.getLogger("autopar")
 _NAMED = 3  # tensors that a note names
-_OF_PLACES = ("place", "base", "steps")  # what a parallel parameter has beside the user's attributes
+_OF_PLACES = (
+    "place",
+    "base",
+    "steps",
+    "_local_tensor",
+    "_spec",
+)  # which are not the user's
 _MEANWHILE = (
     "a parallel model is plain inside of `with model.gathered() as plain`: call `plain` there, and the parallel model "
     "behind the block."
@@ -132,7 +138,7 @@ class _Plain:
             assert tensor is not None
             for name in swap.entry.names:
                 assign(self.store.model, name, tensor, swap.entry.kind)
-        assign_inside(self.store.model, others)
+        tables.assign_inside(self.store.model, others)
 
     def take_back(self) -> dict[str, torch.Tensor]:
         """Make the model parallel again. What stood there, by name."""

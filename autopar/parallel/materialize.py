@@ -5,7 +5,7 @@ From files, or by the modules' own `reset_parameters()`, which then runs on tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from autopar.parallel.place import World
 from autopar.parallel.weights import Weights
 from autopar.torch_compat import local_of
 
-_DEPTH = 3  # of lists in lists
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _RESET = ("reset_parameters", "_reset_parameters")
 Made = list[tuple[Input, torch.Tensor]]
 
@@ -94,7 +92,9 @@ class _Filling:
 
     def _put_inside(self, entries: Made, made: Made) -> None:
         pairs = zip(entries, made, strict=True)
-        assign_inside(self.model, {id(old): new for (entry, old), (_, new) in pairs if entry.kind == "parameter"})
+        tables.assign_inside(
+            self.model, {id(old): new for (entry, old), (_, new) in pairs if entry.kind == "parameter"}
+        )
 
     def _empty(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor, full of what no initialisation leaves."""
@@ -190,24 +190,6 @@ def assign(model: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None
         owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
     else:
         setattr(owner, attribute, tensor)
-
-
-def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
-    """Put tensors in the place of those that the lists and dicts of modules hold as well, by the ids of these."""
-    for module in tables.modules(model):
-        for name, value in vars(module).items():
-            if name not in _REGISTERED:  # where tensors have their places already, which may lie where the old ones lay
-                _assign_inside(value, made, _DEPTH)
-
-
-def _assign_inside(holder: Any, made: Mapping[int, torch.Tensor], depth: int) -> None:
-    if type(holder) not in (list, dict) or depth == 0:
-        return
-    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-        if id(value) in made:
-            holder[key] = made[id(value)]
-        else:
-            _assign_inside(value, made, depth - 1)
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:

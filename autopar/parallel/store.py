@@ -19,7 +19,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.program import Input
 from autopar.parallel.agreement import Agreement, lost_peers
 from autopar.parallel.distribute import Distributor
-from autopar.parallel.materialize import assign, assign_inside, materialize
+from autopar.parallel.materialize import assign, materialize
 from autopar.parallel.parameter import ParameterTensor
 from autopar.parallel.structure import Structure
 from autopar.runtime.wire import on_wire
@@ -57,7 +57,7 @@ class ParameterStore:
                 parameters[id(tensor)] = made
             for name in entry.names:
                 assign(self.model, name, made, entry.kind)
-        assign_inside(self.model, parameters)
+        tables.assign_inside(self.model, parameters)
         self.structure = Structure(self.model)
 
     def _distributed(self, entry: Input, tensor: torch.Tensor) -> torch.Tensor:
