@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import LossFn
 from autopar.compiled import Compiled
-from autopar.compiler.compile import batch_arguments, check_model, compile_step
+from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.models import check_model
 from autopar.compiler.options import CHECK_EVERY, Graphs, options_of
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh

@@ -21,6 +21,8 @@ torch 2.11 to 2.13.
 - `torch.distributed.distributed_c10d._coalescing_manager`: several collectives by one launch of NCCL.
 - `torch._foreach_norm`: the norms of many tensors by a few kernels, as gradient clipping computes them; the public
   `torch.nn.utils.get_total_norm` gives only the norm of all.
+- `_torchdynamo_orig_callable`: what `torch.compile` asks of a module first, which is the place to say that a parallel
+  one is compiled already.
 - `torch._C.DisableTorchFunctionSubclass`: the way to torch's own method from a class's own `__torch_function__`.
 - `torch._C.DisableTorchFunction`: the way past torch function modes as well, which would see what `verify` draws.
 - `torch._C._DisableTorchDispatch`: the way to the shape that a tensor subclass itself says, which ops in place change.
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
+    "ASKED_TO_COMPILE",
     "GROUPED_MM",
     "SUBCLASSED_DTENSORS",
     "FakeTensor",
@@ -143,6 +146,7 @@ __all__ = [
 ]
 
 GROUPED_MM: Callable[..., torch.Tensor] = torch._grouped_mm
+ASKED_TO_COMPILE = "_torchdynamo_orig_callable"
 # Of a tensor of one bool, with a message. A GPU asserts it when its stream comes there; the CPU raises at once.
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 SUBCLASSED_DTENSORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)

@@ -1,6 +1,6 @@
 """From an nn.Module and a loss to one graph of a training step."""
 
-from autopar.capture.capture import Captured, capture
+from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.earlier import Earlier
 
-__all__ = ["Captured", "Earlier", "capture"]
+__all__ = ["Captured", "Earlier", "LossFn", "capture"]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import tables
+
 _DEPTH = 3
 _LONG = 10_000  # a longer list or dict is data, not state
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -47,8 +49,8 @@ class Attributes:
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Remember those of another model too."""
-        self.hooks += [(table, set(table)) for module in model.modules() for table in _hooks_of(module)]
-        for path, module in model.named_modules(prefix=prefix):
+        self.hooks += [(table, set(table)) for module in tables.modules(model) for table in _hooks_of(module)]
+        for path, module in tables.named_modules(model, prefix=prefix):
             values = vars(module)
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
                 self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.func import functional_call
 
+from autopar.capture import tables
 from autopar.capture.attributes import Attributes
 from autopar.capture.buffers import check_buffers
 from autopar.capture.calls import CHANGING, Calls, behind_of
@@ -212,9 +212,9 @@ class _Capture:
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All that may run, by path."""
-        yield from self.model.named_modules()
+        yield from tables.named_modules(self.model)
         for partner in self.partners.known.values():
-            yield from partner.traced.named_modules(prefix=partner.name)
+            yield from tables.named_modules(partner.traced, prefix=partner.name)
 
     def _submodule(self, path: str) -> nn.Module:
         return dict(self._modules())[path]
@@ -274,7 +274,7 @@ class _Capture:
 
     def _buffer(self, name: str) -> torch.Tensor:
         path, _, attribute = name.rpartition(".")
-        return self._submodule(path).get_buffer(attribute)
+        return tables.buffer(self._submodule(path), attribute)
 
     def _run(
         self, inputs: Sequence[torch.Tensor], mode: Raise, body: Callable[[Trainable], Callable[..., Any]],
@@ -320,9 +320,9 @@ class _Capture:
         constants.update(carried)
         args, kwargs = put_together(self.parts.form, leaves)
         step = Step(self.model, self.partners.known.values(), body(trainable), replaced)
-        state = attributes(step, constants, replaced), unmoved(step.modules())
+        state = attributes(step, constants, replaced), unmoved(tables.modules(step))
         with mode, state[0], state[1], nullcontext() if self.train else torch.no_grad():
-            return functional_call(step, once_each(step, swapped), args, kwargs, tie_weights=False)
+            return tables.functional_call(step, once_each(step, swapped), args, kwargs)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None or not self.train:
@@ -399,9 +399,9 @@ class _Capture:
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         known = {entry.name for entry, _ in self.state.entries if entry.kind == "buffer"}
-        found = dict(self.model.named_buffers())
+        found = dict(tables.named_buffers(self.model))
         for partner in self.partners.known.values():
-            found.update(partner.traced.named_buffers(prefix=partner.name))
+            found.update(tables.named_buffers(partner.traced, prefix=partner.name))
         self.new_buffers = [(name, tensor) for name, tensor in found.items() if name in known]
         for position, ((entry, tensor), (given, version)) in enumerate(
             zip(self.state.entries, self.given, strict=False)

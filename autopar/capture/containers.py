@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autopar.capture.arrays import as_array
-from autopar.capture.leaves import Withheld, key_of, refused, tensor_of, withheld
+from autopar.capture.leaves import Withheld, key_of, refused, tensor_of, text_of, withheld
 from autopar.errors import BatchError
 from autopar.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
@@ -89,7 +89,7 @@ class Node:
         count = len(self.children) - len(self.attributes)
         items = [str(child) for child in self.children[:count]]
         if self.keys is not None:
-            items = [f"{key!r}: {item}" for key, item in zip(self.keys.values, items, strict=True)]
+            items = [f"{text_of(key)}: {item}" for key, item in zip(self.keys.values, items, strict=True)]
         items += [f"{n}={child}" for n, child in zip(self.attributes, self.children[count:], strict=True)]
         text = ", ".join(items)
         plain: dict[type, str] = {tuple: f"({text})", list: f"[{text}]", dict: f"{{{text}}}"}
@@ -212,7 +212,7 @@ class _Walk:
             self.open.add(id(value))
         names = keys.values if keys is not None else range(len(items))
         fields = getattr(kind, "_fields", None) if isinstance(value, tuple) else None
-        steps = [f".{name}" for name in fields] if fields else [f"[{name!r}]" for name in names]
+        steps = [f".{name}" for name in fields] if fields else [f"[{text_of(name)}]" for name in names]
         children = [self.form(item, path + step) for step, item in zip(steps, items, strict=True)]
         for name, item in attributes.items():
             is_inner = isinstance(value, UserDict) and name == "data"

@@ -75,7 +75,8 @@ def _raised_by_user(error: Exception) -> bool:
 
 
 def _typed_line(error: Exception) -> Line | None:
-    """The same for code that stands in no file, of a prompt or exec; torch too has some, before the model runs."""
+    """The same for code that stands in no file, of a prompt or exec; torch too has some, before the model runs: outside
+    of `tables.functional_call`."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if frame.name == "functional_call"), 0)
     return _innermost([frame for frame in frames[start:] if is_typed(frame.filename)])

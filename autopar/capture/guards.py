@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture import tables
+from autopar.capture.leaves import text_of
 from autopar.capture.library_state import Entries
 from autopar.capture.ran import Ran
 from autopar.capture.scalars import GONE, Place, Scalars
@@ -68,7 +70,7 @@ class Guards:
         self.model, self.loss_fn, self.ran = model, loss_fn, ran
         self.given: Numbers = {} if given is None else given
         self.places: frozenset[Place] = frozenset()
-        for table in global_module_hooks() + tuple(t for m in model.modules() for t in hook_tables(m)):
+        for table in global_module_hooks() + tuple(t for m in tables.modules(model) for t in hook_tables(m)):
             for hook in table.values():
                 ran.add(hook)
         ran.add_backward()
@@ -231,7 +233,7 @@ def _shown(spot: Spot | None) -> str:
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (FunctionType, type)):
         return f"{value.__module__}.{value.__qualname__}"
-    if not isinstance(value, (tuple, list, dict, *PLAIN)):
+    if not isinstance(value, (tuple, list, dict, set, frozenset, *PLAIN)):
         return f"another {type(value).__name__}"
-    text = repr(value) if spot is not None else _GONE
+    text = text_of(value) if spot is not None else _GONE
     return text if len(text) <= 80 else text[:77] + "..."

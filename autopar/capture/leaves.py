@@ -26,9 +26,11 @@ from autopar.torch_compat import FakeTensor
 
 _EXACT = (int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _AS_TEXT = (Decimal, Fraction, date, time, timedelta, PurePath, UUID)  # immutable, and their text says all
+_PRINTED = {*_EXACT, bool, float, complex, range, bytearray}  # whose own text says all, and is alike everywhere
 _BY_IDENTITY = (Enum, FunctionType, type, ModuleType, nn.Module, torch.Generator)
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _WITHHELD = ("tokenizers",)  # packages whose objects ride on a batch (BatchEncoding's), and that no model reads
+_DEPTH = 4  # of containers in containers that a text looks into
 _KINDS = "biufc"  # of numpy arrays that have a dtype of torch's
 
 
@@ -111,13 +113,45 @@ def key_of(value: Any) -> Hashable | None:
     return None
 
 
-def text_of(value: Any) -> str:
-    """A Python value as it prints, if that is the same on all ranks; of what is known by identity, its name."""
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__} of {', '.join(sorted(map(text_of, value)))}"
-    if isinstance(value, Enum) or not isinstance(key_of(value), Same):
+def text_of(value: Any, depth: int = _DEPTH) -> str:
+    """A Python value as it prints, with nothing in it that differs between ranks: no address, no order of a set.
+
+    Of what is known by identity it is the name, of an object the class: a `__repr__` of the user's may say anything.
+    """
+    kind = type(value)
+    if kind in _PRINTED or (isinstance(value, np.generic) and value.dtype.kind in _KINDS):
         return repr(value)
-    return f"{type(value).__name__} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}".strip()
+    if isinstance(value, Enum):
+        return f"{kind.__name__}.{value.name}"
+    if isinstance(value, _AS_TEXT):
+        return f"{kind.__name__}({str(value)!r})"
+    for base in (bool, int, float, complex, str, bytes):
+        if isinstance(value, base):  # of a class of the user's
+            return f"{kind.__name__}({base.__repr__(value)})"
+    if isinstance(value, re.Pattern):
+        return f"re.compile({value.pattern!r}, {value.flags})"
+    if isinstance(value, (tuple, list, set, frozenset, dict)) and depth > 0:
+        return _text_of_container(value, depth - 1)
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (MethodType, BuiltinFunctionType)) and value.__self__ is not None:
+        return f"{kind.__name__} {value.__name__} of {text_of(value.__self__, 0)}"
+    names = (getattr(value, name, None) for name in ("__qualname__", "__name__"))
+    return " ".join((kind.__name__, *(name for name in [next(filter(None, names), None)] if isinstance(name, str))))
+
+
+def _text_of_container(value: Any, depth: int) -> str:
+    kind = type(value)
+    if isinstance(value, (set, frozenset)):
+        return f"{kind.__name__} of {', '.join(sorted(text_of(item, depth) for item in value))}"
+    if isinstance(value, dict):
+        text = ", ".join(f"{text_of(key, depth)}: {text_of(item, depth)}" for key, item in value.items())
+        return f"{{{text}}}" if kind is dict else f"{kind.__name__}({{{text}}})"
+    text = ", ".join(text_of(item, depth) for item in value)
+    if kind is list:
+        return f"[{text}]"
+    text += "," * (kind is tuple and len(value) == 1)
+    return f"({text})" if kind is tuple else f"{kind.__name__}({text})"
 
 
 def tensor_of(value: Any, path: str) -> torch.Tensor | None:

@@ -93,8 +93,8 @@ class Locator:
             def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
                 self.stack.pop()
 
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(nn.Module.register_forward_pre_hook(module, enter, prepend=True))
+            handles.append(nn.Module.register_forward_hook(module, leave, always_call=True))
         try:
             with fx_traceback.preserve_node_meta():
                 yield

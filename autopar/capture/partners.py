@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
+from autopar.capture import tables
 from autopar.capture.constructs import Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import Line, user_frame
@@ -63,8 +64,8 @@ class Partner:
     @property
     def flags(self) -> tuple[bool, ...]:
         """What a program was compiled for: which modules train, which parameters need gradients."""
-        training = tuple(module.training for module in self.traced.modules())
-        return training + tuple(parameter.requires_grad for parameter in self.traced.parameters())
+        training = tuple(module.training for module in tables.modules(self.traced))
+        return training + tuple(parameter.requires_grad for parameter in tables.parameters(self.traced))
 
 
 class UnknownPartner(BaseException):
@@ -77,10 +78,15 @@ class UnknownPartner(BaseException):
 
 def inlined(parallel: Inlined) -> nn.Module | None:
     """The module to run in place of a parallel one that is called while a step is traced; None outside of traces."""
-    if not has_torch_function((parallel,)):
+    if not is_traced(parallel):
         return None
     found: nn.Module | None = handle_torch_function(inlined, (), parallel)
     return found
+
+
+def is_traced(parallel: Inlined) -> bool:
+    """Whether a step is traced meanwhile, of which a parallel model may be a part."""
+    return bool(has_torch_function((parallel,)))
 
 
 class Partners:
@@ -90,8 +96,8 @@ class Partners:
         self.model, self.loss_fn = model, loss_fn
         self.known: dict[str, Partner] = {}
         self._lines: dict[str, tuple[type, Line | None]] = {}
-        self._inside = {id(module) for module in model.modules()}
-        self._own = {id(parameter) for parameter in model.parameters()}  # which a plain module may share
+        self._inside = {id(module) for module in tables.modules(model)}
+        self._own = {id(parameter) for _, parameter in tables.named_parameters(model)}  # which a plain module may share
         self._passing: set[tuple[type, Line | None]] = set()  # modules that the loss function makes at each call
         self._met: set[int] = set()
         self._gone: list[Partner] = []
@@ -111,14 +117,14 @@ class Partners:
         key = (type(found.module), found.line)
         before = [p for p in self.known.values() if self._lines[p.name] == key and id(p.module) not in self._met]
         if before:  # it was called here when the trace came by last, and now there is another one
-            if any(parameter.requires_grad for parameter in found.module.parameters()):
+            if any(parameter.requires_grad for parameter in tables.parameters(found.module)):
                 raise refusal(Construct(_MADE.name.format(key[0].__name__), _MADE.instead), found.line)
             self._passing.add(key)
             self._gone.append(self.known.pop(before[0].name))  # held, so that its id stays its own
             return None
         partner = Partner(self._name_of(found.module), found.module)
         self.known[partner.name], self._lines[partner.name] = partner, key
-        self._inside.update(id(module) for module in partner.traced.modules())
+        self._inside.update(id(module) for module in tables.modules(partner.traced))
         return partner
 
     def met(self, parallel: Inlined) -> nn.Module:
@@ -132,12 +138,12 @@ class Partners:
         self._met.add(id(module))
         if id(module) in self._inside or isinstance(module, Inlined):
             return
-        new = [part for part in module.modules() if id(part) not in self._inside]
-        tensors = [tensor for part in new for tensor in (*part.parameters(False), *part.buffers(False))]
+        new = [part for part in tables.modules(module) if id(part) not in self._inside]
+        tensors = [tensor for part in new for tensor in (*tables.parameters(part, False), *tables.buffers(part, False))]
         line = user_frame(sys._getframe(1))
         if not tensors or (type(module), line) in self._passing:
             return  # it holds nothing, or it is a new container of the model's own parts
-        if any(module is made for made in self.model.modules()):
+        if any(module is made for made in tables.modules(self.model)):
             return  # it was made while the model runs, which is refused after the trace
         if any(isinstance(tensor, DTensor) and id(tensor) not in self._own for tensor in tensors):
             raise refusal(Construct(_PART.name.format(type(module).__name__), _PART.instead), line)

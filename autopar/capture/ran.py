@@ -62,6 +62,7 @@ class _Pause:
 
 
 _WATCHED = nullcontext()
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Ran:
@@ -179,16 +180,22 @@ class Ran:
         return self._known[id(function)][1]
 
     def globals(self) -> Iterator[Root]:
-        """Those that the code names."""
+        """Those that the code reads: not what only has the name of an attribute that it reads."""
         for code, values in self._codes.values():
             where = f"{_place(code)}, a global that {_name(code)} reads"
             for inner in _with_nested(code):
-                named = values if _GLOBALS.intersection(inner.co_names) else inner.co_names
+                named = values if _GLOBALS.intersection(inner.co_names) else _read_by(inner)
                 yield from (Root(name, where, values, name) for name in list(named) if name in values)
                 modules = (name for name in _imported(inner, values) if name in sys.modules)
                 yield from (
                     Root(name, f"{_place(code)}, imported by {_name(code)}", sys.modules, name) for name in modules
                 )
+
+
+def _read_by(code: CodeType) -> Iterator[str]:
+    """The globals that code reads; `co_names` has its attributes too."""
+    loads = (each for each in dis.get_instructions(code) if each.opname in _LOADS)
+    return iter(dict.fromkeys(str(each.argval) for each in loads))
 
 
 def _interrupts() -> Iterator[CodeType]:

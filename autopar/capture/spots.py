@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture import tables
+from autopar.capture.leaves import text_of
 from autopar.capture.leftovers import LeftBehind
 from autopar.capture.library_state import (
     MOST,
@@ -101,7 +103,7 @@ class Walk:
         """The modules that are trained: their tensors are the step's inputs, their modes part of its signature."""
         for table in global_module_hooks():
             self._table("hooks of all modules", "torch.nn.modules.module", table)
-        for path, module in model.named_modules():
+        for path, module in tables.named_modules(model):
             self._module(path, "", module, is_outside=False)
 
     def root(self, root: Root) -> None:
@@ -167,7 +169,7 @@ class Walk:
     def _within(self, name: str, where: str, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
             traced = value.original if isinstance(value, Inlined) else value
-            for path, module in traced.named_modules():
+            for path, module in tables.named_modules(traced):
                 self._module(f"{name}.{path}" if path else name, where, module, is_outside=True)
         elif isinstance(value, ModuleType):
             self._of_module(name, where, value, depth)
@@ -229,7 +231,7 @@ class Walk:
         if isinstance(value, dict) and all(isinstance(key, PLAIN) for key in value):
             self._content(f"order of {name}", where, lambda: tuple(value))
         for position, (key, item) in enumerate(items):  # other keys may print with their address
-            shown = repr(key) if isinstance(key, PLAIN) else f"key {position}"
+            shown = text_of(key) if isinstance(key, PLAIN) else f"key {position}"
             self._spot(f"{name}[{shown}]", where, value, key, item, depth - 1)
 
     def value(self, tensor: torch.Tensor) -> None:

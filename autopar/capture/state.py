@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.constructs import Construct
 from autopar.capture.explain import refusal
 from autopar.capture.location import user_frame
@@ -31,8 +32,8 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) 
     found: dict[int, tuple[str, list[str], torch.Tensor]] = {}
     for prefix, module in {"": model, **(partners or {})}.items():
         for kind, named in (
-            ("parameter", module.named_parameters(prefix, remove_duplicate=False)),
-            ("buffer", module.named_buffers(prefix, remove_duplicate=False)),
+            ("parameter", tables.named_parameters(module, prefix, remove_duplicate=False)),
+            ("buffer", tables.named_buffers(module, prefix, remove_duplicate=False)),
             ("constant", _tensor_attributes(module, prefix)),
         ):
             for name, tensor in named:
@@ -41,7 +42,7 @@ def state_of(model: nn.Module, partners: Mapping[str, nn.Module] | None = None) 
 
 
 def _tensor_attributes(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules(prefix=prefix):
+    for path, module in tables.named_modules(model, prefix=prefix):
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield (f"{path}.{name}" if path else name), value
@@ -53,7 +54,7 @@ def once_each(step: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
-        found.setdefault((id(step.get_submodule(path)), attribute), (name, value))
+        found.setdefault((id(tables.submodule(step, path)), attribute), (name, value))
     return dict(found.values())
 
 
@@ -64,7 +65,7 @@ def attributes(step: nn.Module, values: Mapping[str, torch.Tensor], replaced: di
     saved = []
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
-        owner = step.get_submodule(path)
+        owner = tables.submodule(step, path)
         saved.append((name, owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, value)
     try:
@@ -93,7 +94,7 @@ def unmoved(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In place of `Module._apply`, which `to`, `cuda`, `float` and the like call."""
-    for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+    for name, tensor in (*tables.named_parameters(module, "", recurse), *tables.named_buffers(module, "", recurse)):
         dtype = move(tensor.detach()).dtype
         if dtype != tensor.dtype:
             was, now = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, dtype))
@@ -108,7 +109,7 @@ def _moved(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor], recu
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model computes."""
-    for parameter in model.parameters():
+    for parameter in tables.parameters(model):
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device("cpu")

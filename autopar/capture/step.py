@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.partners import Partner
 
 
@@ -24,9 +25,9 @@ class Step(nn.Module):
         self.replaced = replaced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(self.named_parameters(remove_duplicate=False))
+        given = dict(tables.named_parameters(self, remove_duplicate=False))
         result = self.body(*args, **kwargs)
-        for name, tensor in self.named_parameters(remove_duplicate=False):
+        for name, tensor in tables.named_parameters(self, remove_duplicate=False):
             if given.get(name, tensor) is not tensor:
                 self.replaced[name] = tensor
         return result

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.api import parallelize
+from autopar.capture import tables
 from autopar.capture.containers import take_call_apart
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import AUTO
@@ -53,7 +54,7 @@ def train(
         f"mesh {compiled.mesh}: compiled {len(compiled.program.graph.nodes)} nodes with "
         f"{len(compiled.collectives)} collectives in {time.monotonic() - start:.1f} s"
     )
-    optimizer = job.make_optimizer(model.parameters())
+    optimizer = job.make_optimizer(tables.parameters(model))
     recorder = Recorder(torch.cuda.synchronize if torch.cuda.is_available() else None)
     lines = log.open("w") if log is not None and first else None
     with _bar(console, steps, str(compiled.mesh)) as show:

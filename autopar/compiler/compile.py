@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured, Earlier, capture
-from autopar.capture.capture import LossFn
-from autopar.capture.constructs import HOOKED, LAZY, WRAPPERS
+from autopar.capture import Captured, Earlier, LossFn, capture
 from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.make_plan import make_plan
+from autopar.compiler.models import check_model
 from autopar.compiler.sequence import through_passes
 from autopar.custom_ops.registry import check_calls
-from autopar.errors import CaptureError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepOptions
 from autopar.ir.plan import Fixed
@@ -53,24 +51,6 @@ def capture_step(
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)
     return captured
-
-
-def check_model(model: object, runs_hooks: bool = False) -> None:
-    """Raise CaptureError for what is no module, and for one that holds what no capture can look into. runs_hooks: those
-    on gradients, as a parallel model does."""
-    if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise CaptureError(f"the model is {what}, but it must be an nn.Module that is built already.")
-    for path, module in model.named_modules():
-        for is_wrapped, construct in WRAPPERS:
-            if is_wrapped(module):
-                who = f"the module '{path}'" if path else "the model"
-                name = construct.name.format(type(module).__name__)
-                raise CaptureError(f"{who} is {name}. {construct.instead}")
-    for path, parameter in model.named_parameters():
-        for is_kind, construct in (LAZY,) if runs_hooks else (LAZY, HOOKED):
-            if is_kind(parameter):
-                raise CaptureError(f"the parameter '{path}' {construct.name}. {construct.instead}")
 
 
 @uncollected()

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.compiler.meshes import AUTO, mesh_of
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.plan import Fixed
-from autopar.machines import Machine
 from autopar.parallel.agreement import Phase
+from autopar.parallel.auto_options import machine_for
 from autopar.parallel.distribute import Distributor
 from autopar.parallel.session import Session
 from autopar.planning.batches import rows_of
@@ -33,8 +33,8 @@ SHOWN = 2  # plans that rank 0 wants to know: the best one, and the next
 class Auto:
     """Plans the mesh of a parallel module, once."""
 
-    def __init__(self, session: Session, machine: Machine) -> None:
-        self._session, self._machine = session, machine
+    def __init__(self, session: Session, machine: str | None) -> None:
+        self._session, self._machine = session, machine_for(machine, session.settings.device)
 
     def decided(self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Session:
         """The session of a module that lies over the planned mesh. Every rank must call this with batches of the same

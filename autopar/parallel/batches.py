@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.containers import Form, Node, Parts
 from autopar.capture.leaves import key_of, text_of
 from autopar.capture.spots import Numbers
@@ -65,8 +66,8 @@ def _kind(leaf: Any) -> Hashable:
 
 def signature_lines(model: nn.Module, parts: Parts) -> list[str]:
     """All that decides which program a call runs: what ranks must agree on."""
-    evaluated = [name or "the root" for name, module in model.named_modules() if not module.training]
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    evaluated = [name or "the root" for name, module in tables.named_modules(model) if not module.training]
+    frozen = [name for name, parameter in tables.named_parameters(model) if not parameter.requires_grad]
     return [
         f"arguments {_call_text(parts.form)}",
         *describe(parts),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture import tables
 from autopar.capture.partners import Inlined
 from autopar.errors import AutoparError
 
@@ -28,13 +29,13 @@ def check_plain(model: nn.Module) -> None:
             "this is a parallel model already: autopar.parallelize was called on what it returned. Leave out one of "
             "the two calls."
         )
-    for path, module in model.named_modules():
+    for path, module in tables.named_modules(model):
         if isinstance(module, Inlined):
             raise AutoparError(
                 f"'{path}' is a parallel model already, and the module around it cannot be one as well. Put the plain "
                 f"module there, and parallelize the whole."
             )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*tables.named_parameters(model), *tables.named_buffers(model)):
         if isinstance(tensor, DTensor):
             raise AutoparError(
                 f"'{name}' is a DTensor already: this module, or one that shares it, was given to autopar.parallelize "
@@ -73,7 +74,8 @@ _OUTPUT = (
 )
 _LOSS = (
     "backward() of what forward_backward() returned: it has run the backward pass already, and .grad has the "
-    "gradients. Leave backward() out; what scales or adds to the loss belongs in loss_fn. To log the loss use .item()."
+    "gradients. Leave backward() out; what scales or adds to the loss belongs in loss_fn. To log the loss use .item(). "
+    'A GradScaler goes too: precision="fp16" scales the loss, and skips steps that overflow.'
 )
 
 

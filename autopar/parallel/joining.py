@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.capture.capture import LossFn
-from autopar.compiler.compile import check_model
 from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.models import check_model
 from autopar.compiler.options import CHECK_EVERY, Graphs, check_graphs, options_of
 from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh

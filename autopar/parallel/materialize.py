@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.capture import state_of
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.program import Input
@@ -124,7 +125,7 @@ class _Filling:
         everything = {name for entry, _ in state_of(self.model).entries for name in entry.names}
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            for path, module in reversed(list(self.model.named_modules())):
+            for path, module in reversed(list(tables.named_modules(self.model))):
                 inside = {name for name in everything if name.startswith(f"{path}." if path else "")}
                 own = any(name.rpartition(".")[0] == path for name in on_meta)
                 reset = next((getattr(module, name) for name in _RESET if hasattr(module, name)), None)
@@ -184,7 +185,7 @@ def _check_filled(made: Made, device: torch.device) -> None:
 def assign(model: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
     """Put `tensor` in the place of the parameter, buffer or plain attribute `name`."""
     path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path)
+    owner = tables.submodule(model, path)
     if kind == "buffer":
         owner.register_buffer(attribute, tensor, persistent=attribute not in owner._non_persistent_buffers_set)
     else:

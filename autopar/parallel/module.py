@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
-from autopar.capture.partners import Inlined, inlined
+from autopar.capture.partners import inlined
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CaptureError
 from autopar.parallel.auto import Auto
-from autopar.parallel.auto_options import machine_for
 from autopar.parallel.execution import Running
+from autopar.parallel.gathered import gathered
 from autopar.parallel.joining import Asked
+from autopar.parallel.likeness import Likeness
 from autopar.parallel.loss_scale import LossScale
-from autopar.parallel.placed import TO_SAVE
 from autopar.parallel.programs import Programs
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.session import open_session
@@ -27,32 +28,26 @@ from autopar.parallel.stepping import forward_step, train_step
 from autopar.runtime.recorder import Recorder
 
 _LEFT_OUT = object()  # what a module returned beside its own loss
-# The ways to hook something to a module that runs.
-_HOOKS = (
-    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
-    "register_full_backward_hook", "register_backward_hook",
-)  # fmt: skip
 
 
-class ParallelModule(Inlined):
+class ParallelModule(Likeness):
     """A module of which every rank of a mesh holds a part. Made by `autopar.parallelize`.
 
     Parameters are DTensors under their original names; buffers are whole on every rank. Programs are compiled at the
     first call with a new signature (shapes, dtypes, Python values, training flags), and again where what they read in
     Python has changed (docs/capture.md).
 
-    Submodules are the user's own. Other attributes of the root (`model.config`) are read from the user's module, but
-    not its methods: they would compute with this rank's parts. `original` is the user's module itself.
+    Submodules are the user's own, and so is all else that this class does not define: attributes, methods, properties,
+    special methods (docs/module.md). `original` is the user's module itself, `gathered()` makes it plain for a while.
     """
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked.model)
         self._session = open_session(asked)
-        device = self._session.settings.device
-        self._auto = Auto(self._session, machine_for(asked.machine, device)) if asked.is_auto else None
+        self._auto = Auto(self._session, asked.machine) if asked.is_auto else None
         self._programs, self._store = Programs(self._session), self._session.store
         self._last_aux: Any = None
-        self._adopt(asked.model)
+        self._become_like(asked.model)
         States(self._store, self._session.agreement).watch(self)
         # torch marks the functions of such hooks, which methods do not let it do
         self.register_load_state_dict_pre_hook(partial(self._store.refuse_assign))
@@ -105,20 +100,34 @@ class ParallelModule(Inlined):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors under the original names on rank 0; empty on the other ranks. Every rank must call it."""
-        self._session.announcer.call("full_state_dict")
+        self._announce("full_state_dict")
         return self._store.whole_state()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
-        self._session.announcer.call(
-            "full_gradients", self._store.with_gradients(), what="parameters that have gradients"
-        )
+        self._announce("full_gradients", self._store.with_gradients(), what="parameters that have gradients")
         return self._store.whole_gradients()
+
+    def gathered(self, *, rank: int | None = None, write: bool = False) -> AbstractContextManager[Any]:
+        """The plain module, for as long as a `with` block lasts: whole tensors in the place of parameters and buffers,
+        for whatever it can do on one device. Every rank must enter, and leave.
+
+            with model.gathered() as plain:            # on every rank
+                tokens = plain.generate(prompt)
+            with model.gathered(rank=0) as plain:      # None on the others, whose memory stays as it is
+                if plain is not None:
+                    plain.save_pretrained(folder)
+
+        It is `original`, with its own class and attributes. Meanwhile the parallel model refuses to be called.
+        write: behind the block, take over what one rank (`rank`, or 0) has in parameters and buffers then; an error in
+        the block leaves all as it was. Without it changes are lost, which a note says. Gradients stay where they are.
+        """
+        return gathered(self._session, rank, write)
 
     def check_replicas(self) -> None:
         """Raise RankError on every rank if ranks hold other values of what should be the same: parameters that an axis
         does not split, and buffers. Every rank must call it; `forward_backward` does, at every N-th step."""
-        self._session.announcer.call("check_replicas")
+        self._announce("check_replicas")
         self._session.replicas.check(self._session.random.steps)
 
     @property
@@ -140,7 +149,8 @@ class ParallelModule(Inlined):
 
     @property
     def random_state(self) -> RandomState:
-        """The seed and the steps taken: save it with a checkpoint, load it to go on with the masks that follow."""
+        """The seed, the steps taken and the calls of the model itself: save it with a checkpoint, load it to go on with
+        the draws that follow."""
         return self._session.random
 
     @property
@@ -165,75 +175,18 @@ class ParallelModule(Inlined):
         running = self._programs.last_trained
         return running.runner.source if running else None
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        super().train(mode)
-        self.original.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("_original")
-            if original is None or name.startswith("__"):
-                raise
-        value = getattr(original[0], name)
-        if callable(value) and not isinstance(value, nn.Module):
-            instead = f"Call the parallel model itself, or use model.original.{name} if it reads no parameter."
-            raise AttributeError(
-                f"'{name}' is a method of {type(original[0]).__name__}: it would compute with this rank's part of the "
-                f"parameters. {TO_SAVE if name == 'save_pretrained' else instead}"
-            )
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        original = self.__dict__.get("_original")
-        own = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
-        if original is not None and not own:
-            if isinstance(value, (nn.Module, torch.Tensor)):
-                raise AutoparError(
-                    f"cannot set '{name}' of a parallel model to a {type(value).__name__}: its modules and tensors are "
-                    f"distributed already. Change the plain module before autopar.parallelize."
-                )
-            setattr(original[0], name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise AutoparError(
-            "a parallel model cannot be copied or pickled: it holds process groups and this rank's part of the "
-            "parameters. Save state_dict() (torch.distributed.checkpoint) or full_state_dict() instead; for a copy, "
-            "copy the plain module before autopar.parallelize."
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        """What `.to()`, `.double()`, `.cuda()` call: fine if nothing changes."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made = fn(probe)
-            if (made.dtype, made.device) != (probe.dtype, probe.device):
-                raise AutoparError(
-                    f"cannot turn the tensors of a parallel model from {probe.dtype} on {probe.device} into "
-                    f"{made.dtype} on {made.device}. Convert the plain module before autopar.parallelize; "
-                    f"device= says where it goes."
-                )
-        return self
-
     def extra_repr(self) -> str:
         return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
+
+    def _announce(self, call: str, lines: Sequence[str] = (), what: str = "arguments") -> None:
+        """Tell all ranks of a call, which a model that is gathered refuses."""
+        fault = self._store.structure.meanwhile
+        self._session.announcer.call(call, [*lines, fault] if fault else lines, what)
+        if fault:
+            raise AutoparError(fault)
 
     def _decide(self, call: str, args: Any, kwargs: Any) -> None:
         """With mesh="auto": take the plan of the first training batch."""
         if self._auto is not None:
             self._session = self._auto.decided(call, args, kwargs)
             self._programs, self._auto = Programs(self._session), None
-
-    # -- making it ----------------------------------------------------------------------------------------------
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Hold what the root holds, and take hooks for it: those of modules are part of its programs."""
-        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[table] = getattr(model, table)
-        for register in _HOOKS:
-            self.__dict__[register] = getattr(model, register)
-        self.training = model.training

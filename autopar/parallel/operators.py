@@ -31,6 +31,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op on the tensors of a parallel model, on every rank. Every rank must call it."""
     if not isinstance(func, OpOverload):
         raise refusal(str(func))
+    if torch.is_inference_mode_enabled():  # where a view of a parameter could not be made
+        with torch.inference_mode(False), torch.no_grad():
+            return run(func, args, kwargs)
     op = op_of(func)
     if op.is_pointwise_list and (quick := lists.on_parts_alike(func, op, args, kwargs)) is not NotImplemented:
         return quick

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.capture import Captured
+from autopar.capture import Captured, tables
 from autopar.capture.capture import state_of
 from autopar.capture.partners import Inlined, Partner
 from autopar.compiler.lowered import Lowered
@@ -50,21 +50,21 @@ class PlainStore:
         self.model = model
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
+        return {name: p for name, p in tables.named_parameters(self.model) if not isinstance(p, DTensor)}
 
     def given(self, name: str, layout: Layout) -> torch.Tensor:
         assert layout.is_replicated
-        return self.model.get_parameter(name).detach()
+        return tables.parameter(self.model, name).detach()
 
     def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
         return value
 
     def buffer(self, name: str) -> torch.Tensor:
-        return self.model.get_buffer(name)
+        return tables.buffer(self.model, name)
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self.model.get_buffer(name).copy_(value)
+            tables.buffer(self.model, name).copy_(value)
 
 
 Store = ParameterStore | PlainStore
@@ -186,8 +186,8 @@ def describe(partners: tuple[Partner, ...]) -> Lines:
     """The same, as ranks compare it."""
     lines = []
     for partner in partners:
-        evaluated = [name or "the root" for name, module in partner.traced.named_modules() if not module.training]
-        frozen = [name for name, parameter in partner.traced.named_parameters() if not parameter.requires_grad]
+        evaluated = [name or "the root" for name, module in tables.named_modules(partner.traced) if not module.training]
+        frozen = [name for name, parameter in tables.named_parameters(partner.traced) if not parameter.requires_grad]
         lines.append(f"{partner.name} in eval mode: {', '.join(evaluated) or 'nothing'}")
         lines.append(f"{partner.name} frozen: {', '.join(frozen) or 'nothing'}")
     return lines

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.capture import tables
 from autopar.capture.capture import LossFn
 from autopar.compiler.options import Graphs
 from autopar.ir.options import StepOptions
@@ -60,5 +61,5 @@ def open_session(asked: Asked) -> Session:
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))
     scale = LossScale() if options.precision == "fp16" else None
     store.distribute(agreement, asked.seed, asked.weights)
-    announcer.watch(asked.model.parameters())
+    announcer.watch(tables.parameters(asked.model))
     return Session(settings, store, agreement, announcer, replicas, RandomState(asked.seed), scale)

@@ -10,6 +10,7 @@ import torch
 
 from autopar.capture.containers import Parts, check_detached, take_call_apart
 from autopar.capture.guards import Guards
+from autopar.capture.leaves import text_of
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers
 from autopar.errors import AutoparError, BatchError, RankError
@@ -88,7 +89,7 @@ class Signatures:
         if key not in self.lines:
             partners = describe(self._partners.get(key[:-1], ()))
             self.lines[key] = signature_lines(session.store.model, parts) + partners
-        states = [f"{path} {number!r}" for (_, path), number in self.numbers.items()]
+        states = [f"{path} {text_of(number)}" for (_, path), number in self.numbers.items()]
         states += [f"random_state {session.random.state_dict()}"] + [str(session.scale)] * (session.scale is not None)
         states += ["gradients off"] * (key[0] and not torch.is_grad_enabled()) + values
         states += [f"{path} on a device" for path in off_host(parts)]

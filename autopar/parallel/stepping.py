@@ -27,7 +27,7 @@ from autopar.runtime.inputs import StepInputs
 def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs."""
     bound = running.bound
-    outputs = run_step(session, running, parts)
+    outputs = run_step(session, running, parts, is_step=True)
     session.random.steps += 1
     bound.write_buffers(outputs)
     parameters, gradients = bound.gradients(outputs)
@@ -42,12 +42,13 @@ def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.
 
 def forward_step(session: Session, running: Running, parts: Parts) -> Any:
     """Run a forward program: buffers are written. What the model returns, which refuses a backward pass."""
-    outputs = run_step(session, running, parts)
+    outputs = run_step(session, running, parts, is_step=False)
+    session.random.forwards += 1
     running.bound.write_buffers(outputs)
     return running.captured.result(guarded(outputs, parts.leaves, running.bound.parameters().values()))
 
 
-def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, ...]:
+def run_step(session: Session, running: Running, parts: Parts, is_step: bool) -> tuple[torch.Tensor, ...]:
     """The outputs of this rank. Raises OtherValues if the program was specialised to other values than this batch has,
     before anything is changed."""
     for i, tensor in parts.tensors():
@@ -56,12 +57,12 @@ def run_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Te
             raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
     with default_dtype(lift) if lift is not None else nullcontext():
-        outputs = running.run(_inputs(session, running, parts.leaves))
+        outputs = running.run(_inputs(session, running, parts.leaves, is_step))
     check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
     return outputs
 
 
-def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepInputs:
+def _inputs(session: Session, running: Running, leaves: Sequence[Any], is_step: bool) -> StepInputs:
     device, is_local = session.settings.device, session.settings.is_local
     random, scale, mesh = session.random, session.scale, running.compiled.program.mesh
 
@@ -69,7 +70,7 @@ def _inputs(session: Session, running: Running, leaves: Sequence[Any]) -> StepIn
         if entry.kind == "scale":
             return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
-            return random.tensor(device)
+            return random.tensor(device, is_step)
         leaf = leaves[int(entry.name)].detach()
         part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.

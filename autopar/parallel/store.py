@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture import tables
 from autopar.capture.capture import state_of
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError
@@ -118,28 +119,29 @@ class ParameterStore:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By first name."""
-        return dict(self.model.named_parameters())
+        return dict(tables.named_parameters(self.model))
 
     def given(self, name: str, layout: Layout) -> torch.Tensor:
         """What a program takes of a parameter on this rank."""
-        parameter = self.model.get_parameter(name)
+        parameter = tables.parameter(self.model, name)
+        if self.structure.meanwhile:
+            raise AutoparError(self.structure.meanwhile)
         assert isinstance(parameter, DTensor)
         return self.distributor.given(parameter, layout)
 
     def buffer(self, name: str) -> torch.Tensor:
-        return self.model.get_buffer(name)
+        return tables.buffer(self.model, name)
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Write a buffer's new value into it."""
-        path, _, attribute = name.rpartition(".")
         with torch.no_grad():
-            getattr(self.model.get_submodule(path), attribute).copy_(value)
+            tables.buffer(self.model, name).copy_(value)
 
     def taken(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a gradient, from what a program gives for the parameter; None on other stages."""
         if value is None:
             return None
-        return self.distributor.taken(value, self.layouts[name], self.model.get_parameter(name).shape)
+        return self.distributor.taken(value, self.layouts[name], tables.parameter(self.model, name).shape)
 
     # -- out of it and into it ----------------------------------------------------------------------------------
 
@@ -150,7 +152,15 @@ class ParameterStore:
             value = self._gather(entry.name, tensor)
             if value is not None:
                 found.update(dict.fromkeys(entry.names, value))
-        return {name: found[name] for name in self.model.state_dict(keep_vars=True) if name in found}
+        return {name: found[name] for name in nn.Module.state_dict(self.model, keep_vars=True) if name in found}
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole value of a parameter or buffer on every rank, the very memory where each has all of it. Every rank
+        must call it, in a call that announced itself."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        layout, owner = self.layouts[name], self.owners[name]
+        return self.distributor.gather_everywhere(local_of(tensor), layout, tensor.shape, owner)
 
     def with_gradients(self) -> list[str]:
         """The parameters that have gradients, by first name."""
@@ -160,7 +170,7 @@ class ParameterStore:
         """Whole CPU gradients by parameter name on rank 0; empty on the others. Every rank must call it."""
         found = {}
         for name in self.with_gradients():
-            gradient = self.model.get_parameter(name).grad
+            gradient = tables.parameter(self.model, name).grad
             assert gradient is not None
             value = self._gather(name, gradient)
             if value is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 from operator import is_
+from typing import Any
 
 from torch import nn
+
+from autopar.capture import tables
 
 _ADVICE = (
     "programs and optimizers hold those that were distributed. Change the plain module before autopar.parallelize; "
@@ -17,14 +20,17 @@ class Structure:
     """Which submodules and parameters there are, by module.
 
     modules, parameters: each once, the latter by first name. They stay the same as long as there is no `fault`.
+    meanwhile: why others stand in their places for a while; see `gathered.py`.
     """
 
+    meanwhile: str = ""
+
     def __init__(self, model: nn.Module) -> None:
-        self.modules = tuple(model.modules())
-        self.parameters = dict(model.named_parameters())
-        self._kept = [
+        self.modules = tuple(tables.modules(model))
+        self.parameters = dict(tables.named_parameters(model))
+        self._kept: list[tuple[str, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
             (path, table, tuple(table.items()))
-            for path, module in model.named_modules(remove_duplicate=False)
+            for path, module in tables.named_modules(model, remove_duplicate=False)
             for table in (module._modules, module._parameters)
         ]
         self._tables = [table for _, table, _ in self._kept]
@@ -36,6 +42,8 @@ class Structure:
 
     def fault(self) -> str:
         """What was added, removed or put in another's place; empty if nothing was."""
+        if self.meanwhile:
+            return self.meanwhile
         if list(map(len, self._tables)) == self._sizes and all(map(is_, self._all(), self._values)):
             return ""
         for path, table, items in self._kept:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from autopar.capture import Captured
 from autopar.capture.arithmetic import Number
 from autopar.capture.guards import Change, Guards, form
+from autopar.capture.leaves import text_of
 from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
 from autopar.parallel.numbers import ChangingNumbers
@@ -86,7 +87,7 @@ class Constants:
     def lines(self) -> list[str]:
         """What ranks must agree on."""
         places = dict.fromkeys(place for number in self.numbers.values() for place in number.places)
-        numbers = [f"{self._spot(place.key)} = {self._read(place)!r}" for place in places]
+        numbers = [f"{self._spot(place.key)} = {text_of(self._read(place))}" for place in places]
         is_any = len(self.made) > len(self.numbers)
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
 

@@ -24,7 +24,7 @@ from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Row, Values
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.noise import Trained, confirmed, excused, move_away
-from autopar.verification.reference import SCALE, Plain, Reference, copied, short_of, values_of
+from autopar.verification.reference import SCALE, Plain, Reference, copied, short_of, trained, values_of
 from autopar.verification.sums import wrong_sums
 
 
@@ -70,7 +70,7 @@ class _Trial:
         parallel = self._parallel()
         parallel.prepare(*args, **kwargs)
         plain.borrow(parallel.programs[-1].captured.partners)
-        optimizer = job.make_optimizer(parallel.parameters())
+        optimizer = job.make_optimizer(trained(parallel))
         steps = []
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)

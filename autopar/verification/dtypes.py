@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-# Other than `Module.to`, which makes complex tensors real; and a module may have a `to` of its own.
-_CASTS: Mapping[torch.dtype, Callable[[nn.Module], nn.Module]] = {
-    torch.float64: nn.Module.double, torch.float32: nn.Module.float,
-    torch.float16: nn.Module.half, torch.bfloat16: nn.Module.bfloat16,
-}  # fmt: skip
+from autopar.capture import tables
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
@@ -26,14 +22,16 @@ def cast(leaf: Any, dtype: torch.dtype) -> Any:
 
 def module_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model itself, its parameters and buffers in `dtype`."""
-    _CASTS[dtype](model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():
-            tensor.data = cast(tensor.data, dtype)
+    change = partial(cast, dtype=dtype)
+    for module in tables.modules(model):  # `model.to` makes complex tensors real, and may be a method of the user's own
+        if type(module)._apply.__module__.startswith("torch."):
+            module._apply(change, recurse=False)
+        else:  # which may move what is in no table, and goes to its children itself
+            module._apply(change)
     return model
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype that a model computes in, of its first parameter; of a complex one that of its parts."""
-    dtype = next(model.parameters()).dtype
+    dtype = next(tables.parameters(model)).dtype
     return dtype.to_real() if dtype.is_complex else dtype

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.containers import map_tensors
 from autopar.ir.aliasing import is_fresh
 from autopar.torch_compat import TorchDispatchMode, no_function_modes, tree_map
@@ -112,7 +113,7 @@ def moved(leaf: Any, generator: torch.Generator) -> Any:
 def move_away(model: nn.Module, batch: Any) -> Any:
     """Shrink the parameters of a module at random, in place, and give a batch that is shrunk likewise."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
+    for parameter in tables.parameters(model):
         parameter.data = moved(parameter, generator)
     return map_tensors(lambda leaf: moved(leaf, generator), batch)
 

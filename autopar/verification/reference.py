@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.capture import LossFn
 from autopar.capture.containers import map_tensors, take_apart
 from autopar.capture.explain import line_of
@@ -45,7 +46,7 @@ _HOLDS = (
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
     `weight_norm` of old): torch copies no tensor that was computed. Raises CaptureError for what cannot be copied."""
-    kept = (value for module in model.modules() for value in vars(module).values())
+    kept = (value for module in tables.modules(model) for value in vars(module).values())
     computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
     try:
         return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
@@ -55,6 +56,11 @@ def copied(model: nn.Module) -> nn.Module:
             f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
             f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"
         ) from error
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that an optimizer steps."""
+    return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
 
 
 def values_of(aux: Any) -> Values:
@@ -71,9 +77,9 @@ class Plain:
         partners: tuple[Partner, ...] = (),
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
-        self.optimizer = make([p for p in model.parameters() if p.requires_grad])
+        self.optimizer = make(trained(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
-        self.buffers = {name for name, _ in model.named_buffers()}  # a table that a step keeps is none of the state
+        self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         of_partners: Values = {}
@@ -84,7 +90,7 @@ class Plain:
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
         args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
-        parameter = next(self.model.parameters())
+        parameter = next(tables.parameters(self.model))
         dtype, low = dtype_of(self.model), self.autocast
         scale = SCALE if low is torch.float16 else 1.0
         with default_dtype(dtype), Raise(None, seed, None if low else dtype):
@@ -92,14 +98,14 @@ class Plain:
                 loss, aux = self._forward(args, kwargs, dtype)
             backward(loss * scale if scale != 1.0 else loss)
         found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in tables.named_parameters(self.model):
             if parameter.grad is not None:
                 parameter.grad /= scale
                 found["gradient", name] = parameter.grad.clone()
         self.optimizer.step()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in tables.named_parameters(self.model):
             found["weight", name] = parameter.detach().clone()
-        for name, tensor in self.model.named_buffers():
+        for name, tensor in tables.named_buffers(self.model):
             if name in self.buffers:
                 found["buffer", name] = tensor.clone()
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured
+from autopar.capture import Captured, tables
 from autopar.capture.capture import LossFn
 from autopar.compiler.lowered import Lowered
 from autopar.errors import BatchError
@@ -74,9 +74,9 @@ class Trial:
         return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
 
     def _virtual(self) -> Virtual:
-        kernels = kernels_of(self.compiled.plan.options.compile, next(self.model.parameters()).device)
+        kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)
         return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels)
 
     def _seeds(self) -> list[torch.Tensor]:
-        device = next(self.model.parameters()).device
+        device = next(tables.parameters(self.model)).device
         return [torch.tensor([self.seed, step], device=device) for step in range(self.steps)]

@@ -9,12 +9,12 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.capture import Captured
-from autopar.capture.capture import LossFn
+from autopar.capture import Captured, LossFn
 from autopar.capture.containers import map_tensors
-from autopar.compiler.compile import batch_arguments, check_model, compile_step
+from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
+from autopar.compiler.models import check_model
 from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.parallel.compilers import check_in_one_process

@@ -23,7 +23,7 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.inputs import Whole, scattered, whole_inputs
-from autopar.verification.reference import SCALE, OptimizerFactory
+from autopar.verification.reference import SCALE, OptimizerFactory, trained
 
 
 class Virtual:
@@ -35,10 +35,13 @@ class Virtual:
         kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
-        self.optimizer = make([p for p in model.parameters() if p.requires_grad])
+        self.optimizer = make(trained(model))
         self.replicas: dict[tuple[str, str], float] = {}
-        parameter = next(model.parameters())
-        self.dtype, self.device = dtype_of(model), parameter.device
+        self.parameters, self.buffers = (
+            {entry.name: tensor for entry, tensor in state_of(model).entries if entry.kind == kind}
+            for kind in ("parameter", "buffer")
+        )
+        self.dtype, self.device = dtype_of(model), next(iter(self.parameters.values())).device
         self.kernels = kernels
         self.partners = Borrowed(captured.partners, self.dtype).values
 
@@ -49,7 +52,7 @@ class Virtual:
             outputs = self._run(self.whole(args, kwargs, seed))
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
-        shapes = {name: tensor.shape for name, tensor in (*self.model.named_parameters(), *self.partners.items())}
+        shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             parts = [rank[i] for rank in outputs if rank[i] is not None]
             # the gradient of a parameter is on the ranks of one stage
@@ -76,13 +79,13 @@ class Virtual:
         return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
 
     def _update(self, found: Values) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             gradient = found.get(("gradient", name))
             parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may clip it in place
         self.optimizer.step()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             found["weight", name] = parameter.detach().clone()
-        for name, tensor in self.model.named_buffers():
+        for name, tensor in self.buffers.items():
             new = found.setdefault(("buffer", name), tensor.clone())
             tensor.copy_(new)
         for name in self.partners:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.models import output_of
 from benchmarks.journeys.side import ROWS, Side
 
 SEEDS = st.integers(0, 5)
@@ -55,7 +54,7 @@ def backward_of_forward(side: Side, seed: int) -> None:
 def forward_with_gradients_on(side: Side, seed: int) -> Tensor:
     """The outputs in whatever mode the model is, detached after that."""
     x, _ = side.batch(ROWS, seed)
-    return output_of(side.model, x).detach()
+    return side.forward(x).detach()
 
 
 @action("ready", "exact", "optimizer", "!dropout", "!pp", seed=SEEDS)

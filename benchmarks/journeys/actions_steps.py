@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.models import output_of
 from benchmarks.journeys.side import ROWS, SCALE, Side, parallel
 
 SEEDS = st.integers(0, 5)
@@ -126,7 +125,7 @@ def evaluate(side: Side, seed: int) -> Tensor:
     x, _ = side.batch(ROWS, seed)
     try:
         with torch.no_grad():
-            return output_of(side.model, x)
+            return side.forward(x)
     finally:
         side.model.train(was)
 

@@ -190,6 +190,27 @@ class Chain(nn.Module):
             x_BTD = block(x_BTD)
         return self.gain * self.head(x_BTD)
 
+    # -- what a script calls beside the model itself ------------------------------------------------------------
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self(x).softmax(-1)
+
+    def count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def no_weight_decay(self) -> set[str]:
+        return {"first.weight"}
+
+    @property
+    def largest(self) -> Tensor:
+        return self.head.weight.abs().amax()
+
+    def __len__(self) -> int:
+        return len(self.blocks) + 2
+
 
 @dataclass
 class Built:

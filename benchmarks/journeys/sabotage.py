@@ -14,6 +14,7 @@ from unittest import mock
 from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.place import Place
+from autopar.parallel.random_state import RandomState
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.structure import Structure
 from autopar.torch_compat import local_of
@@ -23,7 +24,7 @@ from benchmarks.journeys.ranks import Report
 
 @dataclass(frozen=True)
 class Sabotage:
-    """item: of issue 11, or that issue. patches: what takes the place of a dotted name."""
+    """item: of issue 11, or another issue. patches: what takes the place of a dotted name."""
 
     item: int
     what: str
@@ -38,7 +39,8 @@ def _true(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-_gather, _first, _distribute = Place.gather, _Walk._first, ParameterStore.distribute
+_gather, _first, _numbers = Place.gather, _Walk._first, RandomState.tensor
+_distribute = ParameterStore.distribute
 
 
 def _gather_in_the_order_of_the_mesh(self: Place, part: Any, shape: Any, what: str) -> Any:
@@ -84,6 +86,11 @@ def _objects_are_leaves(self: _Walk, value: Any, path: str) -> Any:
     return _first(self, value, path)
 
 
+def _of_the_steps_alone(self: RandomState, device: Any, is_step: bool) -> Any:
+    """The numbers of a call of the model itself, which do not move on."""
+    return _numbers(dataclasses.replace(self, forwards=0), device, is_step)
+
+
 SABOTAGES: Mapping[str, Sabotage] = {
     "placements": Sabotage(
         1, "axes in the order of the mesh", {"autopar.parallel.place.Place.gather": _gather_in_the_order_of_the_mesh}
@@ -105,6 +112,12 @@ SABOTAGES: Mapping[str, Sabotage] = {
     "guards": Sabotage(6, "changes between steps are not seen", {"autopar.capture.guards.Guards.holds": _true}),
     "hooks": Sabotage(
         6, "gradient hooks are dropped", {"autopar.parallel.parameter.hooks_of": lambda tensor: (None, None)}
+    ),
+    "draws": Sabotage(
+        32, "model(x) repeats its draws", {"autopar.parallel.random_state.RandomState.tensor": _of_the_steps_alone}
+    ),
+    "gathered": Sabotage(
+        32, "what is changed in gathered() is not written", {"autopar.parallel.gathered._Plain.write": _nothing}
     ),
     "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
     "calls": Sabotage(

@@ -18,7 +18,7 @@ from autopar.capture.raising import Raise
 from autopar.compiler.meshes import AUTO
 from autopar.parallel.module import ParallelModule
 from benchmarks.journeys.meshes import PLANNED, meshes_for, options_on
-from benchmarks.journeys.models import Built, batch_of, build
+from benchmarks.journeys.models import Built, batch_of, build, output_of
 
 # eps: a gradient that is zero on paper, as of a bias before BatchNorm, is rounding, of which 1e-8 makes steps of 1e-9.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -60,6 +60,7 @@ class Side:
     handles: dict[str, Any] = field(default_factory=dict)
     seen: list[float] = field(default_factory=list)  # by hooks
     steps: int = 0
+    forwards: int = 0  # calls of the model itself
     aux: Any = None
     make: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # how the optimizer was made
     critic: Any = None  # the other model of a GAN, with its optimizer
@@ -158,11 +159,18 @@ class Side:
         self.steps += 1
         return loss.detach()
 
-    def drawing(self) -> contextlib.AbstractContextManager[Any]:
-        """The numbers of this step, for a model that draws some."""
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the model, which draws its masks as autopar does."""
+        with contextlib.nullcontext() if self.is_parallel else self.drawing(-1 - self.forwards):
+            out = output_of(self.model, x)
+        self.forwards += 1
+        return out
+
+    def drawing(self, number: int | None = None) -> contextlib.AbstractContextManager[Any]:
+        """The numbers of this step, or of a call of the model itself, for a model that draws some."""
         if not any(isinstance(module, nn.Dropout) and module.training for module in self.model.modules()):
             return contextlib.nullcontext()
-        return Raise(None, torch.tensor([0, self.steps]), None)
+        return Raise(None, torch.tensor([0, self.steps if number is None else number]), None)
 
     def start(self, name: str, **options: Any) -> torch.optim.Optimizer:
         """An optimizer of all parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-FILES = ("steps", "optimizers", "by_hand", "values", "checkpoints", "changes", "hooks", "partners", "ranks")
+FILES = ("steps", "optimizers", "by_hand", "values", "checkpoints", "changes", "hooks", "partners", "ranks", "module")
 
 
 def load_actions() -> None:

@@ -77,6 +77,23 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+# What a user's module may have replaced, or hide behind a submodule; `capture/tables.py` asks its tables instead.
+ASKED = {
+    "named_parameters", "named_modules", "named_buffers", "named_children", "get_submodule", "get_parameter",
+    "get_buffer", "modules", "children", "buffers",
+}  # fmt: skip
+
+
+def test_no_file_asks_a_module_for_what_it_holds() -> None:
+    found = []
+    for name, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKED:
+                is_walk = isinstance(node.func.value, ast.Name) and node.func.value.id == "tables"
+                found += [] if is_walk else [f"{name}:{node.lineno}"]
+    assert found == []
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert [sorted(files) for files in nx.strongly_connected_components(imports()) if len(files) > 1] == []
 

@@ -16,10 +16,11 @@ HANGS = pytest.mark.slow  # until Gloo gives up, after 45 s
 
 
 def journey(
-    mesh: str, *actions: tuple[str, dict[str, Any]], options: dict[str, Any] | None = None, **more: Any
-) -> Journey:
+    mesh: str, *actions: tuple[str, dict[str, Any]], options: dict[str, Any] | None = None, block: str = "mlp",
+    **more: Any,
+) -> Journey:  # fmt: skip
     setup = {
-        "mesh": mesh, "options": options or {}, "head": "regress", "width": 8, "blocks": ["mlp"], "optimizer": "AdamW",
+        "mesh": mesh, "options": options or {}, "head": "regress", "width": 8, "blocks": [block], "optimizer": "AdamW",
         "rows": 5, "warm": True, **more,
     }  # fmt: skip
     return (("begin", setup), *actions)
@@ -35,6 +36,8 @@ SHORT = {
     "digests": journey("dp=2", ("other_data_on_one_rank", {"seed": 1})),
     "guards": journey("dp=1", ("set_gain", {"value": 0.5}), STEP),
     "hooks": journey("dp=1", ("gradient_hook", {"which": 0, "factor": 0.5}), STEP),
+    "draws": journey("dp=1", ("roll_out", {"seed": 1, "calls": 2}), block="dropout"),
+    "gathered": journey("dp=1", ("gather", {"write": True, "on_one": False})),
     "replicas": journey("dp=2", ("other_weight_on_one_rank", {})),
     "calls": journey("dp=2", ("another_call_on_one_rank", {"seed": 1})),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.parallel.random_state import RandomState
 
 pytestmark = pytest.mark.gloo
@@ -46,6 +47,7 @@ def _steps(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) 
         generator = torch.Generator().manual_seed(step)
         x, y = (torch.randn(12, n, generator=generator, dtype=torch.float64) for n in (16, 8))
         losses.append(float(model.forward_backward(x, y)))
+        losses.append(float(model(x).detach().square().sum()))  # draws as well, and is no step
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -79,14 +81,14 @@ def _resume(rank: int, mesh: str, folder: str) -> list[float]:
     dcp.load(state, checkpoint_id=f"{folder}/sharded")
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert (model.random_state.seed, model.random_state.steps) == (11, 2)
+    assert model.random_state == RandomState(11, 2, 2)
     return _steps(model, optimizer, 2, 4)
 
 
 def test_two_steps_and_two_more_are_four(four: Ranks, tmp_path: Path) -> None:
     straight = _straight(0, "dp=1")
     dist.destroy_process_group()
-    assert len(set(straight)) == 4
+    assert len(set(straight)) == 8
     for losses in four.run(_straight, "dp=2,tp=2"):
         assert losses == pytest.approx(straight, rel=1e-10)
     saved = four.run(_save, "dp=2,tp=2", str(tmp_path))
@@ -95,19 +97,22 @@ def test_two_steps_and_two_more_are_four(four: Ranks, tmp_path: Path) -> None:
             assert [*before, *after] == pytest.approx(straight, rel=1e-10), mesh
     alone = _resume(0, "dp=1", str(tmp_path))
     dist.destroy_process_group()
-    assert alone == pytest.approx(straight[2:], rel=1e-10)
+    assert alone == pytest.approx(straight[4:], rel=1e-10)
 
 
 def _forget(rank: int) -> None:
     model, optimizer = _made("dp=2,tp=2")
     if rank != 2:
-        model.random_state.load_state_dict({"seed": 11, "steps": 2})
+        model.random_state.load_state_dict({"seed": 11, "steps": 2, "forwards": 2})
     _steps(model, optimizer, 2, 3)
 
 
 def test_a_rank_that_did_not_load_is_named(four: Ranks) -> None:
     for outcome in four.attempt(_forget):
-        assert outcome.error is not None and "rank 2 has 'random_state {'seed': 11, 'steps': 0}'" in outcome.error
+        assert (
+            outcome.error is not None
+            and "rank 2 has 'random_state {'seed': 11, 'steps': 0, 'forwards': 0}'" in outcome.error
+        )
 
 
 def test_the_state_by_hand(tmp_path: Path) -> None:
@@ -125,5 +130,14 @@ def test_the_state_by_hand(tmp_path: Path) -> None:
     other = float(again.forward_backward(x, y))
     again.random_state.load_state_dict(given["random"])
     assert float(again.forward_backward(x, y)) == pytest.approx(want, rel=1e-12) != other
-    assert again.random_state == RandomState(11, 3)
+    assert again.random_state == RandomState(11, 3, 2)
     dist.destroy_process_group()
+
+
+def test_a_state_without_all_its_numbers_is_refused() -> None:
+    with pytest.raises(AutoparError) as caught:
+        RandomState(3, 1, 2).load_state_dict({"seed": 3, "steps": 1})
+    assert str(caught.value) == (
+        "random_state.load_state_dict was given ['seed', 'steps'], without forwards: load what "
+        "random_state.state_dict() gave, {'seed': 3, 'steps': 1, 'forwards': 2} for example."
+    )

@@ -355,7 +355,7 @@ def _leave(rank: int) -> float:
     if rank == 1:
         raise SystemExit(3)
     driver = next(iter(model.programs))
-    return float(run_step(model._session, driver, take_call_apart(batch, {}))[0])
+    return float(run_step(model._session, driver, take_call_apart(batch, {}), is_step=True)[0])
 
 
 @needs_compiler

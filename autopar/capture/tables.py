@@ -1,0 +1,145 @@
+"""Walk the tables that torch keeps in a module: `_modules`, `_parameters` and `_buffers`.
+
+A user's module may have attributes and methods by the names of torch's (`self.modules = []`, `def parameters(self)`),
+and a submodule by the name of a method (`self.parameters = nn.ParameterList()`), which `get_submodule` then misses. So
+nothing is asked of a user's module that its tables say. Orders and names are those of torch's methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 3  # of lists in lists
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def named_modules(
+    model: nn.Module, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:  # fmt: skip
+    """As `Module.named_modules`."""
+    seen: set[int] = set()
+    waiting = [(prefix, model)]
+    while waiting:
+        path, module = waiting.pop()
+        if remove_duplicate and id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = [(joined(path, name), child) for name, child in module._modules.items() if child is not None]
+        waiting.extend(reversed(children))
+
+
+def modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As `Module.modules`."""
+    return (module for _, module in named_modules(model))
+
+
+def named_parameters(
+    model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:  # fmt: skip
+    """As `Module.named_parameters`."""
+    return _members(model, "_parameters", prefix, recurse, remove_duplicate)
+
+
+def named_buffers(
+    model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """As `Module.named_buffers`."""
+    return _members(model, "_buffers", prefix, recurse, remove_duplicate)
+
+
+def parameters(model: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """As `Module.parameters`."""
+    return (parameter for _, parameter in named_parameters(model, recurse=recurse))
+
+
+def buffers(model: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
+    """As `Module.buffers`."""
+    return (buffer for _, buffer in named_buffers(model, recurse=recurse))
+
+
+def submodule(model: nn.Module, path: str) -> nn.Module:
+    """As `Module.get_submodule`."""
+    for name in path.split(".") if path else ():
+        child = model._modules[name]
+        assert child is not None, path
+        model = child
+    return model
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """As `Module.get_parameter`."""
+    path, _, attribute = name.rpartition(".")
+    found = submodule(model, path)._parameters[attribute]
+    assert found is not None, name
+    return found
+
+
+def buffer(model: nn.Module, name: str) -> torch.Tensor:
+    """As `Module.get_buffer`."""
+    path, _, attribute = name.rpartition(".")
+    found = submodule(model, path)._buffers[attribute]
+    assert found is not None, name
+    return found
+
+
+def functional_call(
+    model: nn.Module, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:  # fmt: skip
+    """What a model gives with other tensors in place of parameters and buffers, as `torch.func.functional_call`. It may
+    move a tensor from one table to another, or to a plain attribute: afterwards all is as it was."""
+    saved = []
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        owner = submodule(model, path)
+        table: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
+        saved.append((owner, attribute, table, table[attribute]))
+        table[attribute] = value
+    try:
+        return model(*args, **kwargs)
+    finally:
+        for owner, attribute, table, tensor in saved:
+            others: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+            for other in others:
+                if other is not table:
+                    other.pop(attribute, None)
+            table[attribute] = tensor
+
+
+def assign_inside(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors in the place of those that the lists and dicts of modules hold as well, by the ids of these."""
+    for module in modules(model):
+        for name, value in vars(module).items():
+            if name not in _REGISTERED:  # where tensors have their places already, which may lie where the old ones lay
+                _assign_inside(value, made, _DEPTH)
+
+
+def _assign_inside(holder: Any, made: Mapping[int, torch.Tensor], depth: int) -> None:
+    if type(holder) not in (list, dict) or depth == 0:
+        return
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        if id(value) in made:
+            holder[key] = made[id(value)]
+        else:
+            _assign_inside(value, made, depth - 1)
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what stands under a name in a module."""
+    return f"{path}.{name}" if path else name
+
+
+def _members(
+    model: nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
+) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for path, module in named_modules(model, prefix, remove_duplicate) if recurse else [(prefix, model)]:
+        for name, tensor in vars(module)[table].items():
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield joined(path, name), tensor

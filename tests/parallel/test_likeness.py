@@ -1,0 +1,265 @@
+"""A parallel model behaves as the user's module: methods, properties, special methods, names, signatures."""
+
+from __future__ import annotations
+
+import copy
+import io
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import Ranks
+from torch import Tensor, nn
+from users_module import SAME, Net, loss, pair, tokens
+
+import autopar
+from autopar.errors import AutoparError, CaptureError
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_as_the_users_module(what: str) -> None:
+    plain, model = pair()
+    plain.eval(), model.eval()
+    got, want = SAME[what](model), SAME[what](plain)
+    if isinstance(want, Tensor):
+        assert torch.allclose(got, want, rtol=1e-9)
+    else:
+        assert got == want
+
+
+def _values(rank: int, mesh: str, options: dict[str, Any]) -> None:
+    """On ranks that hold parts: values, gradients, and what methods write."""
+    plain, model = pair(mesh, **options)
+    model.eval(), plain.eval()
+    for _ in range(2):  # before the first program, and as it placed parameters
+        for name, function in SAME.items():
+            got, want = function(model), function(plain)
+            if isinstance(want, Tensor):
+                assert not hasattr(got, "full_tensor") or "on a part" in name, f"{name} gives a plain tensor"
+                assert torch.allclose(got, want, rtol=1e-9), name
+                assert got.requires_grad == want.requires_grad, name
+                for without in (torch.no_grad, torch.inference_mode):
+                    with without():
+                        assert torch.allclose(function(model), want.detach(), rtol=1e-9), (name, without)
+                if got.requires_grad and "calls" not in name:  # the output of a compiled forward has no backward pass
+                    got.sum().backward(), want.sum().backward()
+                    for path, parameter in plain.named_parameters():
+                        gradient = dict(model.named_parameters())[path].grad
+                        assert (gradient is None) == (parameter.grad is None), (name, path)
+                        if gradient is not None and parameter.grad is not None:
+                            assert torch.allclose(gradient.full_tensor(), parameter.grad, rtol=1e-9), (name, path)
+                    plain.zero_grad(), model.zero_grad()
+        model.reset(), plain.reset()
+        for path, value in plain.state_dict().items():
+            held = model.state_dict()[path]
+            assert torch.equal(held.full_tensor() if hasattr(held, "full_tensor") else held, value), path
+        want = loss(plain, tokens()).detach()
+        assert torch.allclose(model.forward_backward(tokens()).detach(), want, rtol=1e-9)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("pp=2", {"microbatches": 2})])
+def test_on_parameters_in_parts(two: Ranks, mesh: str, options: dict[str, Any]) -> None:
+    two.run(_values, mesh, options)
+
+
+def _other_data(rank: int) -> str:
+    _, model = pair("tp=2")
+    with pytest.raises(Exception) as caught:
+        model.head(torch.full((2, 8), float(rank), dtype=torch.float64))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_other_data_on_each_rank_is_refused_by_the_op(two: Ranks) -> None:
+    for said in two.run(_other_data):
+        assert said.startswith("RankError: ") and "other values" in said, said
+
+
+def test_a_call_in_a_method_runs_the_program() -> None:
+    _, model = pair()
+    model.generate(tokens())
+    assert len(model.programs) == 1 and not model.training and not model.original.training
+    model.encode(tokens())
+    assert len(model.programs) == 1
+
+
+def test_containers_of_torch() -> None:
+    model: Any = autopar.parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "dp=1", loss_fn=loss)
+    assert len(model) == 3 and type(model[1]) is nn.ReLU and [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    x = torch.ones(2, 4)
+    assert torch.equal(model[:2](x), model.original[:2](x)) and type(model[:2]) is nn.Sequential
+    assert isinstance(model, nn.Sequential) and isinstance(model, autopar.ParallelModule)
+    plain: Any = autopar.parallelize(nn.Linear(4, 4), "dp=1", loss_fn=loss)
+    assert bool(plain) and not hasattr(plain, "__len__") and not hasattr(plain, "__iter__")
+    with pytest.raises(TypeError):
+        len(plain)
+
+
+class Overrides(nn.Module):
+    """Methods in place of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.head.parameters(recurse)
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"own.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({n.removeprefix("own."): v for n, v in state_dict.items()}, *args, **kwargs)
+
+
+def test_methods_in_place_of_torchs() -> None:
+    plain = Overrides()
+    model: Any = autopar.parallelize(copy.deepcopy(plain), "dp=1", loss_fn=loss)
+    assert len(list(model.parameters())) == 2 and len(list(model.named_parameters())) == 6
+    assert model.train() is model and model.training and not model.body.training and model.head.training
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
+    assert not model.head.weight.any()
+    assert list(model.full_state_dict()) == list(nn.Module.state_dict(plain))
+
+
+def test_hooks_of_state_dicts_run() -> None:
+    plain = nn.Linear(2, 2)
+    plain.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(extra=torch.ones(1)))
+    plain.register_load_state_dict_pre_hook(lambda module, state, *_: state.pop("extra", None))
+    model: Any = autopar.parallelize(plain, "dp=1", loss_fn=loss)
+    assert list(model.state_dict()) == ["weight", "bias", "extra"]
+    model.load_state_dict(model.state_dict())
+
+
+def test_setting_and_deleting() -> None:
+    plain, model = pair()
+    model.extra, model._hidden, model.width = 3, 4, 6
+    assert plain.config.width == 8 and model.original.extra == 3 and model.original._hidden == 4
+    assert model.config.width == 6 and "extra" not in vars(model)
+    model.mask = torch.ones(2)
+    assert model.original.mask is model.mask
+    del model.extra
+    assert not hasattr(model, "extra") and not hasattr(model.original, "extra")
+    for value, kind in ((nn.Linear(2, 2), "Linear"), (nn.Parameter(torch.ones(2)), "Parameter")):
+        with pytest.raises(AutoparError) as caught:
+            model.new = value
+        assert str(caught.value) == (
+            f"cannot set 'new' of a parallel model to a {kind}: its modules and tensors are distributed already. "
+            f"Change the plain module before autopar.parallelize."
+        )
+
+
+def test_another_forward_is_refused() -> None:
+    """It would be passed over: the program is called."""
+    _, model = pair()
+    with pytest.raises(AutoparError) as caught:
+        model.forward = torch.no_grad()(model.forward)
+    assert str(caught.value) == (
+        "cannot set 'forward' of a parallel model: its programs come from the module's own. Wrap the plain module's "
+        "before autopar.parallelize, or call a function of yours around the model."
+    )
+
+
+def test_private_names_are_not_offered() -> None:
+    _, model = pair()
+    assert not [name for name in dir(model) if name.startswith("_") and not name.endswith("__")]
+    assert {"forward_backward", "gathered", "original", "encode"} <= {*dir(model)}
+    for one in (model, model.remember(1), model._stand_in):
+        with pytest.raises(AttributeError) as caught:
+            one.secret  # noqa: B018
+        text = "".join(traceback.format_exception(caught.value))
+        assert "'Net' object has no attribute 'secret'" in text and "_secret" not in text
+
+
+def test_what_is_no_part_of_a_parallel_model() -> None:
+    """Neither of it nor of what methods see of it."""
+    _, model = pair()
+    for one in (model, model._stand_in):
+        for copied in (copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(AutoparError, match="cannot be copied or pickled"):
+                copied(one)
+        with pytest.raises(AutoparError, match="cannot turn the tensors"):
+            one.half()
+        for compiled in (torch.compile, lambda m: m.compile()):
+            with pytest.raises(AutoparError) as caught:
+                compiled(one)
+            assert str(caught.value) == (
+                "torch.compile of a parallel model: its steps are compiled already, with what moves between ranks in "
+                'them. Leave torch.compile out; autopar.parallelize(..., compile="inductor") compiles what each rank '
+                "computes with Inductor."
+            )
+
+
+class Named(nn.Module):
+    """Methods by names of ours: ours win, but not within the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.compiled = nn.Linear(4, 4), "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.prepare(x))  # type: ignore[no-any-return]
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.layer(self.prepare(x)) if self.compiled == "mine" else x  # type: ignore[no-any-return]
+
+
+def test_names_of_ours_win_but_not_within_the_module() -> None:
+    model: Any = autopar.parallelize(Named(), "dp=1", loss_fn=loss)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model.both(x), model(x), check_stride=False)
+    assert model.compiled is None and model.original.compiled == "mine"
+
+
+def test_methods_in_the_loss_of_another_model() -> None:
+    """They are a part of that one's step: the partner's gradients come, and BatchNorm writes."""
+
+    def run(is_parallel: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        critic: Any = Net().double()
+        model: Any = nn.Linear(4, 8).double()
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            h = critic.attention(model(x)[None], model(x)[None], model(x)[None])[0] if not is_parallel else None
+            h = h if h is not None else critic.attend(model(x)[None])
+            return h.square().sum() + critic.largest * critic.width
+
+        Net.attend = lambda self, h: self.attention(h, h, h)[0]  # type: ignore[attr-defined]
+        x = torch.randn(6, 4, dtype=torch.float64)
+        if is_parallel:
+            critic = autopar.parallelize(critic, "dp=1", loss_fn=loss)
+            model = autopar.parallelize(model, "dp=1", loss_fn=loss)
+            value = model.forward_backward(x)
+        else:
+            value = loss(model, x)
+            value.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for m in (model, critic) for p in m.parameters() if p.grad is not None]
+        return [value.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients)]
+
+    want, got = run(False), run(True)
+    assert len(want) > 5
+    nonzero = [g for g in got if g.any()]
+    torch.testing.assert_close(nonzero, [g for g in want if g.any()])
+
+
+def test_a_part_of_another_model_is_refused() -> None:
+    _, critic = pair()
+    model: Any = autopar.parallelize(nn.Linear(4, 8).double(), "dp=1", loss_fn=lambda m, x: critic.norm(m(x)).sum())
+    with pytest.raises(CaptureError, match="a part of another parallel model"):
+        model.forward_backward(torch.ones(3, 4, dtype=torch.float64))
