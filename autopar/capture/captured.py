@@ -24,7 +24,8 @@ class Captured:
     in a forward-only program, or what the loss function of a training step returned beside the loss. `reads` are the
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
-    with theirs. `ran` are the user's functions that ran.
+    with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
+    (None: it has none); None as a whole where nothing was said.
     """
 
     program: Program
@@ -35,6 +36,7 @@ class Captured:
     frozen: frozenset[str] = frozenset()
     partners: tuple[Partner, ...] = ()
     ran: Ran = field(default_factory=Ran)
+    batch_dims: Mapping[str, int | None] | None = None
 
     @property
     def has_result(self) -> bool:

@@ -52,6 +52,8 @@ class Plan:
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. options: of the step, with what the model and the batch decide in
     place of None and "auto". batch_replicated: every rank computes the whole batch, as its axes cannot divide it.
+    batch_dims: the dim that counts the samples, by batch tensor (None: it has none); None as a whole where nothing was
+    said.
     context_replicated: every rank of cp computes all positions, as it cannot divide them.
     slice_lengths: the positions of each slice, where they differ. frozen: parameters that are not trained, by first
     name. rules: the rows of the user's custom ops, by op, beside
@@ -64,6 +66,7 @@ class Plan:
     options: StepOptions = field(default_factory=StepOptions)
     fixed: Fixed = field(default_factory=Fixed)
     batch_replicated: bool = False
+    batch_dims: Mapping[str, int | None] | None = None
     context_replicated: bool = False
     slice_lengths: tuple[int, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)

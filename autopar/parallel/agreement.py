@@ -52,6 +52,14 @@ class _Told:
     texts: Mapping[str, list[str]]
 
 
+class Disagreement(RankError):
+    """Ranks have other lines. everyone: those of each rank."""
+
+    def __init__(self, what: str, everyone: Sequence[Sequence[str]], advice: str = "") -> None:
+        super().__init__(_difference(what, dict(enumerate(everyone)), advice))
+        self.what, self.everyone = what, everyone
+
+
 @dataclass(slots=True)
 class Phase:
     """Checks that a rank makes on its own, before all ranks agree on them once.
@@ -101,7 +109,7 @@ class Agreement:
         is_equal, is_same_data = self._compare(what, lines, data)
         if not is_equal:
             everyone: list[list[str]] = self.everyone(what, list(lines))
-            raise RankError(_difference(what, dict(enumerate(everyone))))
+            raise Disagreement(what, everyone)
         return is_same_data
 
     def check_within(self, what: str, part: Hashable, lines: Sequence[str]) -> None:
@@ -145,9 +153,9 @@ class Agreement:
             if any(text != texts[0] for text in texts):
                 raise RankError(_difference(what, dict(enumerate(texts))))
 
-    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> NoReturn:
+    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> None:
         """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
-        of the data. digests: by name."""
+        of the data, if something does. digests: by name."""
         everyone: list[tuple[str, dict[str, str]]] = self.everyone("batch", (part, dict(digests)))
         first: dict[str, int] = {}
         faults = []
@@ -156,6 +164,8 @@ class Agreement:
             names = [name for name, digest in found.items() if digest != everyone[other][1].get(name)]
             if names:
                 faults.append(f"  rank {rank} has other values than rank {other} in {', '.join(names)}")
+        if not faults:
+            return
         raise RankError(f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\n{advice}")
 
     def any(self, what: str, mine: bool) -> bool:
@@ -236,8 +246,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def _difference(what: str, everyone: Mapping[int, Sequence[str]]) -> str:
-    """Which ranks have other lines than most, and which ones. everyone: the lines, by rank."""
+def _difference(what: str, everyone: Mapping[int, Sequence[str]], advice: str = "") -> str:
+    """Which ranks have other lines than most, and which ones. everyone: the lines, by rank. advice: what to do."""
     versions: dict[tuple[str, ...], list[int]] = {}
     for rank, found in everyone.items():
         versions.setdefault(tuple(found), []).append(rank)
@@ -249,7 +259,8 @@ def _difference(what: str, everyone: Mapping[int, Sequence[str]]) -> str:
         pairs = _aligned(version, common)[:3]
         shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
         faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
-    return f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}."
+    advice = advice or f"Give every rank the same {what}."
+    return f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\n{advice}"
 
 
 def _check_calls(said: Sequence[_Said]) -> None:

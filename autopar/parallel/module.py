@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ class ParallelModule(Inlined):
                 f"call the model itself there, and forward_backward after it."
             )
         self._decide("forward_backward", args, kwargs)
-        step = partial(train_step, self._session)
+        step = partial(train_step, self._session, self._takes_whole(kwargs, train=True))
         running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
         captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
@@ -86,7 +87,8 @@ class ParallelModule(Inlined):
         traced = inlined(self)
         if traced is not None:
             return traced(*args, **kwargs)
-        return self._programs.run("forward", args, kwargs, False, partial(forward_step, self._session))[1]
+        step = partial(forward_step, self._session, self._takes_whole(kwargs, train=False))
+        return self._programs.run("forward", args, kwargs, False, step)[1]
 
     __call__ = forward  # torch's would run hooks here, which the program does
 
@@ -221,6 +223,13 @@ class ParallelModule(Inlined):
 
     def extra_repr(self) -> str:
         return f"mesh={self._store.distributor.mesh}, rank={dist.get_rank()}"
+
+    def _takes_whole(self, kwargs: dict[str, Any], train: bool) -> bool:
+        """Take `whole=True` out of a call's arguments, unless the user's own function has a parameter of that name."""
+        own = self._session.settings.loss_fn if train else None
+        if "whole" not in kwargs or "whole" in inspect.signature(own or self.original.forward).parameters:
+            return False
+        return bool(kwargs.pop("whole"))
 
     def _decide(self, call: str, args: Any, kwargs: Any) -> None:
         """With mesh="auto": take the plan of the first training batch."""

@@ -15,6 +15,7 @@ from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor
 from autopar.parallel.joining import Asked, join
+from autopar.parallel.local_batch import World
 from autopar.parallel.loss_scale import LossScale
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas, every_of
@@ -46,6 +47,12 @@ class Session:
     replicas: Replicas
     random: RandomState
     scale: LossScale | None
+
+    @property
+    def world(self) -> World:
+        """Where the parts of a batch lie."""
+        where = self.store.distributor
+        return World.of(where.mesh, where.device_mesh, where.coord)
 
 
 def open_session(asked: Asked) -> Session:

@@ -1,0 +1,74 @@
+"""Check that the parts of all ranks may be put together as they were: by what the captured program does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.batch_dims import shown, spelled
+from autopar.compiler.batch_rows import BatchRows, follow_rows
+from autopar.compiler.lowered import Lowered
+from autopar.errors import AutoparError, BatchError
+from autopar.parallel.portions import Given
+from autopar.passes.rules import table_of
+
+
+def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Module) -> BatchRows | None:
+    """Where the rows of a batch, of which ranks have parts, go in a program. Raises BatchError where rows are looked up
+    by numbers that a rank knows of its own part alone, and where rows meet though nobody said which dim counts them."""
+    portion, parts = given.portion, given.parts
+    if portion is None:
+        return None
+    dims = {str(i): dim for i, dim in enumerate(portion.dims)}
+    rows = follow_rows(dict(compiled.history)[_FOLLOWED], dims, table_of(compiled.plan), model)
+    numbered = rows.numbered
+    if numbered is not None:
+        raise BatchError(
+            f'batch="local" puts the parts of all ranks together ({shown(parts, portion.dims)}), and {numbered}: numbers '
+            f"that mean rows of one rank's part mean others in the whole. Pass the whole batch on every rank, with "
+            f'numbers for all of it (batch="global"), or look rows up within each sample.'
+        )
+    why = str(rows.meetings[0]) if rows.meetings else _apart(rows, given)
+    if why and not portion.is_said:
+        raise BatchError(
+            f'batch="local" puts the parts of all ranks together on the dim that counts the samples. By the shapes that '
+            f"is {shown(parts, portion.dims)}; but {why}, so that another one may be meant (of a sequence in front "
+            f"the next). Say which: {spelled(parts, portion.dims)} if it is this, and the step is to be that of the whole "
+            f"batch; else other dims, and None for what all ranks share."
+        )
+    return rows
+
+
+def _apart(rows: BatchRows, given: Given) -> str:
+    """Which tensors' samples never stand side by side: what makes them one batch is not seen."""
+    assert given.portion is not None
+    used = [leaf for leaf in given.portion.leaves if leaf in rows.used]
+    apart = [leaf for leaf in used if not rows.are_joined(used[0], leaf)]
+    names = [f"{given.parts.paths[leaf]} {list(given.parts.leaves[leaf].shape)}" for leaf in apart]
+    return f"no row of {' and '.join(names)} stands beside one of {given.parts.paths[used[0]]}" if names else ""
+
+
+_FOLLOWED = "precision"  # the last pass before layouts
+
+
+@contextmanager
+def naming_parts(given: Given) -> Iterator[None]:
+    """Say of an error in the model how parts were put together, of which it may come."""
+    try:
+        yield
+    except AutoparError as error:
+        portion, parts = given.portion, given.parts
+        if portion is None or isinstance(error, BatchError):
+            raise
+        how = "as batch_dims says" if portion.is_said else "as their shapes look"
+        ranks = len(portion.sizes)
+        more = (
+            f'\\nWith batch="local" the parts of {ranks} ranks were put together {how}: {shown(parts, portion.dims)}. If '
+            f"that is not what you mean, say which dim of each argument counts the samples, and None for what all "
+            f"ranks share: {spelled(parts, portion.dims)}."
+        )
+        error.args = (f"{error}{more}",)
+        raise

@@ -1,0 +1,109 @@
+"""Find which part of a batch a call was given on this rank: what the user said of it, or what cannot be mistaken."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.capture.batch_dims import Dims, dims_by_key, dims_of, keys_of, parameter_names
+from autopar.capture.containers import Parts
+from autopar.parallel.local_batch import Portion, found_dims, same_again
+from autopar.parallel.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of a call on this rank. dims: of each leaf the one that counts samples, if that was said or found.
+    portion: of a batch of which each rank has a part."""
+
+    parts: Parts
+    dims: Dims | None = None
+    portion: Portion | None = None
+
+    @property
+    def whole(self) -> Parts:
+        """The same for the whole batch, without data where ranks have parts: what a program is made for."""
+        return self.parts if self.portion is None else self.portion.whole(self.parts)
+
+    @property
+    def unlike(self) -> Dims | None:
+        """The dims in which ranks may have other sizes."""
+        return None if self.portion is None else self.dims
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """The leaves that ranks with parts of their own have alike."""
+        return frozenset() if self.portion is None else self.portion.shared(self.parts)
+
+    def agreed(self, portion: Portion | None = None) -> Given:
+        """The same, with the sizes that all ranks agreed on. Raises BatchError for what may be mistaken."""
+        found = portion or (self.portion and replace(self.portion, is_agreed=True))
+        if found is not None:
+            found.check(self.parts)
+        return replace(self, portion=found)
+
+
+class Portions:
+    """Of the calls of one parallel module."""
+
+    def __init__(self, session: Session) -> None:
+        settings = session.settings
+        self.world = session.world
+        self._is_local, self._said = settings.is_local and self.world.places > 1, settings.options.batch_dims
+        forward = parameter_names(session.store.model.forward, behind=0)
+        trained = forward if settings.loss_fn is None else parameter_names(settings.loss_fn, behind=1)
+        self._names = {True: trained, False: forward}
+        self._known: dict[Hashable, Dims] = {}  # of calls whose dims were found, once their program was made
+
+    def of(self, parts: Parts, train: bool) -> Given:
+        """The arguments of a call. Raises BatchError where it cannot be told which dim of what counts the samples."""
+        said, is_certain = self._dims_said(parts, train)
+        if not self._is_local:
+            return Given(parts, said)
+        if said is not None:
+            return Given(parts, said, Portion.of(parts, said, self.world, is_certain, {}))
+        known = self._known.get(_structure(parts, train))
+        if known is not None:
+            same_again(known, parts)
+            return Given(parts, known, Portion.of(parts, known, self.world, False, {}))
+        dims, doubts = found_dims(parts)
+        return Given(parts, dims, Portion.of(parts, dims, self.world, False, doubts))
+
+    def learn(self, given: Given, train: bool) -> None:
+        """Remember what was found: a later batch of the same structure may have other sizes alike by chance."""
+        if given.portion is not None and not given.portion.is_said:
+            self._known[_structure(given.parts, train)] = given.portion.dims
+
+    def _dims_said(self, parts: Parts, train: bool) -> tuple[Dims | None, bool]:
+        """What the user said of the call, and whether it is certain: it was said of the arguments of a training step,
+        and for others goes by their names; where a name is unknown by their place, which is a guess."""
+        said = self._said
+        if said is None:
+            return None, False
+        if train or not isinstance(said, (Mapping, tuple, list)):
+            return dims_of(said, parts, self._names[train]), True
+        chosen: dict[int | str, Any] = {}
+        is_certain = True
+        for key in keys_of(parts):
+            found = self._of_argument(key, said)
+            if found is None:
+                return None, False
+            chosen[key], certain = found
+            is_certain &= certain
+        return dims_by_key(chosen, parts), is_certain
+
+    def _of_argument(self, key: int | str, said: Any) -> tuple[Any, bool] | None:
+        """What was said of an argument of the module, and whether that is certain."""
+        forward, trained = self._names[False], self._names[True]
+        name = key if isinstance(key, str) else forward[key] if key < len(forward) else None
+        if isinstance(said, Mapping):
+            return (said[name], True) if name in said else None
+        if name in trained and trained.index(name) < len(said):
+            return said[trained.index(name)], True
+        is_place = isinstance(key, int) and key < len(said)
+        return (said[key], trained == forward) if is_place else None  # type: ignore[index]
+
+
+def _structure(parts: Parts, train: bool) -> Hashable:
+    return train, parts.form, tuple(leaf.ndim for _, leaf in parts.tensors())
