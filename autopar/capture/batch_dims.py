@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.containers import Form, Leaf, Node, Parts
+from autopar.capture.containers import Form, Leaf, Node, Parts, take_call_apart
 from autopar.errors import BatchError
 
 Dims = tuple[int | None, ...]  # by leaf of a call
@@ -49,6 +49,13 @@ def dims_of(said: Any, parts: Parts, names: Sequence[str]) -> Dims:
             reader.read(form, said, f"batch_dims={said!r}", _path(key), is_own=False)
     reader.check(said)
     return tuple(reader.dims)
+
+
+def dims_of_call(
+    said: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Callable[..., Any], behind: int
+) -> Dims | None:
+    """As `dims_of`, of arguments as they are; None where nothing was said. function, behind: see `parameter_names`."""
+    return None if said is None else dims_of(said, take_call_apart(args, kwargs), parameter_names(function, behind))
 
 
 def keys_of(parts: Parts) -> list[int | str]:
@@ -122,7 +129,7 @@ class _Reader:
         rest = [at for at in (said if by_name else range(len(said))) if at not in used]
         for at in rest:
             if by_name:
-                here = [name for name in (*names, *(key for key in top if isinstance(key, str)))]
+                here = [*names, *(key for key in top if isinstance(key, str))]
                 near = difflib.get_close_matches(str(at), here, n=1)
                 more = f" Do you mean {near[0]!r}?" if near else f" Its arguments are {', '.join(here) or 'not named'}."
                 self.faults.append(f"the call has no argument {at!r}.{more}")

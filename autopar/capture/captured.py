@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from autopar.capture.batch_dims import Dims
 from autopar.capture.containers import Form, put_together
 from autopar.capture.partners import Partner
 from autopar.capture.ran import Ran
@@ -42,6 +43,10 @@ class Captured:
     def has_result(self) -> bool:
         """False if a module returned more than its own loss, which does not leave the program."""
         return self.result_form is not None
+
+    def with_dims(self, dims: Dims | None) -> Captured:
+        """The same, with the dim of each leaf of the batch that counts the samples; None where nothing was said."""
+        return replace(self, batch_dims=None if dims is None else {str(i): dim for i, dim in enumerate(dims)})
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The container that was returned, with the tensors among a program's outputs in their places."""

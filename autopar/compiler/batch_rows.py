@@ -44,8 +44,8 @@ class Meeting:
 
 @dataclass(slots=True)
 class BatchRows:
-    """What is known of the rows of a program. outputs: of what leaves it, by place; None for what has no rows. used: the
-    batch tensors that the forward pass reads, by leaf. joined: those of which rows stand side by side."""
+    """What is known of the rows of a program. outputs: of what leaves it, by place; None for what has no rows. used:
+    the batch tensors that the forward pass reads, by leaf. joined: those of which rows stand side by side."""
 
     outputs: list[Row | None] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
@@ -98,16 +98,16 @@ class _Walk:
         for node in self.program.calls():
             if not is_getitem(node) and not record(node).is_backward:
                 self._call(node)
-        for node, out in self.program.leaving:
-            row = None if node is None or out.kind not in ("value", "aux") else self.rows.get(source_of(node))
+        for left, out in self.program.leaving:
+            row = None if left is None or out.kind not in ("value", "aux") else self.rows.get(source_of(left))
             self.found.outputs.append(row)
         return self.found
 
     def _call(self, node: fx.Node) -> None:
         call, sources = call_of(node), [source_of(operand) for operand in operand_nodes(node)]
-        if sources and _is_number(node) and all(_is_number(source) for source, _ in sources):
-            if any(source in self.told for source, _ in sources):
-                self.told.add(node)
+        is_number = _is_number(node) and all(_is_number(source) for source, _ in sources)
+        if is_number and any(source in self.told for source, _ in sources):
+            self.told.add(node)
         given = [self.rows.get(source) for source in sources]
         if not any(given):
             if any(source in self.summed for source, _ in sources):

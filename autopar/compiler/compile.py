@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured, Earlier, capture
-from autopar.capture.batch_dims import Dims, dims_of, parameter_names
+from autopar.capture import Captured, Earlier, capture, dims_of_call
 from autopar.capture.capture import LossFn
 from autopar.capture.constructs import PARAMETERS, WRAPPERS
-from autopar.capture.containers import take_call_apart
 from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
@@ -54,15 +52,8 @@ def capture_step(
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)
-    if options.batch_dims is None:
-        return captured
-    names = parameter_names(loss_fn, behind=1) if loss_fn and train else parameter_names(model.forward, behind=0)
-    return with_dims(captured, dims_of(options.batch_dims, take_call_apart(args, kwargs), names))
-
-
-def with_dims(captured: Captured, dims: Dims | None) -> Captured:
-    """The same, with the dim of each tensor of the batch that counts the samples; None where nothing was said."""
-    return replace(captured, batch_dims=None if dims is None else {str(i): dim for i, dim in enumerate(dims)})
+    function, behind = (loss_fn, 1) if loss_fn is not None and train else (model.forward, 0)
+    return captured.with_dims(dims_of_call(options.batch_dims, args, kwargs, function, behind))
 
 
 def check_model(model: object) -> None:

@@ -130,8 +130,9 @@ def check_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> None:
                 )
             if size % ranks:
                 raise BatchError(
-                    f"the batch has {size} samples ({_counted(entries, said)}), which axis '{axis}' (size {ranks}) cannot "
-                    f"divide. Use a batch size that is a multiple of {ranks}, or a {axis} of {one_of(divisors(size))}."
+                    f"the batch has {size} samples ({_counted(entries, said)}), which axis '{axis}' (size {ranks}) "
+                    f"cannot divide. Use a batch size that is a multiple of {ranks}, or a {axis} of "
+                    f"{one_of(divisors(size))}."
                 )
 
 
@@ -139,7 +140,8 @@ def _counted(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None
     """`dim 0 of [6, 8], [6]`: what counts the samples."""
     if said is None:
         return f"dim 0 of {', '.join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == 'batch')}"
-    shapes, found = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}, {}
+    shapes = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}
+    found: dict[int, list[str]] = {}
     for name, dim in batch_dims_of(entries, said).items():
         found.setdefault(dim, []).append(str(list(shapes[name])))
     return ", ".join(f"dim {dim} of {', '.join(shown)}" for dim, shown in found.items())

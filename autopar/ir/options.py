@@ -152,11 +152,11 @@ class StepOptions:
     of the command line, which are made of these fields.
 
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
-    batch_dims: which dim of each tensor of the batch counts the samples, by argument of the call: a dim for all, a tuple
-      by position or a dict by name, e.g. `(1, 1)` or `{"x": 0, "position_ids": 1, "scale": None}`; in an argument that
-      is a container a dim for all of it, or again a tuple or dict. None: it has no samples, and is the same on every
-      rank. By default dim 0 of the tensors that have as many there as the first; with batch="local" what cannot be
-      mistaken (docs/local_batches.md).
+    batch_dims: the dim of each tensor of the batch that counts samples, by argument: `1`, `(0, 1)` or
+      `{"x": 0, "ids": 1, "scale": None}`. A dim is for every tensor of the argument, or of the batch; of a container
+      it may be again a tuple or dict. None: it has no samples, and all ranks share it. By default it is dim 0 of the
+      tensors that have as many there as the first, and with batch="local" what cannot be mistaken
+      (docs/local_batches.md).
     sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
       stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where it is
       simulated as faster (`passes/streams.py`); a note says so.

@@ -19,6 +19,7 @@ from autopar.capture.spots import Numbers
 from autopar.capture.stand_in import is_number
 from autopar.errors import RankError
 from autopar.parallel.agreement import Agreement
+from autopar.parallel.digests import Digests
 from autopar.parallel.local_batch import Portion
 from autopar.runtime import host
 
@@ -101,22 +102,23 @@ def off_host(parts: Parts) -> list[str]:
     return [parts.paths[leaf] for leaf, tensor in parts.tensors() if not host.on_host(tensor)]
 
 
-def tell_apart(
-    agreement: Agreement, parts: Parts, late: Mapping[str, str], part: Mapping[str, int], portion: Portion | None,
-    step: int,
-) -> None:  # fmt: skip
-    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not. late:
-    digests of data that are there no longer, by name."""
-    digests = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
-    if portion is None:
-        advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
-        return agreement.tell_apart({**digests, **late}, str(part), f"at step {step}", advice)
-    whose = f"ranks of one {' and '.join(part)} coordinate" if part else "ranks"
-    agreement.tell_apart(
-        {**digests, **late}, str(part), f"at step {step}", f'With batch="local", {whose} pass the same part.'
-    )
-    shared = {parts.paths[i]: _value(parts.leaves[i]) for i in portion.shared(parts)}
-    _tell_shared_apart(agreement, {**shared, **late}, f"at step {step}")
+def tell_apart(agreement: Agreement, parts: Parts, digests: Digests, portion: Portion | None, step: int) -> None:
+    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not."""
+    own = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
+    when, part = f"at step {step}", digests.part
+    advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
+    if digests.is_local:
+        whose = f"ranks of one {' and '.join(part)} coordinate" if part else "ranks"
+        advice = f'With batch="local", {whose} pass the same part.'
+    agreement.tell_apart({**own, **_named(digests.late)}, str(part), when, advice)
+    if portion is not None:
+        shared = {parts.paths[i]: _value(parts.leaves[i]) for i in portion.shared(parts)}
+        _tell_shared_apart(agreement, {**shared, **_named(digests.late_shared)}, when)
+
+
+def _named(late: Mapping[str, int]) -> dict[str, str]:
+    """Digests of data that are there no longer, by name."""
+    return {f"{path} of the call before": str(number) for path, number in late.items()}
 
 
 def _tell_shared_apart(agreement: Agreement, values: Mapping[str, str], when: str) -> NoReturn:
@@ -130,10 +132,10 @@ def _tell_shared_apart(agreement: Agreement, values: Mapping[str, str], when: st
                 faults.append(f"  rank {rank} has {value} in {name}, and rank 0 has {everyone[0][name]}")
     told = " and ".join(names)
     raise RankError(
-        f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\n{told}: no dim of it counts samples, so "
-        f"that all ranks share it, and the loss is that of the whole batch. Pass the same value on every rank (of a count "
-        f"the sum over ranks, by all_reduce), or compute it in loss_fn from what each rank passes a part of; if a dim "
-        f"counts samples, say it with batch_dims=."
+        f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\nNo dim of {told} counts samples: all "
+        f"ranks share it, and the loss is that of the whole batch. Pass the same value on every rank (of a count the "
+        f"sum over ranks, by dist.all_reduce), or compute it in loss_fn of what each rank passes its own part of. If a "
+        f"dim of it does count samples, say so: batch_dims=."
     )
 
 
@@ -148,7 +150,8 @@ _SHOWN = 4
 PADDED = (
     'With batch="local" each rank passes rows of its own: as many as it has, and all else alike. Pad what differs in '
     "another dim to one length on all ranks (such as the longest: dist.all_reduce of it with ReduceOp.MAX), with what "
-    "the loss ignores; give numbers and flags the same value on every rank."
+    "the loss ignores; give numbers and flags the same value on every rank, and a count the sum over ranks. If another "
+    "dim counts samples, say so: batch_dims=."
 )
 
 

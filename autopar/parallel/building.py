@@ -6,19 +6,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from autopar.capture import Captured, Earlier
-from autopar.capture.containers import put_together
 from autopar.capture.guards import Guards
 from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
-from autopar.compiler.batch_rows import BatchRows
-from autopar.compiler.compile import capture_step, lower, with_dims
+from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
-from autopar.parallel.batches import with_numbers
+from autopar.parallel.meetings import BatchRows, naming_parts, rows_of
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Owners, as_trained, check_partners
-from autopar.parallel.meetings import naming_parts, rows_of
 from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Constants
@@ -26,7 +23,8 @@ from autopar.parallel.variants import Constants
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program with what it was captured from, and what that read in Python. rows: of a batch of which ranks have parts."""
+    """A program with what it was captured from, and what that read in Python. rows: of a batch of which ranks have
+    parts."""
 
     captured: Captured
     compiled: Lowered
@@ -55,13 +53,12 @@ class Builder:
     def _built(self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
         with scalars, naming_parts(given):
-            whole = with_numbers(given.whole, numbers)
-            args, kwargs = put_together(whole.form, whole.leaves)
+            args, kwargs = given.arguments(numbers)
             captured = capture_step(
                 model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
                 train=train, lift=settings.lift, earlier=self._earlier[train],
             )  # fmt: skip
-        captured = with_dims(captured, given.dims)
+        captured = captured.with_dims(given.dims)
         guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)

@@ -47,7 +47,7 @@ class Digests:
     place."""
 
     def __init__(self, mesh: Mesh, coord: Mapping[str, int], is_local: bool) -> None:
-        self.part = data_part(coord) if is_local else {}
+        self.is_local, self.part = is_local, data_part(coord) if is_local else {}
         self._place, self._places = 0, 1
         for axis, place in self.part.items():
             self._place, self._places = self._place * mesh[axis] + place, self._places * mesh[axis]
@@ -57,7 +57,12 @@ class Digests:
     @property
     def late(self) -> dict[str, int]:
         """Those of the call before which this one compared, by the path of the tensor."""
-        return {**self._own.late, **self._shared.late}
+        return self._own.late
+
+    @property
+    def late_shared(self) -> dict[str, int]:
+        """The same of what all ranks share of local batches."""
+        return self._shared.late
 
     def vector(self, parts: Parts | None, at_once: bool, shared: Container[int] = ()) -> list[int] | None:
         """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.

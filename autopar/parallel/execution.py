@@ -25,8 +25,8 @@ from autopar.runtime.runner import Runner, executor_runner
 
 @dataclass(slots=True)
 class Running:
-    """One compiled signature, ready to run. `rows`: of local batches, of its outputs. `shared`: the outputs that are not
-    memory of their own, once known."""
+    """One compiled signature, ready to run. `rows`: of a batch of which ranks have parts. `shared`: the outputs that
+    are not memory of their own, once known."""
 
     captured: Captured
     compiled: Lowered

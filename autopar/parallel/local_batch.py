@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,22 +57,20 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """This rank's part. dims: by leaf; None for what all ranks share. sizes: by place. is_said: by the user, else found.
-    doubts: by leaf, why what was found may be mistaken. is_agreed: the sizes are known, and not those of this rank
-    taken for all."""
+    """This rank's part. dims: by leaf; None for what all ranks share. sizes: by place. is_said: by the user, else
+    found. is_agreed: the sizes are known, and not those of this rank taken for all."""
 
     dims: Dims
     sizes: tuple[Sizes, ...]
     place: int
     is_said: bool
-    doubts: Mapping[int, str] = field(default_factory=dict)
     is_agreed: bool = False
 
     @staticmethod
-    def of(parts: Parts, dims: Dims, world: World, is_said: bool, doubts: Mapping[int, str]) -> Portion:
+    def of(parts: Parts, dims: Dims, world: World, is_said: bool) -> Portion:
         """As if all ranks had as many samples as this one."""
         own = tuple(parts.leaves[i].shape[dim] for i, dim in enumerate(dims) if dim is not None)
-        return Portion(dims, (own,) * world.places, world.place, is_said, doubts)
+        return Portion(dims, (own,) * world.places, world.place, is_said)
 
     @property
     def leaves(self) -> list[int]:
@@ -104,28 +101,20 @@ class Portion:
 
     def line(self) -> str:
         """What other ranks may have otherwise, as ranks compare it."""
-        own = self.sizes if self.is_agreed else (self.sizes[self.place], sorted(self.doubts))
-        return _SAMPLES + json.dumps(own)
+        return _SAMPLES + json.dumps(self.sizes if self.is_agreed else self.sizes[self.place])
 
     def settled(self, everyone: Sequence[Sequence[str]], mesh: Mesh) -> Portion | None:
         """The same with the sizes that all ranks say; None if they differ in something else. everyone: the lines of
-        each rank, of which one is this one's `line`. What may be mistaken on one rank is clear if it is not on another.
-        """
-        if len({tuple(line for line in lines if not line.startswith(_SAMPLES)) for lines in everyone}) > 1:
+        each rank, of which one is this one's `line`."""
+        if len({tuple(line for line in lines if not _is_samples(line)) for lines in everyone}) > 1:
             return None
         said = [json.loads(line.removeprefix(_SAMPLES)) for lines in everyone for line in lines if _is_samples(line)]
         by_place: dict[int, Sizes] = {}
-        for coord, (sizes, _) in zip(mesh.coords(), said, strict=True):
+        for coord, sizes in zip(mesh.coords(), said, strict=True):
             if by_place.setdefault(place_of(mesh, coord), tuple(sizes)) != tuple(sizes):
                 return None  # ranks that pass the same part
-        doubts = {leaf: why for leaf, why in self.doubts.items() if all(leaf in found for _, found in said)}
         sizes = tuple(by_place[place] for place in range(len(self.sizes)))
-        return replace(self, sizes=sizes, doubts=doubts, is_agreed=True)
-
-    def check(self, parts: Parts) -> None:
-        """Raise BatchError if what was found may be mistaken."""
-        if self.doubts:
-            raise BatchError(f"{_WHICH} {'; '.join(self.doubts.values())}. {ask(parts)}")
+        return replace(self, sizes=sizes, is_agreed=True)
 
     def part(self, value: torch.Tensor, leaf: int, dim: int, outer: int) -> torch.Tensor:
         """This rank's rows of a value that has those of the whole batch at (dim, outer)."""
@@ -146,9 +135,8 @@ class Portion:
 
     def fits(self, leaf: int, layout: Layout, world: World) -> bool:
         """Whether a program wants of a tensor what this rank was given, or a part of that."""
-        own = [
-            factor for factor in layout.dims[self.dims[leaf] or 0] if factor not in world.mesh or world.mesh[factor] > 1
-        ]
+        factors = layout.dims[self.dims[leaf] or 0]
+        own = [f for f in factors if not (isinstance(f, str) and f in world.mesh and world.mesh[f] == 1)]
         begins = tuple(own[: len(world.axes)]) == world.axes
         return begins and self.is_even and sum(axis in world.axes for axis in layout.axes) == len(world.axes)
 
@@ -158,9 +146,6 @@ class Portion:
 
 
 _SAMPLES = "samples "
-_WHICH = (
-    'batch="local" puts the parts of all ranks together on the dim that counts the samples, and shapes do not tell it:'
-)
 
 
 def _is_samples(line: str) -> bool:
@@ -175,11 +160,11 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
     return place
 
 
-def found_dims(parts: Parts) -> tuple[Dims, dict[int, str]]:
-    """By leaf the dim that counts samples, as shapes look, and why that may be mistaken. Raises BatchError.
+def found_dims(parts: Parts) -> Dims:
+    """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
 
-    It has the size that most tensors have, of those that one has in front. What has no dim of that size is shared; what
-    has two of them is in doubt. Whether it is right the program says, see `meetings.py`.
+    It has the size that most tensors have, of those that one has in front. What has no dim of that size is shared.
+    Raises BatchError where two sizes are as good.
     """
     tensors = [(i, leaf) for i, leaf in parts.tensors() if leaf.ndim]
     having = {leaf.shape[0]: 0 for _, leaf in tensors}
@@ -188,17 +173,14 @@ def found_dims(parts: Parts) -> tuple[Dims, dict[int, str]]:
     best = [size for size, count in having.items() if count == max(having.values())]
     if len(best) > 1:
         shapes = ", ".join(f"{parts.paths[i]} {list(leaf.shape)}" for i, leaf in tensors)
-        raise BatchError(f"{_WHICH} {shapes} may have {one_of(best)} of them. {ask(parts)}")
-    found: list[int | None] = [None] * len(parts.leaves)
-    doubts = {}
+        raise BatchError(
+            f'batch="local" puts the parts of all ranks together on the dim that counts samples, and the shapes do not '
+            f"tell which it is: of {shapes} it may be that of {one_of(best)}. {ask(parts)}"
+        )
+    dims: list[int | None] = [None] * len(parts.leaves)
     for i, leaf in tensors:
-        dims = [dim for dim, size in enumerate(leaf.shape) if size in best]
-        found[i] = dims[0] if dims else None
-        if len(dims) > 1:
-            doubts[i] = (
-                f"{parts.paths[i]} {list(leaf.shape)} has {best[0]} in {' and '.join(f'dim {dim}' for dim in dims)}"
-            )
-    return tuple(found), doubts
+        dims[i] = next((dim for dim, size in enumerate(leaf.shape) if size in best), None)
+    return tuple(dims)
 
 
 def same_again(dims: Dims, parts: Parts) -> None:
@@ -207,6 +189,6 @@ def same_again(dims: Dims, parts: Parts) -> None:
     if len(set(sizes.values())) > 1:
         shapes = ", ".join(f"{size} in dim {dims[i]} of {parts.paths[i]}" for i, size in sizes.items())
         raise BatchError(
-            f"tensors whose samples were as many in earlier calls have {shapes} now. If that is meant, say which dim of "
-            f"each argument counts samples: {spelled(parts, dims)}."
+            f'batch="local" took these dims for those that count samples, since they were alike in an earlier call; '
+            f"now there are {shapes}. If that is meant, say so: {spelled(parts, dims)}."
         )

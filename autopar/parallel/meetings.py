@@ -15,6 +15,8 @@ from autopar.errors import AutoparError, BatchError
 from autopar.parallel.portions import Given
 from autopar.passes.rules import table_of
 
+__all__ = ["BatchRows", "naming_parts", "rows_of"]
+
 
 def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Module) -> BatchRows | None:
     """Where the rows of a batch, of which ranks have parts, go in a program. Raises BatchError where rows are looked up
@@ -25,19 +27,20 @@ def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Modul
     dims = {str(i): dim for i, dim in enumerate(portion.dims)}
     rows = follow_rows(dict(compiled.history)[_FOLLOWED], dims, table_of(compiled.plan), model)
     numbered = rows.numbered
+    how = shown(parts, portion.dims)
     if numbered is not None:
         raise BatchError(
-            f'batch="local" puts the parts of all ranks together ({shown(parts, portion.dims)}), and {numbered}: numbers '
-            f"that mean rows of one rank's part mean others in the whole. Pass the whole batch on every rank, with "
-            f'numbers for all of it (batch="global"), or look rows up within each sample.'
+            f'batch="local" puts the parts of all ranks together ({how}), and {numbered}: a number that means a row of '
+            f"one rank's part means another one in the whole. Pass the whole batch on every rank, with numbers for all "
+            f'of it (batch="global"), or look rows up within each sample.'
         )
     why = str(rows.meetings[0]) if rows.meetings else _apart(rows, given)
     if why and not portion.is_said:
         raise BatchError(
-            f'batch="local" puts the parts of all ranks together on the dim that counts the samples. By the shapes that '
-            f"is {shown(parts, portion.dims)}; but {why}, so that another one may be meant (of a sequence in front "
-            f"the next). Say which: {spelled(parts, portion.dims)} if it is this, and the step is to be that of the whole "
-            f"batch; else other dims, and None for what all ranks share."
+            f'batch="local" puts the parts of all ranks together on the dim that counts samples: by their shapes '
+            f"{how}. But {why}: another dim may be meant, such as the one behind a sequence. Write "
+            f"{spelled(parts, portion.dims)} if it is this one, and the step is to be that of the whole batch; else "
+            f"the other dim, and None for what all ranks share."
         )
     return rows
 
@@ -63,12 +66,10 @@ def naming_parts(given: Given) -> Iterator[None]:
         portion, parts = given.portion, given.parts
         if portion is None or isinstance(error, BatchError):
             raise
-        how = "as batch_dims says" if portion.is_said else "as their shapes look"
-        ranks = len(portion.sizes)
         more = (
-            f'\\nWith batch="local" the parts of {ranks} ranks were put together {how}: {shown(parts, portion.dims)}. If '
-            f"that is not what you mean, say which dim of each argument counts the samples, and None for what all "
-            f"ranks share: {spelled(parts, portion.dims)}."
+            f'\nWith batch="local" the parts of {len(portion.sizes)} ranks were put together by '
+            f"{'batch_dims' if portion.is_said else 'their shapes'}: {shown(parts, portion.dims)}. If another dim "
+            f"counts samples, or none does, say so in place of {spelled(parts, portion.dims)}."
         )
         error.args = (f"{error}{more}",)
         raise

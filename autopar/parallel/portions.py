@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.batch_dims import Dims, dims_by_key, dims_of, keys_of, parameter_names
-from autopar.capture.containers import Parts
+from autopar.capture.containers import Parts, put_together
+from autopar.capture.spots import Numbers
+from autopar.parallel.batches import with_numbers
 from autopar.parallel.local_batch import Portion, found_dims, same_again
 from autopar.parallel.session import Session
 
@@ -37,11 +39,14 @@ class Given:
         return frozenset() if self.portion is None else self.portion.shared(self.parts)
 
     def agreed(self, portion: Portion | None = None) -> Given:
-        """The same, with the sizes that all ranks agreed on. Raises BatchError for what may be mistaken."""
-        found = portion or (self.portion and replace(self.portion, is_agreed=True))
-        if found is not None:
-            found.check(self.parts)
-        return replace(self, portion=found)
+        """The same, with the sizes that all ranks agreed on."""
+        found = portion or self.portion
+        return replace(self, portion=found and replace(found, is_agreed=True))
+
+    def arguments(self, numbers: Numbers) -> Any:
+        """The positional and keyword arguments of the whole batch, with these numbers among them."""
+        whole = with_numbers(self.whole, numbers)
+        return put_together(whole.form, whole.leaves)
 
 
 class Portions:
@@ -62,13 +67,13 @@ class Portions:
         if not self._is_local:
             return Given(parts, said)
         if said is not None:
-            return Given(parts, said, Portion.of(parts, said, self.world, is_certain, {}))
+            return Given(parts, said, Portion.of(parts, said, self.world, is_certain))
         known = self._known.get(_structure(parts, train))
         if known is not None:
             same_again(known, parts)
-            return Given(parts, known, Portion.of(parts, known, self.world, False, {}))
-        dims, doubts = found_dims(parts)
-        return Given(parts, dims, Portion.of(parts, dims, self.world, False, doubts))
+            return Given(parts, known, Portion.of(parts, known, self.world, False))
+        dims = found_dims(parts)
+        return Given(parts, dims, Portion.of(parts, dims, self.world, False))
 
     def learn(self, given: Given, train: bool) -> None:
         """Remember what was found: a later batch of the same structure may have other sizes alike by chance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers
 from autopar.errors import AutoparError, BatchError, RankError
-from autopar.parallel.agreement import Disagreement
+from autopar.parallel.agreement import difference
 from autopar.parallel.batches import PADDED, in_order, numbers_of, off_host, signature_lines, signature_of, tell_apart
 from autopar.parallel.digests import Digests
 from autopar.parallel.execution import Running
@@ -122,19 +123,18 @@ class Signatures:
         at_once = is_new or (portion is not None and portion.is_agreed)  # a second comparison leaves nothing on its way
         digest = self._digests.vector(parts, at_once, given.shared)
         try:
-            is_same = session.announcer.call(call, [*self.lines[lines], *states], what=_COMPARED, data=digest)
-            if not is_same:
-                late = {f"{path} of the call before": str(number) for path, number in self._digests.late.items()}
-                tell_apart(session.agreement, parts, late, self._digests.part, portion, session.random.steps)
-        except Disagreement as found:
-            self._digests.forget()
-            if portion is None:
-                raise
-            settled = portion.settled(found.everyone, session.store.distributor.mesh)
-            raise Disagreement(found.what, found.everyone, PADDED) if settled is None else _Uneven(settled) from None
-        except RankError:
+            text = [*self.lines[lines], *states]
+            fault = None if portion is None else partial(self._fault, portion)
+            if not session.announcer.call(call, text, what=_COMPARED, data=digest, fault=fault):
+                tell_apart(session.agreement, parts, self._digests, portion, session.random.steps)
+        except (RankError, _Uneven):
             self._digests.forget()
             raise
+
+    def _fault(self, portion: Portion, what: str, everyone: list[list[str]]) -> Exception:
+        """What ranks with parts of their own differ in."""
+        settled = portion.settled(everyone, self._session.store.distributor.mesh)
+        return difference(what, everyone, PADDED) if settled is None else _Uneven(settled)
 
     def add(self, key: tuple[Any, ...], number: int, running: Running, guards: Guards) -> tuple[Any, ...]:
         """Remember what a new program of a key read in Python; its own key, which knows its partners."""

@@ -82,10 +82,11 @@ def _inputs(session: Session, running: Running, given: Given) -> StepInputs:
     program, leaves, world = running.compiled.program, given.parts.leaves, session.world
     portion, mesh = given.portion, program.mesh
     gathered: dict[int, torch.Tensor] = {}  # of the tensors of which the program wants something else than was given
-    for node, entry in program.entries if portion is not None else ():
-        leaf = int(entry.name) if entry.kind == "batch" else -1
-        if leaf in portion.leaves and not portion.fits(leaf, record(node).layout, world):
-            gathered[leaf] = portion.gathered(leaf, leaves[leaf].detach().to(device), world)
+    if portion is not None:
+        for node, entry in program.entries:
+            leaf = int(entry.name) if entry.kind == "batch" else -1
+            if leaf in portion.leaves and not portion.fits(leaf, record(node).layout, world):
+                gathered[leaf] = portion.gathered(leaf, leaves[leaf].detach().to(device), world)
 
     def value(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
         if entry.kind == "scale":

@@ -190,7 +190,7 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, le
 BatchDims = Mapping[str, int | None]  # the dim that counts the samples, by the name of a batch tensor
 
 
-def batch_dims_of(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> BatchDims:
+def batch_dims_of(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> Mapping[str, int]:
     """The dim that counts the samples of each batch tensor that has one: what was said, or dim 0 of those that have as
     many there as the first."""
     given = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}

@@ -225,7 +225,7 @@ def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table
     return item
 
 
-def _give_roles(classes: Classes, entries: Entries, samples: BatchDims) -> None:
+def _give_roles(classes: Classes, entries: Entries, samples: Mapping[str, int]) -> None:
     for item in classes.items:
         if item.rule is None and item.types:
             entry = entries[item.node]
