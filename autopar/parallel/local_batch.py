@@ -163,14 +163,13 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 def found_dims(parts: Parts) -> Dims:
     """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
 
-    It has the size that most tensors have, of those that one has in front. What has no dim of that size is shared.
-    Raises BatchError where two sizes are as good.
+    It has the size that most tensors have, and most in front. What has no dim of that size is shared. Raises BatchError
+    where two sizes are as good.
     """
     tensors = [(i, leaf) for i, leaf in parts.tensors() if leaf.ndim]
-    having = {leaf.shape[0]: 0 for _, leaf in tensors}
-    for size in having:
-        having[size] = sum(size in leaf.shape for _, leaf in tensors)
-    best = [size for size, count in having.items() if count == max(having.values())]
+    fronts = [leaf.shape[0] for _, leaf in tensors]
+    votes = {size: (sum(size in leaf.shape for _, leaf in tensors), fronts.count(size)) for size in fronts}
+    best = [size for size, count in votes.items() if count == max(votes.values())]
     if len(best) > 1:
         shapes = ", ".join(f"{parts.paths[i]} {list(leaf.shape)}" for i, leaf in tensors)
         raise BatchError(

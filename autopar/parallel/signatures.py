@@ -25,8 +25,14 @@ from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
 from autopar.torch_compat import no_torch_function
 
-_COMPARED = "batch and modes"
+_COMPARED, _REFUSED = "batch and modes", "arguments refused: "
 _training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+
+
+def _refused_fault(error: BatchError, what: str, everyone: list[list[str]]) -> Exception:
+    """What a rank that refused its arguments raises: its own error, if all refused theirs."""
+    are_all = all(lines[0].startswith(_REFUSED) for lines in everyone)
+    return error if are_all else difference(what, everyone)
 
 
 class _Uneven(Exception):
@@ -59,8 +65,8 @@ class Signatures:
             return self.portions.of(parts, train)
         except BatchError as error:
             nothing = self._digests.vector(None, at_once=False)
-            refused = [f"arguments refused: {error}"]
-            self._session.announcer.call(call, refused, what=_COMPARED, data=nothing)
+            fault = partial(_refused_fault, error)
+            self._session.announcer.call(call, [f"{_REFUSED}{error}"], what=_COMPARED, data=nothing, fault=fault)
             raise
 
     def _called(self, train: bool) -> Callable[..., Any]:
