@@ -229,7 +229,7 @@ def _path(key: int | str) -> str:
 
 
 def ask(parts: Parts) -> str:
-    """What to write, as far as shapes tell."""
+    """What may be written, as far as shapes tell."""
     text = spelled(parts, guessed(parts))
-    asked = f" with a dim, or None for what all ranks share, in place of {UNKNOWN}" if UNKNOWN in text else ""
-    return f"Write {text}{asked}."
+    asked = f", with a dim, or None for what all ranks share, in place of {UNKNOWN}" if UNKNOWN in text else ""
+    return f"By the shapes it may be {text}{asked}."

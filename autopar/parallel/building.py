@@ -13,7 +13,7 @@ from autopar.compiler.compile import capture_step, lower
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
-from autopar.parallel.meetings import BatchRows, naming_parts, rows_of
+from autopar.parallel.meetings import BatchRows, Followed, naming_parts
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Owners, as_trained, check_partners
 from autopar.parallel.portions import Given
@@ -38,6 +38,7 @@ class Builder:
 
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
+        self._followed = Followed(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
         self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
@@ -67,7 +68,7 @@ class Builder:
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
         compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
-        rows = rows_of(compiled, captured, given, model)
+        rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)
         if compiled.sequence is not None:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from autopar.capture import Captured
 from autopar.capture.batch_dims import shown, spelled
+from autopar.capture.containers import Parts
 from autopar.compiler.batch_rows import BatchRows, follow_rows
 from autopar.compiler.lowered import Lowered
 from autopar.errors import AutoparError, BatchError
-from autopar.parallel.portions import Given
+from autopar.parallel.local_batch import Portion
+from autopar.parallel.portions import Given, structure_of
 from autopar.passes.rules import table_of
 
-__all__ = ["BatchRows", "naming_parts", "rows_of"]
+__all__ = ["BatchRows", "Followed", "naming_parts"]
 
 
-def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Module) -> BatchRows | None:
-    """Where the rows of a batch, of which ranks have parts, go in a program. Raises BatchError where rows are looked up
-    by numbers that a rank knows of its own part alone, and where rows meet though nobody said which dim counts them."""
-    portion, parts = given.portion, given.parts
-    if portion is None:
-        return None
-    dims = {str(i): dim for i, dim in enumerate(portion.dims)}
-    rows = follow_rows(dict(compiled.history)[_FOLLOWED], dims, table_of(compiled.plan), model)
+class Followed:
+    """Where rows go in the programs of one parallel module. A batch of one sample has no rows to follow: its program has
+    those of an earlier one of the same structure."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[Hashable, BatchRows] = {}
+
+    def rows(self, compiled: Lowered, given: Given, train: bool) -> BatchRows | None:
+        """Where the rows of a batch, of which ranks have parts, go in a program. Raises what `checked` does."""
+        portion = given.portion
+        if portion is None:
+            return None
+        structure = structure_of(given.parts, train)
+        if any(sum(portion.counts(leaf)) < 2 for leaf in portion.leaves):
+            return self._known.get(structure)
+        dims = {str(i): dim for i, dim in enumerate(portion.dims)}
+        rows = follow_rows(dict(compiled.history)[_FOLLOWED], dims, table_of(compiled.plan), self._model)
+        self._known[structure] = checked(rows, portion, given.parts)
+        return rows
+
+
+def checked(rows: BatchRows, portion: Portion, parts: Parts) -> BatchRows:
+    """The rows of a program. Raises BatchError where rows are looked up by numbers that a rank knows of its own part
+    alone, and where rows meet though nobody said which dim counts them."""
     numbered = rows.numbered
     how = shown(parts, portion.dims)
     if numbered is not None:
@@ -34,7 +52,7 @@ def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Modul
             f"one rank's part means another one in the whole. Pass the whole batch on every rank, with numbers for all "
             f'of it (batch="global"), or look rows up within each sample.'
         )
-    why = str(rows.meetings[0]) if rows.meetings else _apart(rows, given)
+    why = str(rows.meetings[0]) if rows.meetings else _apart(rows, portion, parts)
     if why and not portion.is_said:
         raise BatchError(
             f'batch="local" puts the parts of all ranks together on the dim that counts samples: by their shapes '
@@ -45,13 +63,12 @@ def rows_of(compiled: Lowered, captured: Captured, given: Given, model: nn.Modul
     return rows
 
 
-def _apart(rows: BatchRows, given: Given) -> str:
+def _apart(rows: BatchRows, portion: Portion, parts: Parts) -> str:
     """Which tensors' samples never stand side by side: what makes them one batch is not seen."""
-    assert given.portion is not None
-    used = [leaf for leaf in given.portion.leaves if leaf in rows.used]
+    used = [leaf for leaf in portion.leaves if leaf in rows.used]
     apart = [leaf for leaf in used if not rows.are_joined(used[0], leaf)]
-    names = [f"{given.parts.paths[leaf]} {list(given.parts.leaves[leaf].shape)}" for leaf in apart]
-    return f"no row of {' and '.join(names)} stands beside one of {given.parts.paths[used[0]]}" if names else ""
+    names = [f"{parts.paths[leaf]} {list(parts.leaves[leaf].shape)}" for leaf in apart]
+    return f"no row of {' and '.join(names)} stands beside one of {parts.paths[used[0]]}" if names else ""
 
 
 _FOLLOWED = "precision"  # the last pass before layouts

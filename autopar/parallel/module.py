@@ -80,7 +80,8 @@ class ParallelModule(Inlined):
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output on the global batch, whole on every rank. A backward pass through it is refused.
+        """The model's output on the global batch, whole on every rank; with batch="local" this rank's rows of it, and all
+        rows with `whole=True`. A backward pass through it is refused.
 
         In the loss function of another model it is a part of that one's step (docs/several_models.md).
         """
@@ -127,7 +128,8 @@ class ParallelModule(Inlined):
     def last_aux(self) -> Any:
         """What the loss function returned beside the loss in the last `forward_backward`, in its own container.
 
-        Tensors are detached, and as on one device those of the whole batch, on every rank. Of `(loss, x)` this is x,
+        Tensors are detached, and as on one device those of the whole batch, on every rank; with batch="local" this
+        rank's rows of them, and all with `forward_backward(..., whole=True)`. Of `(loss, x)` this is x,
         of `(loss, x, y)` a tuple (x, y); an object or a mapping that has the loss in it comes as it is. Without a loss
         function nothing but the loss leaves a step: then this raises AutoparError.
         """

@@ -68,7 +68,7 @@ class Portions:
             return Given(parts, said)
         if said is not None:
             return Given(parts, said, Portion.of(parts, said, self.world, is_certain))
-        known = self._known.get(_structure(parts, train))
+        known = self._known.get(structure_of(parts, train))
         if known is not None:
             same_again(known, parts)
             return Given(parts, known, Portion.of(parts, known, self.world, False))
@@ -78,7 +78,7 @@ class Portions:
     def learn(self, given: Given, train: bool) -> None:
         """Remember what was found: a later batch of the same structure may have other sizes alike by chance."""
         if given.portion is not None and not given.portion.is_said:
-            self._known[_structure(given.parts, train)] = given.portion.dims
+            self._known[structure_of(given.parts, train)] = given.portion.dims
 
     def _dims_said(self, parts: Parts, train: bool) -> tuple[Dims | None, bool]:
         """What the user said of the call, and whether it is certain: it was said of the arguments of a training step,
@@ -110,5 +110,6 @@ class Portions:
         return (said[key], trained == forward) if is_place else None  # type: ignore[index]
 
 
-def _structure(parts: Parts, train: bool) -> Hashable:
+def structure_of(parts: Parts, train: bool) -> Hashable:
+    """What calls have alike that differ in sizes alone."""
     return train, parts.form, tuple(leaf.ndim for _, leaf in parts.tensors())

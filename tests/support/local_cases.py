@@ -259,8 +259,8 @@ def met(how: str, why: str, dims: str) -> str:
 
 def unfit(said: str, faults: str, write: str = "(0, ?)") -> str:
     """The refusal of dims that do not fit."""
-    rest = "with a dim, or None for what all ranks share, in place of ?."
-    return f"batch_dims={said} does not fit the arguments:\n  {faults}\nWrite batch_dims={write} {rest}"
+    rest = ", with a dim, or None for what all ranks share, in place of ?."
+    return f"batch_dims={said} does not fit the arguments:\n  {faults}\nBy the shapes it may be batch_dims={write}{rest}"
 
 
 # What is refused, on every rank, with what words.
@@ -307,7 +307,7 @@ REFUSED = {
     "as many of each": (
         replace(GRADED, batch=(X, X.T), dims=(0, 1)),
         f"{_TOGETHER} on the dim that counts samples, and the shapes do not tell which it is: of argument 0 [4, 6], "
-        f"argument 1 [6, 4] it may be that of 4 or 6. Write batch_dims=(0, 1).",
+        f"argument 1 [6, 4] it may be that of 4 or 6. By the shapes it may be batch_dims=(0, 1).",
     ),
     "a dim too many": (
         replace(GRADED, said=(0, 2)),
