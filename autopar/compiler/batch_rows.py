@@ -121,15 +121,18 @@ class _Walk:
         ]
         first = next((choice for choice in choices if choice), None)
         self._meet(node, rule, sources, given, choices)
-        if first is None:
-            self.summed.add(node)
-            return
-        leaf = next(row.leaf for row, choice in zip(given, choices, strict=True) if row and choice)
+        row = next(row for row, choice in zip(given, choices, strict=True) if row and choice == first)
         self.found.join({row.leaf for row, choice in zip(given, choices, strict=True) if row and choice == first})
-        placed = [place(dims, first, sizes) for dims in rule.results]
+        placed = [place(dims, first, sizes) if first else None for dims in rule.results]
+        if first is None or first[0] in rule.replicated:  # of which a rule tells nothing, where dims stay as they were
+            before = call.operands[given.index(row)].shape
+            placed = [
+                split or _as_before(row.split, before, each.shape)
+                for split, each in zip(placed, call.results, strict=True)
+            ]
         for result, split in enumerate(placed):
             if split is not None:
-                self.rows[node, result] = Row(split, leaf)
+                self.rows[node, result] = Row(split, row.leaf)
         if None in placed:
             self.summed.add(node)
 
@@ -189,6 +192,12 @@ class _Walk:
             if apart is not None:
                 return apart
         return None
+
+
+def _as_before(split: Split, before: tuple[int, ...], after: tuple[int, ...]) -> Split | None:
+    """Rows where an operand has them, of a result with as many dims and as much in that one."""
+    dim, _ = split
+    return split if len(before) == len(after) and before[dim] == after[dim] else None
 
 
 def _looks_up(rule: Rule, given: list[Row | None], sources: list[Value], numbered: list[fx.Node]) -> bool:

@@ -67,7 +67,8 @@ class Builder:
         options, fixed = self._bound(is_first, train)
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
-        compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
+        with naming_parts(given):
+            compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)

@@ -163,12 +163,12 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 def found_dims(parts: Parts) -> Dims:
     """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
 
-    It has the size that most tensors have, and most in front. What has no dim of that size is shared. Raises BatchError
+    It has the size that most tensors have in front, and of two such the one that more tensors have at all. What has no dim of that size is shared. Raises BatchError
     where two sizes are as good.
     """
     tensors = [(i, leaf) for i, leaf in parts.tensors() if leaf.ndim]
     fronts = [leaf.shape[0] for _, leaf in tensors]
-    votes = {size: (sum(size in leaf.shape for _, leaf in tensors), fronts.count(size)) for size in fronts}
+    votes = {size: (fronts.count(size), sum(size in leaf.shape for _, leaf in tensors)) for size in fronts}
     best = [size for size, count in votes.items() if count == max(votes.values())]
     if len(best) > 1:
         shapes = ", ".join(f"{parts.paths[i]} {list(leaf.shape)}" for i, leaf in tensors)

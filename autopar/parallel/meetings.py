@@ -11,7 +11,7 @@ from autopar.capture.batch_dims import shown, spelled
 from autopar.capture.containers import Parts
 from autopar.compiler.batch_rows import BatchRows, follow_rows
 from autopar.compiler.lowered import Lowered
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import BatchError, CaptureError, RuleError
 from autopar.parallel.local_batch import Portion
 from autopar.parallel.portions import Given, structure_of
 from autopar.passes.rules import table_of
@@ -20,8 +20,8 @@ __all__ = ["BatchRows", "Followed", "naming_parts"]
 
 
 class Followed:
-    """Where rows go in the programs of one parallel module. A batch of one sample has no rows to follow: its program has
-    those of an earlier one of the same structure."""
+    """Where rows go in the programs of one parallel module. A batch of one sample has no rows to follow: its program
+    has those of an earlier one of the same structure."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -79,9 +79,9 @@ def naming_parts(given: Given) -> Iterator[None]:
     """Say of an error in the model how parts were put together, of which it may come."""
     try:
         yield
-    except AutoparError as error:
+    except (CaptureError, RuleError) as error:
         portion, parts = given.portion, given.parts
-        if portion is None or isinstance(error, BatchError):
+        if portion is None:
             raise
         more = (
             f'\nWith batch="local" the parts of {len(portion.sizes)} ranks were put together by '

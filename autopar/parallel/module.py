@@ -80,8 +80,8 @@ class ParallelModule(Inlined):
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output on the global batch, whole on every rank; with batch="local" this rank's rows of it, and all
-        rows with `whole=True`. A backward pass through it is refused.
+        """The model's output on the global batch, whole on every rank; with batch="local" this rank's rows of it, and
+        all rows with `whole=True`. A backward pass through it is refused.
 
         In the loss function of another model it is a part of that one's step (docs/several_models.md).
         """
