@@ -26,7 +26,7 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     """The decisions of the user, checked against the model, its batch and the mesh."""
     program = captured.program
     check_parameters(program, options)
-    batch_replicated = fixed.uneven and not divides_batch(program, mesh, captured.batch_dims)
+    batch_replicated = fixed.is_own or (fixed.uneven and not divides_batch(program, mesh, captured.batch_dims))
     if not batch_replicated:
         check_batch(program, mesh, captured.batch_dims)
     slices = Plan(mesh, options=options).slices

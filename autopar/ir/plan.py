@@ -34,13 +34,15 @@ class Fixed:
     machine: what the program is made for. owners: the stages that keep parameters already, by name. stored: how
     parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide, or positions that
     cp cannot, are computed whole by every rank, and not refused. decided: the layouts of earlier programs, by their
-    structure. sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
+    structure. is_own: each rank of the data axes computes a batch of its own, of which the others know nothing.
+    sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
     """
 
     machine: Machine = field(default_factory=lambda: named(DEVICES))
     owners: Mapping[str, int] | None = None
     stored: Mapping[str, Layout] = field(default_factory=dict)
     uneven: bool = False
+    is_own: bool = False
     sequence: bool | None = None
     decided: Mapping[Hashable, Decided] = field(default_factory=dict, compare=False, repr=False)
 

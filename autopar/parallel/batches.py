@@ -23,17 +23,19 @@ from autopar.parallel.digests import Digests
 from autopar.parallel.local_batch import Portion
 from autopar.runtime import host
 
+ALL = -1  # dims
+
 
 def describe(parts: Parts, dims: Dims | None = None) -> list[str]:
     """`argument 0 [12, 8] torch.int64` for each leaf of a batch, `argument 1 float`; other values as they print. dims:
-    where samples are counted, if ranks may have unlike numbers of them: `argument 0 [*, 8] torch.int64`."""
+    where samples are counted, if ranks may have unlike numbers of them: `argument 0 [*, 8] torch.int64`; ALL: all."""
     dims = dims or (None,) * len(parts.leaves)
     return [f"{path} {_shown(leaf, dim)}" for path, leaf, dim in zip(parts.paths, parts.leaves, dims, strict=True)]
 
 
 def _shown(leaf: Any, samples: int | None) -> str:
     if isinstance(leaf, torch.Tensor):
-        sizes = ", ".join("*" if dim == samples else str(size) for dim, size in enumerate(leaf.shape))
+        sizes = ", ".join("*" if samples in (dim, ALL) else str(size) for dim, size in enumerate(leaf.shape))
         return f"[{sizes}] {leaf.dtype}"
     return type(leaf).__name__ if is_number(leaf) else text_of(leaf)
 

@@ -67,6 +67,7 @@ class Builder:
         options, fixed = self._bound(is_first, train)
         if given.portion is not None and not given.portion.is_even:
             fixed = replace(fixed, uneven=True)
+        fixed = replace(fixed, is_own=given.portion is not None and given.portion.is_own)
         with naming_parts(given):
             compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
         rows = self._followed.rows(compiled, given, train)

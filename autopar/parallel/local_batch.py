@@ -58,19 +58,27 @@ class World:
 @dataclass(frozen=True, slots=True)
 class Portion:
     """This rank's part. dims: by leaf; None for what all ranks share. sizes: by place. is_said: by the user, else
-    found. is_agreed: the sizes are known, and not those of this rank taken for all."""
+    found. is_agreed: the sizes are known, and not those of this rank taken for all. is_own: the ranks of each place
+    compute a batch of their own; then sizes are of all dims, and nothing is shared."""
 
     dims: Dims
     sizes: tuple[Sizes, ...]
     place: int
     is_said: bool
     is_agreed: bool = False
+    is_own: bool = False
 
     @staticmethod
     def of(parts: Parts, dims: Dims, world: World, is_said: bool) -> Portion:
         """As if all ranks had as many samples as this one."""
         own = tuple(parts.leaves[i].shape[dim] for i, dim in enumerate(dims) if dim is not None)
         return Portion(dims, (own,) * world.places, world.place, is_said)
+
+    @staticmethod
+    def own(parts: Parts, world: World) -> Portion:
+        """Of a batch that is this rank's alone."""
+        sizes = tuple(size for _, leaf in parts.tensors() for size in leaf.shape)
+        return Portion((None,) * len(parts.leaves), (sizes,) * world.places, world.place, True, is_own=True)
 
     @property
     def leaves(self) -> list[int]:
@@ -79,7 +87,7 @@ class Portion:
 
     def shared(self, parts: Parts) -> frozenset[int]:
         """The leaves that all ranks have alike."""
-        return frozenset(i for i, _ in parts.tensors() if self.dims[i] is None)
+        return frozenset(i for i, _ in parts.tensors() if self.dims[i] is None and not self.is_own)
 
     @property
     def is_even(self) -> bool:
@@ -163,8 +171,8 @@ def place_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 def found_dims(parts: Parts) -> Dims:
     """By leaf the dim that counts samples, as shapes look: whether it is so the program says (`meetings.py`).
 
-    It has the size that most tensors have in front, and of two such the one that more tensors have at all. What has no dim of that size is shared. Raises BatchError
-    where two sizes are as good.
+    It has the size that most tensors have in front, and of two such the one that more tensors have at all. What has no
+    dim of that size is shared. Raises BatchError where two sizes are as good.
     """
     tensors = [(i, leaf) for i, leaf in parts.tensors() if leaf.ndim]
     fronts = [leaf.shape[0] for _, leaf in tensors]

@@ -42,9 +42,13 @@ class Maker:
         numbers, is_first: as of `Builder.build`.
         """
 
+        if is_first:
+            given.check_first()
+
         def build(phase: Phase) -> Built:
             built = self._builder.build(given, numbers, train, is_first)
-            phase.texts["program"] = built.compiled.lines()
+            if not given.is_unlike:
+                phase.texts["program"] = built.compiled.lines()
             self._joined.check(built.captured.partners, phase)
             phase.texts["tensors that the model keeps or the loss reads"] = [built.constants.digest()]
             return built

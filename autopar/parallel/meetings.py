@@ -30,7 +30,7 @@ class Followed:
     def rows(self, compiled: Lowered, given: Given, train: bool) -> BatchRows | None:
         """Where the rows of a batch, of which ranks have parts, go in a program. Raises what `checked` does."""
         portion = given.portion
-        if portion is None:
+        if portion is None or portion.is_own:
             return None
         structure = structure_of(given.parts, train)
         if any(sum(portion.counts(leaf)) < 2 for leaf in portion.leaves):
@@ -81,7 +81,7 @@ def naming_parts(given: Given) -> Iterator[None]:
         yield
     except (CaptureError, RuleError) as error:
         portion, parts = given.portion, given.parts
-        if portion is None:
+        if portion is None or portion.is_own:
             raise
         more = (
             f'\nWith batch="local" the parts of {len(portion.sizes)} ranks were put together by '

@@ -9,7 +9,8 @@ from typing import Any
 from autopar.capture.batch_dims import Dims, dims_by_key, dims_of, keys_of, parameter_names
 from autopar.capture.containers import Parts, put_together
 from autopar.capture.spots import Numbers
-from autopar.parallel.batches import with_numbers
+from autopar.errors import BatchError
+from autopar.parallel.batches import ALL, with_numbers
 from autopar.parallel.local_batch import Portion, found_dims, same_again
 from autopar.parallel.session import Session
 
@@ -31,7 +32,9 @@ class Given:
     @property
     def unlike(self) -> Dims | None:
         """The dims in which ranks may have other sizes."""
-        return None if self.portion is None else self.dims
+        if self.portion is None:
+            return None
+        return (ALL,) * len(self.parts.leaves) if self.portion.is_own else self.dims
 
     @property
     def shared(self) -> frozenset[int]:
@@ -42,6 +45,19 @@ class Given:
         """The same, with the sizes that all ranks agreed on."""
         found = portion or self.portion
         return replace(self, portion=found and replace(found, is_agreed=True))
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether ranks compute batches of their own, of other shapes, and so run other programs."""
+        return self.portion is not None and self.portion.is_own and not self.portion.is_even
+
+    def check_first(self) -> None:
+        """Raise BatchError for what cannot be the first batch of a model."""
+        if self.is_unlike:
+            raise BatchError(
+                'batch="ddp": the first batch decides how parameters lie, and has other shapes on other ranks. Begin with '
+                "one of the same shapes on every rank: model.prepare(*batch) takes one on the meta device."
+            )
 
     def arguments(self, numbers: Numbers) -> Any:
         """The positional and keyword arguments of the whole batch, with these numbers among them."""
@@ -55,7 +71,8 @@ class Portions:
     def __init__(self, session: Session) -> None:
         settings = session.settings
         self.world = session.world
-        self._is_local, self._said = settings.is_local and self.world.places > 1, settings.options.batch_dims
+        self._batch = settings.batch if self.world.places > 1 else "global"
+        self._said = settings.options.batch_dims
         forward = parameter_names(session.store.model.forward, behind=0)
         trained = forward if settings.loss_fn is None else parameter_names(settings.loss_fn, behind=1)
         self._names = {True: trained, False: forward}
@@ -64,8 +81,10 @@ class Portions:
     def of(self, parts: Parts, train: bool) -> Given:
         """The arguments of a call. Raises BatchError where it cannot be told which dim of what counts the samples."""
         said, is_certain = self._dims_said(parts, train)
-        if not self._is_local:
+        if self._batch == "global":
             return Given(parts, said)
+        if self._batch == "ddp":
+            return Given(parts, said, Portion.own(parts, self.world))
         if said is not None:
             return Given(parts, said, Portion.of(parts, said, self.world, is_certain))
         known = self._known.get(structure_of(parts, train))

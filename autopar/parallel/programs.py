@@ -72,7 +72,7 @@ class Programs:
 
     def _for_values(self, call: str, given: Given, train: bool, other: OtherValues) -> Running:
         """The program for a batch with these values among its reads, which every rank has found."""
-        key = self.signatures.key(given.whole, train)
+        key = self.signatures.key(given, train)
 
         def fits(number: int) -> bool:
             reads = self.running[*key, number].captured.reads

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.containers import Parts, check_detached, take_call_apart
+from autopar.capture.containers import check_detached, take_call_apart
 from autopar.capture.guards import Guards
 from autopar.capture.partners import Partner
 from autopar.capture.spots import Numbers
@@ -74,24 +74,25 @@ class Signatures:
         loss_fn = self._session.settings.loss_fn
         return loss_fn if train and loss_fn is not None else self._session.store.model.forward
 
-    def key(self, parts: Parts, train: bool) -> tuple[Any, ...]:
+    def key(self, given: Given, train: bool) -> tuple[Any, ...]:
         """What the call, the model and its partners decide; the last of it is the partners'."""
         structure = self._session.store.structure
         flags = tuple(map(_training, structure.modules))
         with no_torch_function():  # or torch looks, at each, for a function of ours that it would ask
             wanted = tuple(map(_requires_grad, structure.parameters.values()))
-        own = train, signature_of(parts), flags, wanted
+        others = given.portion.sizes if given.portion is not None and given.is_unlike else ()
+        own = train, signature_of(given.whole), flags, wanted, others
         return (*own, flags_of(self._partners.get(own, ())))
 
     def settle(self, call: str, given: Given, known: Container[Any], train: bool) -> tuple[Given, Any, int]:
         """The arguments of a call with the sizes that ranks agree on, the key of their program, and its number."""
         try:
-            key = self.key(given.whole, train)
+            key = self.key(given, train)
             number = self.agree(call, key, given, known)
             return given.agreed(), key, number
         except _Uneven as found:
             given = given.agreed(found.portion)
-        key = self.key(given.whole, train)
+        key = self.key(given, train)
         return given, key, self.agree(call, key, given, known)
 
     def agree(

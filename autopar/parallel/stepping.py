@@ -16,11 +16,14 @@ from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
 from autopar.parallel.execution import Running
 from autopar.parallel.gradients import finished, guarded
+from autopar.parallel.own_batch import means
 from autopar.parallel.parameter import accumulate, drop_gradients
 from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.runtime import host
 from autopar.runtime.inputs import StepInputs
+
+_APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
 
 def train_step(
@@ -74,7 +77,7 @@ def run_step(session: Session, running: Running, given: Given) -> tuple[torch.Te
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given))
     check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
-    return outputs
+    return means(outputs, running.bound, session.world) if session.settings.is_own else outputs
 
 
 def _inputs(session: Session, running: Running, given: Given) -> StepInputs:
@@ -82,7 +85,7 @@ def _inputs(session: Session, running: Running, given: Given) -> StepInputs:
     program, leaves, world = running.compiled.program, given.parts.leaves, session.world
     portion, mesh = given.portion, program.mesh
     gathered: dict[int, torch.Tensor] = {}  # of the tensors of which the program wants something else than was given
-    if portion is not None:
+    if portion is not None and not portion.is_own:
         for node, entry in program.entries:
             leaf = int(entry.name) if entry.kind == "batch" else -1
             if leaf in portion.leaves and not portion.fits(leaf, record(node).layout, world):
@@ -92,7 +95,8 @@ def _inputs(session: Session, running: Running, given: Given) -> StepInputs:
         if entry.kind == "scale":
             return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
-            return random.tensor(device)
+            drawn = random.tensor(device)
+            return drawn + drawn.new_tensor([world.place, 0]) * _APART if session.settings.is_own else drawn
         leaf = int(entry.name)
         if portion is not None and leaf not in gathered and leaf in portion.leaves:
             layout = portion.within(layout, world)

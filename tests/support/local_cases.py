@@ -247,8 +247,8 @@ _NUMBERS = (
 )
 _TOGETHER = 'batch="local" puts the parts of all ranks together'
 _MEANT = (
-    "another dim may be meant, such as the one behind a sequence. Write batch_dims={dims} if it is this one, and the step "
-    "is to be that of the whole batch; else the other dim, and None for what all ranks share."
+    "another dim may be meant, such as the one behind a sequence. Write batch_dims={dims} if it is this one, and the "
+    "step is to be that of the whole batch; else the other dim, and None for what all ranks share."
 )
 
 
@@ -260,25 +260,27 @@ def met(how: str, why: str, dims: str) -> str:
 def unfit(said: str, faults: str, write: str = "(0, ?)") -> str:
     """The refusal of dims that do not fit."""
     rest = ", with a dim, or None for what all ranks share, in place of ?."
-    return f"batch_dims={said} does not fit the arguments:\n  {faults}\nBy the shapes it may be batch_dims={write}{rest}"
+    return (
+        f"batch_dims={said} does not fit the arguments:\n  {faults}\nBy the shapes it may be batch_dims={write}{rest}"
+    )
 
 
 # What is refused, on every rank, with what words.
 REFUSED = {
     "edges": (
         GRAPH,
-        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [2, 5] shared by all ranks, argument 2 [4, 3] dim 0), and rows "
-        f"are looked up by their number at {_EDGES}: {_NUMBERS}",
+        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [2, 5] shared by all ranks, argument 2 [4, 3] dim 0), and "
+        f"rows are looked up by their number at {_EDGES}: {_NUMBERS}",
     ),
     "edges, said": (
         replace(GRAPH, said=(0, 1, 0)),
-        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [2, 5] dim 1, argument 2 [4, 3] dim 0), and rows are looked up "
-        f"by their number at {_EDGES}: {_NUMBERS}",
+        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [2, 5] dim 1, argument 2 [4, 3] dim 0), and rows are looked "
+        f"up by their number at {_EDGES}: {_NUMBERS}",
     ),
     "groups": (
         replace(POOLED, said=0),
-        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [4] dim 0, argument 2 [4, 3] dim 0), and rows are told apart by "
-        f"their number at {line_of('F.mse_loss(model(x, groups, y), y)')}: {_NUMBERS}",
+        f"{_TOGETHER} (argument 0 [4, 6] dim 0, argument 1 [4] dim 0, argument 2 [4, 3] dim 0), and rows are told "
+        f"apart by their number at {line_of('F.mse_loss(model(x, groups, y), y)')}: {_NUMBERS}",
     ),
     "lstm": (
         replace(LSTM, said=None),
@@ -356,9 +358,9 @@ def _another_number(part: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
 COUNT = RIGHT["a count"]
 _PADDED = (
     'With batch="local" each rank passes rows of its own: as many as it has, and all else alike. Pad what differs in '
-    "another dim to one length on all ranks (such as the longest: dist.all_reduce of it with ReduceOp.MAX), with what the "
-    "loss ignores; give numbers and flags the same value on every rank, and a count the sum over ranks. If another dim "
-    "counts samples, say so: batch_dims=."
+    "another dim to one length on all ranks (such as the longest: dist.all_reduce of it with ReduceOp.MAX), with what "
+    "the loss ignores; give numbers and flags the same value on every rank, and a count the sum over ranks. If another "
+    "dim counts samples, say so: batch_dims=."
 )
 # What ranks have otherwise and may not: the case, what a rank makes of its part, and what is said.
 UNLIKE = {
@@ -366,9 +368,9 @@ UNLIKE = {
         COUNT, _another_count,
         "ranks were given different data at step 0:\n"
         "  rank 1 has 96.0 in argument 2, and rank 0 has 160.0\n"
-        "No dim of argument 2 counts samples: all ranks share it, and the loss is that of the whole batch. Pass the same "
-        "value on every rank (of a count the sum over ranks, by dist.all_reduce), or compute it in loss_fn of what each "
-        "rank passes its own part of. If a dim of it does count samples, say so: batch_dims=.",
+        "No dim of argument 2 counts samples: all ranks share it, and the loss is that of the whole batch. Pass the "
+        "same value on every rank (of a count the sum over ranks, by dist.all_reduce), or compute it in loss_fn of "
+        "what each rank passes its own part of. If a dim of it does count samples, say so: batch_dims=.",
     ),
     "a number": (
         COUNT, _another_number,
@@ -378,7 +380,7 @@ UNLIKE = {
     "a length": (
         RIGHT["tokens"], _another_length,
         "ranks disagree on the batch and modes:\n"
-        "  rank 1 has 'argument 0 [*, 4] torch.int64' where the others have 'argument 0 [*, 5] torch.int64'; 'argument 1 "
-        "[*, 4] torch.int64' where the others have 'argument 1 [*, 5] torch.int64'\n" + _PADDED,
+        "  rank 1 has 'argument 0 [*, 4] torch.int64' where the others have 'argument 0 [*, 5] torch.int64'; 'argument "
+        "1 [*, 4] torch.int64' where the others have 'argument 1 [*, 5] torch.int64'\n" + _PADDED,
     ),
 }  # fmt: skip
