@@ -55,8 +55,8 @@ class Given:
         """Raise BatchError for what cannot be the first batch of a model."""
         if self.is_unlike:
             raise BatchError(
-                'batch="ddp": the first batch decides how parameters lie, and has other shapes on other ranks. Begin with '
-                "one of the same shapes on every rank: model.prepare(*batch) takes one on the meta device."
+                'batch="ddp": the first batch decides how parameters lie, and has other shapes on other ranks. Begin '
+                "with one of the same shapes on every rank: model.prepare(*batch) takes one on the meta device."
             )
 
     def arguments(self, numbers: Numbers) -> Any:

@@ -13,7 +13,7 @@ from processes import Ranks
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, BatchError
 
 pytestmark = pytest.mark.gloo
 SIZES = ((4, 4), (5, 3), (8, 0))
@@ -214,3 +214,22 @@ def _own_keyword(rank: int) -> None:
 
 def test_whole_is_the_users_own_where_they_have_it(two: Ranks) -> None:
     two.run(_own_keyword)
+
+
+def _other_numbers(rank: int) -> str:
+    model = parallel(GRADED, plain_of(GRADED), "dp=2")
+    x, y = GRADED.part((4, 4), rank)
+    model.forward_backward(x, y)
+    try:
+        model.forward_backward(x, y[:3])
+    except BatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_was_found_has_to_fit_later_batches(two: Ranks) -> None:
+    for said in two.run(_other_numbers):
+        assert said == (
+            'batch="local" took these dims for those that count samples, since they were alike in an earlier call; now '
+            "there are 4 in dim 0 of argument 0, 3 in dim 0 of argument 1. If that is meant, say so: batch_dims=(0, 0)."
+        )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, BatchError, PlanError
 
 pytestmark = pytest.mark.gloo
 SIZES = ((4, 4), (5, 3), (3, 5), (4, 4))
@@ -73,7 +73,7 @@ def _check(case: Local, mesh: str, options: dict[str, Any], rank: int, groups: l
             given = model.last_aux if isinstance(model.last_aux, tuple) else (model.last_aux,)
             torch.testing.assert_close(given, tuple(value.detach() for value in aux), rtol=1e-10, atol=1e-12)
         for (path, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12, msg=lambda m: f"{path} {m}")
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12, msg=path)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -134,3 +134,29 @@ def test_states_are_not_split(two: Ranks) -> None:
             f"batch=\"ddp\" with zero=1 on mesh 'dp=2': {said}",
             f"batch=\"ddp\" with zero=3 on mesh 'fsdp=2': {said}",
         ]
+
+
+def _first(rank: int) -> tuple[str, float]:
+    """Unlike shapes first, then after a batch without data that decides how parameters lie."""
+    plain = mlp()
+    model = autopar.parallelize(plain, "dp=2", loss_fn=_mse, batch="ddp")
+    x, y = torch.ones(5 - 2 * rank, 6), torch.ones(5 - 2 * rank, 4)
+    try:
+        model.forward_backward(x, y)
+    except BatchError as error:
+        said = str(error)
+    model.prepare(torch.empty(4, 6, device="meta"), torch.empty(4, 4, device="meta"))
+    return said, model.forward_backward(x, y).item()
+
+
+def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def test_the_first_batch_has_one_shape(two: Ranks) -> None:
+    found = two.run(_first)
+    assert found[0] == found[1]
+    assert found[0][0] == (
+        'batch="ddp": the first batch decides how parameters lie, and has other shapes on other ranks. Begin with '
+        "one of the same shapes on every rank: model.prepare(*batch) takes one on the meta device."
+    )
