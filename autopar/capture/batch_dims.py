@@ -27,23 +27,24 @@ _UNSAID = object()
 
 
 def parameter_names(function: Callable[..., Any], behind: int) -> tuple[str, ...]:
-    """What a function calls its arguments by position; those behind the first `behind`."""
+    """What a function calls its arguments, in order; those behind the first `behind`."""
     with suppress(TypeError, ValueError):  # no signature
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        found = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        found = [name for name, each in inspect.signature(function).parameters.items() if each.kind not in several]
         return tuple(found[behind:])
     return ()
 
 
-def dims_of(said: Any, parts: Parts, names: Sequence[str]) -> Dims:
-    """The dim of each leaf of a call. names: of its arguments by position.
+def dims_of(said: Any, parts: Parts, names: Sequence[str], others: Sequence[str] = ()) -> Dims:
+    """The dim of each leaf of a call. names: of the function's arguments. others: names of arguments of another one,
+    for which something may be said, too.
 
     Raises BatchError, with all faults at once.
     """
     reader = _Reader(parts)
     top = dict(_arguments(parts))
     if isinstance(said, (Mapping, tuple, list)):
-        reader.arguments(said, top, names)
+        reader.arguments(said, top, names, others)
     else:
         for key, form in top.items():
             reader.read(form, said, f"batch_dims={said!r}", _path(key), is_own=False)
@@ -72,10 +73,12 @@ def dims_by_key(said: Mapping[int | str, Any], parts: Parts) -> Dims:
     return tuple(reader.dims)
 
 
-def spelled(parts: Parts, dims: Sequence[Any]) -> str:
-    """Dims by leaf as a user writes them for the call: `batch_dims=(0, {'x': 0, 'y': 1}, None)`."""
+def spelled(parts: Parts, dims: Sequence[Any], names: Sequence[str] = ()) -> str:
+    """Dims by leaf as a user writes them for the call: `batch_dims=(0, {'x': 0, 'y': 1}, None)`. names: to write by."""
     found = iter(dims)
-    texts = {key: _text(form, found) for key, form in _arguments(parts)}
+    texts: dict[int | str, str] = {}
+    for key, form in _arguments(parts):
+        texts[names[key] if isinstance(key, int) and key < len(names) else key] = _text(form, found)
     if all(isinstance(key, int) for key in texts):
         comma = "," if len(texts) == 1 else ""
         return f"batch_dims=({', '.join(texts.values())}{comma})"
@@ -114,9 +117,8 @@ class _Reader:
     dims: list[int | None] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def arguments(self, said: Any, top: Mapping[int | str, Form], names: Sequence[str]) -> None:
-        by_name = isinstance(said, Mapping)
-        used = set()
+    def arguments(self, said: Any, top: Mapping[int | str, Form], names: Sequence[str], others: Sequence[str]) -> None:
+        by_name, used = isinstance(said, Mapping), set()
         for key, form in top.items():
             if by_name:
                 at: Any = key if isinstance(key, str) else names[key] if key < len(names) else None
@@ -126,18 +128,11 @@ class _Reader:
                 known = at < len(said)
             used.add(at)
             self.read(form, said[at] if known else _UNSAID, f"batch_dims[{at!r}]", _path(key), is_own=True)
-        rest = [at for at in (said if by_name else range(len(said))) if at not in used]
-        for at in rest:
-            if by_name:
-                here = [*names, *(key for key in top if isinstance(key, str))]
-                near = difflib.get_close_matches(str(at), here, n=1)
-                more = f" Do you mean {near[0]!r}?" if near else f" Its arguments are {', '.join(here) or 'not named'}."
-                self.faults.append(f"the call has no argument {at!r}.{more}")
-            else:
-                self.faults.append(
-                    f"it has {len(said)} entries, and the call {len(top)} argument{'s'[: len(top) - 1]}."
-                )
-                break
+        if by_name:  # an argument that this call leaves out is no fault
+            here = [*names, *(key for key in top if isinstance(key, str) and key not in names)]
+            self.faults += [_no_argument(name, here) for name in said if name not in {*used, *here, *others}]
+        elif len(said) > max(len(names), len(top)):
+            self.faults.append(f"it has {len(said)} entries, and the call {len(top)} argument{'s'[: len(top) - 1]}.")
 
     def check(self, said: Any) -> None:
         """Raise BatchError with all faults."""
@@ -188,6 +183,12 @@ class _Reader:
                 self.dims[at] = said % leaf.ndim
             else:
                 self.faults.append(f"{where} is dim {said}, and {path} {shape} has {leaf.ndim} dims.")
+
+
+def _no_argument(name: Any, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(name), names, n=1)
+    more = f"Do you mean {near[0]!r}?" if near else f"Its arguments are {', '.join(names) or 'not named'}."
+    return f"the call has no argument {name!r}. {more}"
 
 
 def _arguments(parts: Parts) -> Iterator[tuple[int | str, Form]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -37,13 +37,13 @@ class Followed:
             return self._known.get(structure)
         dims = {str(i): dim for i, dim in enumerate(portion.dims)}
         rows = follow_rows(dict(compiled.history)[_FOLLOWED], dims, table_of(compiled.plan), self._model)
-        self._known[structure] = checked(rows, portion, given.parts)
+        self._known[structure] = checked(rows, portion, given.parts, given.names)
         return rows
 
 
-def checked(rows: BatchRows, portion: Portion, parts: Parts) -> BatchRows:
+def checked(rows: BatchRows, portion: Portion, parts: Parts, names: Sequence[str]) -> BatchRows:
     """The rows of a program. Raises BatchError where rows are looked up by numbers that a rank knows of its own part
-    alone, and where rows meet though nobody said which dim counts them."""
+    alone, and where rows meet though nobody said which dim counts them. names: as of `Given`."""
     numbered = rows.numbered
     how = shown(parts, portion.dims)
     if numbered is not None:
@@ -57,8 +57,8 @@ def checked(rows: BatchRows, portion: Portion, parts: Parts) -> BatchRows:
         raise BatchError(
             f'batch="local" puts the parts of all ranks together on the dim that counts samples: by their shapes '
             f"{how}. But {why}: another dim may be meant, such as the one behind a sequence. Write "
-            f"{spelled(parts, portion.dims)} if it is this one, and the step is to be that of the whole batch; else "
-            f"the other dim, and None for what all ranks share."
+            f"{spelled(parts, portion.dims, names)} if it is this one, and the step is to be that of the whole batch; "
+            f"else the other dim, and None for what all ranks share."
         )
     return rows
 
@@ -86,7 +86,7 @@ def naming_parts(given: Given) -> Iterator[None]:
         more = (
             f'\nWith batch="local" the parts of {len(portion.sizes)} ranks were put together by '
             f"{'batch_dims' if portion.is_said else 'their shapes'}: {shown(parts, portion.dims)}. If another dim "
-            f"counts samples, or none does, say so in place of {spelled(parts, portion.dims)}."
+            f"counts samples, or none does, say so in place of {spelled(parts, portion.dims, given.names)}."
         )
         error.args = (f"{error}{more}",)
         raise

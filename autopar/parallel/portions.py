@@ -23,6 +23,7 @@ class Given:
     parts: Parts
     dims: Dims | None = None
     portion: Portion | None = None
+    names: tuple[str, ...] = ()  # of arguments, by which messages say what to write
 
     @property
     def whole(self) -> Parts:
@@ -85,14 +86,16 @@ class Portions:
             return Given(parts, said)
         if self._batch == "ddp":
             return Given(parts, said, Portion.own(parts, self.world))
+        # What was said is of training: of the module's own arguments more is said by their names.
+        names = self._names[False] if self._said is not None and not train else ()
         if said is not None:
-            return Given(parts, said, Portion.of(parts, said, self.world, is_certain))
+            return Given(parts, said, Portion.of(parts, said, self.world, is_certain), names)
         known = self._known.get(structure_of(parts, train))
         if known is not None:
             same_again(known, parts)
-            return Given(parts, known, Portion.of(parts, known, self.world, False))
+            return Given(parts, known, Portion.of(parts, known, self.world, False), names)
         dims = found_dims(parts)
-        return Given(parts, dims, Portion.of(parts, dims, self.world, False))
+        return Given(parts, dims, Portion.of(parts, dims, self.world, False), names)
 
     def learn(self, given: Given, train: bool) -> None:
         """Remember what was found: a later batch of the same structure may have other sizes alike by chance."""
@@ -106,7 +109,7 @@ class Portions:
         if said is None:
             return None, False
         if train or not isinstance(said, (Mapping, tuple, list)):
-            return dims_of(said, parts, self._names[train]), True
+            return dims_of(said, parts, self._names[train], self._names[not train]), True
         chosen: dict[int | str, Any] = {}
         is_certain = True
         for key in keys_of(parts):

@@ -44,6 +44,8 @@ def _function(model: object, a: object, b: object = None, *, c: object = None) -
         ((0, 1), (X, [X.clone(), X.clone()]), {}, (0, 1, 1)),
         (({"x": 1, "y": 0},), (Box(),), {}, (1, 0, None)),
         ((None,), (X,), {}, (None,)),
+        ({"a": 1, "b": 0, "c": 0}, (X,), {}, (1,)),  # left out of this call
+        ((1, 0, 0), (X,), {}, (1,)),
     ],
 )  # fmt: skip
 def test_what_is_said_of_arguments_is_of_their_tensors(
