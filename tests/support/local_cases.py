@@ -176,6 +176,24 @@ def pooled(model: nn.Module, x: Tensor, groups: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x, groups, y), y)
 
 
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x - x.mean(0))
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.places = mlp(), nn.Embedding(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.places(torch.arange(len(x))))
+
+
 class OwnLoss(nn.Module):
     """As models of transformers: called by name, and with its loss beside other things."""
 
@@ -295,6 +313,22 @@ REFUSED = {
         met(
             "argument 0 [4, 6] dim 0, argument 1 [4, 4] dim 0",
             f"each row meets every other one at {line_of('F.normalize(self.b(y), dim=-1).T')}",
+            "(0, 0)",
+        ),
+    ),
+    "a mean": (
+        replace(GRADED, make=Centred),
+        met(
+            "argument 0 [4, 6] dim 0, argument 1 [4, 4] dim 0",
+            f"each row meets a sum or mean of all of them at {line_of('self.net(x - x.mean(0))')}",
+            "(0, 0)",
+        ),
+    ),
+    "positions": (
+        replace(GRADED, make=Numbered),
+        met(
+            "argument 0 [4, 6] dim 0, argument 1 [4, 4] dim 0",
+            f"rows are told apart by their number at {line_of('self.net(x + self.places(torch.arange(len(x))))')}",
             "(0, 0)",
         ),
     ),
