@@ -8,7 +8,8 @@ from typing import Any
 import local_cases
 import pytest
 import torch
-from local_cases import GRADED, REFUSED, RIGHT, UNLIKE, Local
+from local_cases import GRADED, RIGHT, Local
+from local_refusals import REFUSED, UNLIKE
 from processes import Ranks
 from torch import Tensor, nn
 
