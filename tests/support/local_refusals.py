@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import local_cases
+import torch
 from local_cases import (
     BATCH,
     EDGES,
