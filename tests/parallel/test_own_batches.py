@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from local_cases import ENCODER, GRADED, RIGHT, Local, mlp
+from local_cases import GRADED, RIGHT, Local, mlp
 from processes import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,6 @@ CASES = {
     "mlp": GRADED,
     "classes": RIGHT["classes"],
     "batch norm": RIGHT["batch norm"],
-    "encoder": ENCODER,
     "contrast": RIGHT["contrast, said"],
     "a count of its own": Local(mlp, _by_count, (*GRADED.batch, torch.arange(8.0).double() + 1), (0, 0, 0)),
 }

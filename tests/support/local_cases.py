@@ -237,13 +237,9 @@ RIGHT = {
     ),
     "mask in front, unsaid": Local(Tokens, masked, (IDS, LABELS, PADDING), (0, 0, 1), takes=0),
     "lstm": LSTM,
-    "lstm, by name": replace(LSTM, said={"x": 1, "y": 1}),
     "encoder": ENCODER,
     "mrope": MROPE,
     "mrope, said": replace(MROPE, said={"h": 0, "ids": 1, "y": 0}),
     "contrast, said": Local(Pair, contrast, (X, Y), (0, 0), said=0, takes=2),
     "own loss": Local(OwnLoss, None, (X, Y), (0, 0), kwargs={"input_ids": 0, "labels": 1}, takes=0),
-    "own loss, said": Local(
-        OwnLoss, None, (X, Y), (0, 0), said={"input_ids": 0, "labels": 0}, kwargs={"input_ids": 0, "labels": 1}, takes=0
-    ),
 }
