@@ -120,7 +120,7 @@ def tell_apart(agreement: Agreement, parts: Parts, digests: Digests, portion: Po
 
 def _named(late: Mapping[str, int]) -> dict[str, str]:
     """Digests of data that are there no longer, by name."""
-    return {f"{path} of the call before": str(number) for path, number in late.items()}
+    return {f"{path} of the call before": f"values with the digest {number:x}" for path, number in late.items()}
 
 
 def _tell_shared_apart(agreement: Agreement, values: Mapping[str, str], when: str) -> NoReturn:
