@@ -32,6 +32,7 @@ torch 2.11 to 2.13.
   cannot pass.
 - `torch.utils._python_dispatch._disable_current_modes`: the way to data, of what hangs on no input while
   a step is captured.
+- `torch._C._swap_tensor_impl`: what a capture leaves with the user is given its data where it is held.
 - `UntypedStorage._cdata`: whether two tensors of a capture share memory, which has no address there.
 - `Tensor._backward_hooks`, `_post_accumulate_grad_hooks`: whether the user hooked something to a gradient, and the
   way to keep it where a parameter takes another layout.
@@ -110,6 +111,7 @@ __all__ = [
     "custom_function",
     "decompositions_of",
     "dispatch_modes",
+    "fill_in",
     "foreach_norm",
     "function_modes",
     "fx_tracing",
@@ -337,6 +339,13 @@ def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor._backward_hooks = kept[0]
     if kept[1]:
         tensor._post_accumulate_grad_hooks = kept[1]
+
+
+def fill_in(tensor: torch.Tensor, other: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> None:
+    """Let a tensor without data be what `other` is, of the class `kind`, for all who hold it."""
+    tensor.__class__ = kind
+    torch._C._swap_tensor_impl(tensor, other)
+    vars(tensor).clear()
 
 
 def compile_with_inductor(

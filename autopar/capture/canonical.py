@@ -53,7 +53,9 @@ def view_of_copy(target: Target) -> Target:
 
 
 def filled(node: fx.Node) -> Call | None:
-    """`ones_like(x)` and its kin as `full(shape, 1)`."""
+    """`ones_like(x)` and its kin as `full(shape, 1)`, and the conjugate of a Python number as that number."""
+    if node.target is aten._conj.default and isinstance(node.args[0], complex):  # torch's, in the gradient of x * 1j
+        return aten.full.default, ([], node.args[0].conjugate()), {"dtype": _value(node).dtype}
     known = _FILLED.get(node.target)  # type: ignore[arg-type]
     if known is None:
         return None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.func import functional_call
 
 from autopar.capture.attributes import Attributes
@@ -24,6 +24,7 @@ from autopar.capture.explain import explain
 from autopar.capture.foreign import foreign_state
 from autopar.capture.forks import Forks, captured
 from autopar.capture.items import check_returned
+from autopar.capture.leftovers import Leftovers, settled
 from autopar.capture.location import Locator
 from autopar.capture.losses import LossFn, check_loss, has_own_backward, loss_of, split_result
 from autopar.capture.normalise import functional, normalise, without_seed
@@ -68,11 +69,17 @@ def capture(
     at other sizes, which may tell its program. Raises CaptureError with the user's line where it cannot be captured.
     """
 
+    left = Leftovers()
+
     def run(reads: Reads | None, forks: Forks) -> Captured:
         others = None if specialize or forks.sides is not None else earlier
-        return _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others).run()
+        made = _Capture(model, loss_fn, args, dict(kwargs), train, lift, reads, precision, forks, others)
+        try:
+            return made.run()
+        finally:
+            left.dismiss([calls.origins for calls in made.runs], made.graphs)
 
-    return captured(run, specialize)
+    return settled(partial(captured, run, specialize), left, lift)
 
 
 Trainable = list[tuple[str, torch.Tensor]]  # parameters with their names
@@ -84,6 +91,7 @@ class _Capture:
         lift: torch.dtype | None, reads: Reads | None, precision: str | None, forks: Forks,
         earlier: Earlier | None,
     ) -> None:  # fmt: skip
+        self.graphs, self.runs = list[fx.Graph](), list[Calls]()  # all of the capture's
         self.forks, self.resizing = forks, Resizing(earlier)
         self.model, self.loss_fn, self.train, self.lift, self.reads = model, loss_fn, train, lift, reads
         self.keeps_casts, self.is_scaled = precision in ("bf16", "fp16"), precision == "fp16" and train
@@ -147,6 +155,7 @@ class _Capture:
             raise explain(error, self.calling, self.locator, self.may_specialize) from error
         finally:
             before.restore()
+        self.graphs.append(traced.graph)
         program, constants = normalise(traced, tuple(inputs), tuple(self.outputs), self.keeps_casts)
         if not self.has_random_ops:
             program = without_seed(program)
@@ -214,6 +223,8 @@ class _Capture:
         """The whole step, or all of it before what is not known yet (`self.unknown`)."""
         self.calls, self.replaced, self.unknown = Calls(), {}, None
         self.tracer = Tracer(fakes, decompositions(), Results(self.fake))
+        self.runs.append(self.calls)
+        self.graphs.append(self.tracer.graph)
         with self.locator.follow(self._modules()):
             return self.tracer.trace(self._traced, fakes, self.fake)
 
@@ -249,6 +260,7 @@ class _Capture:
         """Forward and loss once more, on shapes alone; what the model prints is printed already. is_watched: no line is
         looked for meanwhile, which another trace function does."""
         self._start()
+        self.runs.append(calls)
         with self.fake, Unseen(Results(self.fake)), redirect_stdout(io.StringIO()):
             mode = Raise(Locator(), inputs[-1], self.lift, calls, self.reads, self.keeps_casts, self.partners, False)
             mode.forks, mode.ran = self.forks, self.ran

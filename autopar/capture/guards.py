@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
@@ -14,9 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.library_state import Entries
 from autopar.capture.ran import Ran
 from autopar.capture.scalars import GONE, Place, Scalars
 from autopar.capture.spots import (
+    BY_ITEM,
     LONG,
     NAMESPACES,
     PLAIN,
@@ -76,6 +77,15 @@ class Guards:
             self.places = scalars.found(_by_name(walk.spots))
         self._anchor(walk)
 
+    @property
+    def notes(self) -> list[str]:
+        """On what is read, but not looked at before each step."""
+        return [
+            f"{name}{f', {where},' if where else ''} is read at the capture alone: changes inside of it are not seen. "
+            f"Keep what changes in an attribute of the model, a list or dict of its own, or a tensor"
+            for name, where in self._unseen.items()
+        ]
+
     def spots_of(self, tensor: torch.Tensor) -> list[SpotKey]:
         """Where a tensor was read."""
         return [key for key, spot in self.index.items() if spot.value is tensor]
@@ -129,6 +139,7 @@ class Guards:
             for key, spot in self.index.items()
             if spot.holder is self.given
         ]
+        self._unseen = walk.unseen
         self._sized, self._sizes = walk.sized, list(map(len, walk.sized))
         self._empty = walk.empty
         self._contents = walk.contents
@@ -169,7 +180,7 @@ def _group(spots: Sequence[Spot]) -> tuple[Callable[[Any], Any], Any, tuple[Any,
     """How to read all spots of one holder at once, and what they held."""
     holder, spots = spots[0].holder, [spots[0], *spots]  # two at least, of which a getter makes a tuple
     keys, kept = [spot.key for spot in spots], tuple(spot.value for spot in spots)
-    by_item = isinstance(holder, (dict, list, types.MappingProxyType))
+    by_item = isinstance(holder, BY_ITEM)
     return (itemgetter(*keys) if by_item else attrgetter(*keys)), holder, kept
 
 
@@ -193,6 +204,8 @@ def _equal(a: Any, b: Any, exact: bool = False) -> bool:
         return not exact and form(a) == form(b)
     if isinstance(a, tuple):
         return len(a) == len(b) and all(_equal(x, y, exact) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Entries):
+        return a.are_in(b)
     if isinstance(a, (frozenset, *PLAIN)):
         return bool(a == b) or (a != a and b != b)
     if isinstance(a, MethodType):

@@ -51,7 +51,7 @@ class Items:
         item = _Item(True, line=line, may_specialize=may_specialize)
         self.found.append(item)
         wide = torch.float64 if tensor.is_floating_point() else torch.int64
-        return Scalar(tensor.detach().reshape(()).to(wide), None, (item, frozenset()))
+        return Scalar.of_tensor(tensor.detach().reshape(()).to(wide), item)
 
     def close(self) -> None:
         """The run is over. Raises CaptureError for a number that somebody kept."""

@@ -11,8 +11,10 @@ import functools
 import os
 import sys
 import sysconfig
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -126,6 +128,9 @@ class Locator:
 
     def adopt(self, result: Any, place: Place) -> None:
         """Charge the backward of all autograd nodes behind `result` that are new to `place`."""
+        own = weakref.ref(
+            self
+        )  # a hook that held it would keep all nodes, and their tensors, for ever: C++ holds hooks
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(item, torch.Tensor) or item.grad_fn is None:
                 continue
@@ -135,12 +140,19 @@ class Locator:
                 if grad_fn in self._known:
                     continue
                 self._known.add(grad_fn)
-                grad_fn.register_prehook(lambda _grads, place=place: self._enter_backward(place))
+                grad_fn.register_prehook(partial(_enter_backward, own, place))
                 pending += [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
-    def _enter_backward(self, place: Place) -> None:
+    def enter_backward(self, place: Place) -> None:
+        """Charge what is made from now on to a line's backward."""
         self._backward = place
         fx_traceback.set_stack_trace([_SEPARATOR.join(("backward", *place))])
+
+
+def _enter_backward(locator: weakref.ref[Locator], place: Place, _grads: Any) -> None:
+    found = locator()
+    if found is not None:
+        found.enter_backward(place)
 
 
 def place_of(node: fx.Node) -> tuple[str, str, str]:

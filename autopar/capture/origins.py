@@ -73,6 +73,8 @@ class _Call:
     args: Any
     kwargs: Any
     results: tuple[Tensor, ...]
+    written: tuple[Tensor, ...] = ()  # and what shares their memory
+    asked: tuple[Any, Any, Any] | None = None  # the user's own call, where another is made in its place
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class Origins:
     def operands(self, args: Any, kwargs: Any) -> Operands:
         """What a call is about to be given."""
         found = Operands()
-        for leaf in _leaves((args, kwargs)):
+        for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 found.tensors.append(leaf)
                 found.versions.append(version_of(leaf))
@@ -126,9 +128,13 @@ class Origins:
                 found.kinds |= OTHER
         return found
 
-    def saw(self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any) -> list[Tensor]:
-        """A call with what it returned. Returns those of its arguments that it wrote into."""
-        made = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
+    def saw(
+        self, function: Any, args: Any, kwargs: Any, before: Operands, result: Any,
+        asked: tuple[Any, Any, Any] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """A call with what it returned. Returns those of its arguments that it wrote into. asked: the function and the
+        arguments of the user's own call, where this one was made in its place."""
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         written, given = _written(function, args, before), {id(tensor) for tensor in before.tensors}
         if not made and not written:
             return written
@@ -137,7 +143,9 @@ class Origins:
         if any(type(tensor) is not FakeTensor for tensor in written):  # the user's own, which no run on data may change
             kinds |= OTHER
         if not kinds:
-            self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made)))
+            shared = (known.tensor for tensor in written for known in self._stored.get(storage_of(tensor) or -1, ()))
+            copies = None if asked is None else (asked[0], _copied(asked[1]), _copied(asked[2]))
+            self._calls.append(_Call(function, _copied(args), _copied(kwargs), tuple(made), tuple(shared), copies))
         for tensor in made:
             if id(tensor) not in given:
                 self._enter(tensor, kinds, outside=before.outside)
@@ -164,7 +172,7 @@ class Origins:
             made = result.clone()
             self._enter(made, 0, result, outside)
             return made
-        return _mapped(lambda item: self._taken(item, outside), _frozen(result))
+        return mapped(lambda item: self._taken(item, outside), _frozen(result))
 
     def content(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """What a tensor holds that hangs on no input, to be compared; None for another one."""
@@ -176,6 +184,12 @@ class Origins:
             assert value is not None
             data = value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return tuple(value.shape), str(value.dtype), hashlib.blake2b(data).digest()
+
+    def dismiss(self) -> tuple[list[_Known], list[_Call]]:
+        """All that is known, which is forgotten here: the tensors, and the calls that were not run on data."""
+        known, calls = list(self._known.values()), self._calls
+        self._known, self._stored, self._calls, self._earlier = {}, {}, [], None
+        return known, calls
 
     # -- which ones are known -----------------------------------------------------------------------------------
 
@@ -236,7 +250,7 @@ class Origins:
         state = torch.default_generator.get_state()
         try:
             result = call.function(*self._on_data(call.args), **self._on_data(call.kwargs))
-            values = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
+            values = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             is_steady = torch.equal(state, torch.default_generator.get_state())
         except Exception:
             values, is_steady = [], False
@@ -249,7 +263,7 @@ class Origins:
             else:
                 known.kinds |= OTHER
         if not is_alike:  # it may have written, or not
-            for leaf in _leaves((call.args, call.kwargs)):
+            for leaf in leaves((call.args, call.kwargs)):
                 if isinstance(leaf, Tensor):
                     self._wrote(leaf, OTHER, frozenset())
 
@@ -264,7 +278,7 @@ class Origins:
 
     def _on_data(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return _mapped(self._on_data, value)
+            return mapped(self._on_data, value)
         found = self._value(value)
         if found is None:  # not to be taken for an argument that was left out
             raise LookupError
@@ -276,7 +290,7 @@ def _written(function: Any, args: Any, before: Operands) -> list[Tensor]:
     pairs = zip(before.tensors, before.versions, strict=True)
     found = {id(tensor): tensor for tensor, old in pairs if version_of(tensor) != old}
     if writes_first(function):
-        found.update((id(leaf), leaf) for leaf in _leaves(args[:1]) if isinstance(leaf, Tensor))
+        found.update((id(leaf), leaf) for leaf in leaves(args[:1]) if isinstance(leaf, Tensor))
     return list(found.values())
 
 
@@ -327,20 +341,20 @@ def _frozen(result: Any) -> Any:
     return result
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, slice):
-        yield from _leaves((value.start, value.stop, value.step))
+        yield from leaves((value.start, value.stop, value.step))
     else:
         yield value
 
 
-def _mapped(function: Any, value: Any) -> Any:
+def mapped(function: Any, value: Any) -> Any:
     """A container with other leaves."""
     if isinstance(value, torch.Size):
         return value
@@ -357,4 +371,4 @@ def _mapped(function: Any, value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """The same arguments, which the user's code cannot change any more."""
-    return value.copy() if type(value) in _ARRAYS else _mapped(_copied, value)
+    return value.copy() if type(value) in _ARRAYS else mapped(_copied, value)

@@ -110,7 +110,9 @@ class Raise(TorchFunctionMode):
                 func, args, kwargs = FROM_ARRAY[func](*args, **kwargs)
             if self.keeps_casts and func in TO_WIDE:
                 func, args, kwargs = traced(func, args, kwargs)
+            asked = None
             if self.lift is not None:
+                asked = func, args, kwargs
                 func, args, kwargs = lifted(func, args, kwargs, self.lift)
                 args, kwargs = of_dtype(func, args, kwargs, self.lift, partial(self.__torch_function__, Tensor.to, ()))
             if self.locator and self.keeps_casts:
@@ -169,7 +171,7 @@ class Raise(TorchFunctionMode):
             else:
                 result = self._run(before, func, *args, **kwargs)
             if self.locator and place:
-                written = [] if is_query else self.origins.saw(func, args, kwargs, before, result)
+                written = [] if is_query else self.origins.saw(func, args, kwargs, before, result, asked)
                 self.coins.saw(func, args, result, written)
                 self.locator.adopt(result, place)
                 if self.locator.phase == "forward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import os
@@ -164,6 +165,10 @@ class Ran:
                 found.update(_texts(inner.co_consts))
         return found
 
+    def computes_names(self) -> bool:
+        """True if code reads an attribute by a name that does not stand in it."""
+        return any(_computes_names(inner) for code, _ in self._codes.values() for inner in _with_nested(code))
+
     def has(self, function: FunctionType) -> bool:
         """True if this function ran, not another one of the same code; as it was when it was first asked."""
         if id(function) not in self._known:
@@ -178,7 +183,12 @@ class Ran:
         for code, values in self._codes.values():
             where = f"{_place(code)}, a global that {_name(code)} reads"
             for inner in _with_nested(code):
-                yield from (Root(name, where, values, name) for name in inner.co_names if name in values)
+                named = values if _GLOBALS.intersection(inner.co_names) else inner.co_names
+                yield from (Root(name, where, values, name) for name in list(named) if name in values)
+                modules = (name for name in _imported(inner, values) if name in sys.modules)
+                yield from (
+                    Root(name, f"{_place(code)}, imported by {_name(code)}", sys.modules, name) for name in modules
+                )
 
 
 def _interrupts() -> Iterator[CodeType]:
@@ -218,6 +228,54 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_nested(constant)
+
+
+@functools.lru_cache(1024)
+def _imports(code: CodeType) -> tuple[tuple[int, str], ...]:
+    """The modules that a function imports itself: how many packages up, and the name."""
+    seen = list(dis.get_instructions(code))
+    return tuple((seen[at - 2].argval or 0, i.argval) for at, i in enumerate(seen) if i.opname == "IMPORT_NAME")
+
+
+def _imported(code: CodeType, values: dict[str, Any]) -> Iterator[str]:
+    """Their whole names, and those of the packages above."""
+    for level, name in _imports(code) if _IMPORT in code.co_code else ():
+        base = str(values.get("__package__") or "").rsplit(".", level - 1)[0] if level else ""
+        parts = ".".join(part for part in (base, name) if part).split(".")
+        yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+_BY_NAME = {"getattr": 2, "hasattr": 2}  # which of its arguments is a name
+_GLOBALS = frozenset(("globals", "eval", "exec"))
+_COMPUTED = frozenset(("attrgetter", "methodcaller", "__getattribute__", "locals", *_GLOBALS))
+
+
+@functools.lru_cache(4096)
+def _computes_names(code: CodeType) -> bool:
+    names = set(code.co_names)
+    if names & _COMPUTED:
+        return True
+    if not names.intersection(_BY_NAME):
+        return False
+    seen = list(dis.get_instructions(code))
+    starts = [at for at, each in enumerate(seen) if each.opname.startswith("LOAD_") and each.argval in _BY_NAME]
+    return not all(_is_literal(seen, at) for at in starts)
+
+
+def _is_literal(seen: list[dis.Instruction], at: int) -> bool:
+    """True if the second argument of the function that is loaded there is a text in the code: the instruction after
+    which two arguments lie on the stack."""
+    depth = 0
+    for each in seen[at + 1 :]:
+        if each.opname.startswith(("POP_JUMP", "JUMP", "RETURN", "STORE")):
+            return False
+        depth += dis.stack_effect(each.opcode, each.arg, jump=False)
+        if depth == _BY_NAME[seen[at].argval]:
+            return each.opname == "LOAD_CONST" and isinstance(each.argval, str)
+    return False
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def _texts(constants: Iterable[Any]) -> Iterator[str]:

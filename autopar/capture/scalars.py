@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from autopar.capture.arithmetic import DTYPES, Number
 from autopar.capture.spots import Spot, SpotKey
-from autopar.capture.stand_in import DTYPES, Misuse, Scalar
+from autopar.capture.stand_in import Misuse, Scalar
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -38,11 +39,6 @@ class Place:
         return tuple(other if i == self.position else item for i, item in enumerate(value))
 
 
-def tensor_of(number: float) -> Tensor:
-    """A number as an input: nothing of it is rounded."""
-    return torch.tensor(number, dtype=DTYPES[type(number)])
-
-
 def places_of(key: SpotKey, old: Spot | None, new: Spot | None) -> list[Place]:
     """The numbers that changed at a spot; none if anything else did."""
     if old is None or new is None or isinstance(new.holder, types.MappingProxyType):  # of a class, which is read-only
@@ -63,7 +59,7 @@ class Scalars:
     def __init__(self, wanted: Mapping[Place, Spot]) -> None:
         self.wanted = wanted
         self.misuse = Misuse()
-        self.made: dict[Place, Tensor] = {}
+        self.put: set[Place] = set()
         self._kept: list[tuple[Spot, Any]] = []
 
     def __enter__(self) -> Scalars:
@@ -74,18 +70,17 @@ class Scalars:
                 value = spot.read()
             except GONE:
                 continue
-            made: dict[Place, Tensor] = {}
+            put: set[Place] = set()
             filled = value
             for place in (place for place, spot in self.wanted.items() if (id(spot.holder), spot.key) == at):
                 number = place.number(value)
                 if number is not None:
-                    made[place] = tensor_of(number)
-                    stand_in = Scalar(made[place], number, (self.misuse, frozenset((place,))))
-                    filled = place.replaced(filled, stand_in)
+                    put.add(place)
+                    filled = place.replaced(filled, Scalar.of_place(place, number, self.misuse))
             with suppress(AttributeError, TypeError):  # nobody can write there
                 spot.put(filled)
                 self._kept.append((spot, value))
-                self.made.update(made)
+                self.put |= put
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -98,11 +93,11 @@ class Scalars:
         """Those of the places that a step read, by what its spots are called."""
         keys = {(id(spot.holder), spot.key): key for key, spot in index.items()}
         where = {place: keys.get((id(spot.holder), spot.key)) for place, spot in self.wanted.items()}
-        return frozenset(place for place in self.made if where[place] == place.key)
+        return frozenset(place for place in self.put if where[place] == place.key)
 
-    def places(self, constants: Mapping[str, Tensor]) -> dict[str, Place]:
-        """The places of those constants of a program that are numbers."""
-        of = {id(made): place for place, made in self.made.items()}
+    def numbers(self, constants: Mapping[str, Tensor]) -> dict[str, Number]:
+        """Those constants of a program that are numbers, with how they are computed."""
+        of = self.misuse.arithmetic.numbers()
         return {name: of[id(tensor)] for name, tensor in constants.items() if id(tensor) in of}
 
     def check(self, constants: Mapping[str, Tensor], known: frozenset[Place], results: tuple[Any, ...]) -> None:
@@ -110,7 +105,7 @@ class Scalars:
         for leaf in results:
             if type(leaf) is Scalar:
                 leaf.refuse("is returned")
-        for place in self.places(constants).values():
+        for place in (place for number in self.numbers(constants).values() for place in number.places):
             if place not in known:
                 self.misuse.reasons[place] = "is read where it cannot be found again"
         for why in self.misuse.reasons.values():

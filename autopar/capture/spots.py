@@ -6,8 +6,9 @@ import functools
 import hashlib
 import sys
 import types
+import weakref
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -17,14 +18,27 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.leftovers import LeftBehind
+from autopar.capture.library_state import (
+    MOST,
+    Entries,
+    Sequenced,
+    attributes_read,
+    content_of,
+    holds_values,
+    is_unseen,
+    is_value_of_module,
+    names_called,
+)
 from autopar.capture.partners import Inlined
 from autopar.capture.ran import Ran, Root, own_roots
 from autopar.torch_compat import global_module_hooks
 
-_DEPTH = 4
-LONG = 1_000  # a longer list or dict is data: whether it is the same one is all that is looked at
+_DEPTH = 8  # of containers and objects in each other
+LONG = 1_000  # items of a list or dict that are looked at one by one; those of a longer one all at once
 PLAIN = (int, float, complex, str, bytes, bool, type(None), Enum, torch.dtype, torch.device, np.generic)
 _OPAQUE = (*PLAIN, torch.Tensor, FunctionType, BuiltinFunctionType)
+_GIVEN_ATTRIBUTES = (FunctionType, torch.Tensor, Enum)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module()))
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields"}  # who names these may read every attribute
@@ -33,6 +47,7 @@ _WRAPPERS = (property, classmethod, staticmethod, functools.cached_property, fun
              FunctionType, type(functools.cache(len)))  # fmt: skip
 
 
+BY_ITEM = (dict, *Sequenced, types.MappingProxyType)  # holders whose values are read by `holder[key]`
 Numbers = dict[tuple[int, str], float]  # among the arguments of a call: by the place among its leaves, and its name
 SpotKey = tuple[str, str, int]  # the name and where it is read; which one, of functions that share their code
 
@@ -53,12 +68,11 @@ class Spot:
 
     def read(self) -> Any:
         """What stands there now. KeyError, IndexError, AttributeError or ValueError where nothing does."""
-        by_item = isinstance(self.holder, (dict, list, types.MappingProxyType))
-        return self.holder[self.key] if by_item else getattr(self.holder, self.key)
+        return self.holder[self.key] if isinstance(self.holder, BY_ITEM) else getattr(self.holder, self.key)
 
     def put(self, value: Any) -> None:
         """Bind it to another value."""
-        if isinstance(self.holder, (dict, list)):
+        if isinstance(self.holder, (dict, *Sequenced)):
             self.holder[self.key] = value
         else:
             setattr(self.holder, self.key, value)
@@ -72,9 +86,10 @@ class Walk:
         self.sized: list[Any] = []  # dicts and lists, whose size counts
         self.empty: list[Any] = []  # tables of hooks without any
         self.contents: list[tuple[Callable[[], Any], Any]] = []  # of sets and arrays
-        self.ran, self.names = ran, ran.names()
+        self.ran, self.names = ran, frozenset(ran.names())
+        self.unseen: dict[str, str] = {}  # objects whose changes nobody sees: where each is read, by name and class
         self.seen: set[Any] = set()
-        self.is_whole = bool(self.names & _WHOLE)
+        self.is_whole = bool(self.names & _WHOLE) or ran.computes_names()
         for name, value in zip(("dtype of torch", "autocast"), torch_state(), strict=True):
             self.spots.append(Spot(name, "torch's own state", {name: value}, name, value))
 
@@ -110,6 +125,8 @@ class Walk:
                 self.root(root)
 
     def _spot(self, name: str, where: str, holder: Any, key: Any, value: Any, depth: int) -> None:
+        if type(value) is LeftBehind:  # no step reads what captures alone write
+            return
         if not isinstance(value, ModuleType):
             self.spots.append(Spot(name, where, holder, key, value))
         self._inside(name, where, value, depth)
@@ -117,17 +134,43 @@ class Walk:
     def _inside(self, name: str, where: str, value: Any, depth: int) -> None:
         for inner in _functions_in(value):
             self.function(inner)
-        if isinstance(value, _OPAQUE) or depth == 0 or id(value) in self.seen:
+        if self._is_content(name, where, value):
+            return
+        if isinstance(value, _GIVEN_ATTRIBUTES) and getattr(value, "__dict__", None):
+            held = vars(value)
+            if id(held) not in self.seen:
+                self.seen.add(id(held))
+                self._named(name, where, held, min(depth, 1), is_sized=False)
+            return
+        if isinstance(value, _OPAQUE) or id(value) in self.seen:
+            return
+        if depth <= 0:
+            if isinstance(value, (dict, *Sequenced)) and value:
+                self.unseen[f"'{name}' (nested more than {_DEPTH} deep)"] = where
             return
         if not isinstance(value, (tuple, MethodType)):  # those come and go
             self.seen.add(id(value))
+        self._within(name, where, value, depth)
+
+    def _is_content(self, name: str, where: str, value: Any) -> bool:
+        """True for what is compared as one: a table of a function, an object of C, a set, an array."""
+        entries = Entries.of(value)
+        if entries is not None:
+            self.contents.append((lambda: entries.are_in(Entries.of(value)), True))
+            self.spots.append(Spot(f"table of {name}", where, {name: entries}, name, entries))
+            return True
+        read = content_of(value)
+        if read is not None:
+            self._content(name, where, read)
+        return read is not None
+
+    def _within(self, name: str, where: str, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
             traced = value.original if isinstance(value, Inlined) else value
             for path, module in traced.named_modules():
                 self._module(f"{name}.{path}" if path else name, where, module, is_outside=True)
         elif isinstance(value, ModuleType):
-            if not is_library(value.__name__):
-                self._named(name, where, vars(value), depth)
+            self._of_module(name, where, value, depth)
         elif isinstance(value, type):
             self._class(name, where, value)
         elif isinstance(value, functools.partial):
@@ -135,17 +178,59 @@ class Walk:
                 self._inside(f"{name}.{part}", where, item, depth)
         elif isinstance(value, MethodType):
             self._inside(name, where, value.__self__, depth)
-        elif isinstance(value, (list, dict)) and len(value) <= LONG:
-            self.sized.append(value)
-            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                self._spot(f"{name}[{key!r}]", where, value, key, item, depth - 1)
+        elif isinstance(value, weakref.ReferenceType):
+            self._inside(name, where, value(), depth)
+        elif isinstance(value, (dict, *Sequenced)):
+            self._items(name, where, value, depth)
         elif isinstance(value, tuple):
             for position, item in enumerate(value):
                 self._inside(f"{name}[{position}]", where, item, depth - 1)
-        elif isinstance(value, (set, np.ndarray)) and len(value) <= LONG:
-            self._content(name, where, value.tobytes if isinstance(value, np.ndarray) else value.copy)
         elif isinstance(value, NAMESPACES) or not is_library(type(value).__module__):
             self._object(name, where, value, depth)
+        else:
+            self._of_library(name, where, value, depth)
+
+    def _of_module(self, name: str, where: str, module: ModuleType, depth: int) -> None:
+        """What a module holds; of Python's own library the values, such as `os.environ`."""
+        values = vars(module)
+        if not is_library(module.__name__):
+            self._named(name, where, values, depth)
+        elif module.__name__.partition(".")[0] in sys.stdlib_module_names and module is not sys.modules["builtins"]:
+            names = self.names | names_called(values, self.names)
+            values = {k: v for k, v in values.items() if k in names and is_value_of_module(v)}
+            for key, item in values.items():
+                self._spot(f"{name}.{key}", where, module, key, item, depth - 1)
+
+    def _of_library(self, name: str, where: str, value: Any, depth: int) -> None:
+        """An object of a class of torch or of Python's own library."""
+        held = getattr(value, "__dict__", None)
+        if held is not None and holds_values(type(value)):
+            self._named(name, where, held, depth, names=attributes_read(type(value), self.names))  # type: ignore[arg-type]
+        elif isinstance(held, dict):
+            plain = {key: item for key, item in held.items() if isinstance(item, PLAIN) and key in self.names}
+            self.spots += [Spot(f"{name}.{key}", where, held, key, item) for key, item in plain.items()]
+        elif is_unseen(value):
+            self.unseen[f"'{name}' (a {type(value).__module__}.{type(value).__qualname__})"] = where
+
+    def _items(self, name: str, where: str, value: Any, depth: int) -> None:
+        """Those of a list, a deque or a dict; of a long one only that they are the same."""
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        if any(type(item) is LeftBehind for _, item in items):  # a log, which captures make longer
+            return
+        if type(value) not in (dict, *Sequenced) and hasattr(value, "__dict__"):
+            self._object(name, where, value, depth)
+        if len(items) > LONG:
+            if len(items) > MOST or not all(isinstance(item, PLAIN) for _, item in items):
+                self.unseen[f"'{name}' (a {type(value).__name__} of {len(items):,} items)"] = where
+            else:
+                self._content(name, where, lambda: tuple(value.items() if isinstance(value, dict) else value))
+            return
+        self.sized.append(value)
+        if isinstance(value, dict) and all(isinstance(key, PLAIN) for key in value):
+            self._content(f"order of {name}", where, lambda: tuple(value))
+        for position, (key, item) in enumerate(items):  # other keys may print with their address
+            shown = repr(key) if isinstance(key, PLAIN) else f"key {position}"
+            self._spot(f"{name}[{shown}]", where, value, key, item, depth - 1)
 
     def value(self, tensor: torch.Tensor) -> None:
         """A tensor that was read as a Python number."""
@@ -169,11 +254,15 @@ class Walk:
                     self._spot(f"{name}.{key}", where, value, key, getattr(value, key), depth - 1)
         self._class(name, where, type(value))
 
-    def _named(self, name: str, where: str, holder: dict[str, Any], depth: int, every: bool = False) -> None:
+    def _named(
+        self, name: str, where: str, holder: dict[str, Any], depth: int, every: bool = False,
+        names: Set[str] | None = None, is_sized: bool = True,
+    ) -> None:  # fmt: skip
         """The items of a dict of attributes whose names stand in the code."""
-        self.sized.append(holder)
+        names = self.names if names is None else names
+        self.sized += [holder] * is_sized
         for key, item in list(holder.items()):
-            if (every or key in self.names) and key not in _OWN:
+            if (every or key in names) and key not in _OWN:
                 self._spot(f"{name}.{key}" if name else key, where, holder, key, item, depth)
 
     def _class(self, name: str, where: str, kind: type) -> None:
@@ -181,6 +270,8 @@ class Walk:
         for cls in _classes(kind):
             if (id(cls), "class") in self.seen:
                 continue
+            if type(cls) is not type and not is_library(type(cls).__module__):
+                self._class(name, where, type(cls))
             self.seen.add((id(cls), "class"))
             holder = vars(cls)
             for key, item in list(holder.items()):
@@ -199,7 +290,7 @@ class Walk:
                     self.spots.append(Spot(_joined(path, key), where, values, key, item))
             self.sized.append(values)
         else:
-            self._named(path, where, values, _DEPTH, every=bool(torchs))
+            self._named(path, where, values, _DEPTH, every=bool(torchs) or self.is_whole)
         if is_outside:
             self.spots.append(Spot(_joined(path, "training"), where, values, "training", module.training))
         for table in ("_buffers", *(_TENSORS if is_outside else ())):

@@ -6,6 +6,7 @@ a size, an option of a torch function (`F.dropout(x, p=beta)`) and a text would 
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import sys
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
+from autopar.capture.arithmetic import DTYPES, Arithmetic, is_input, plain
 from autopar.capture.location import user_frame
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
-DTYPES = {float: torch.float64, int: torch.int64}
 
 
 def is_number(value: Any) -> bool:
@@ -33,6 +34,7 @@ class Misuse:
 
     is_open: bool = False
     reasons: dict[Hashable, str] = field(default_factory=dict)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
     def error(self, how: str) -> CaptureError:
         """What is said of a number that is used so."""
@@ -48,6 +50,7 @@ def stands_for_number(tensor: Tensor) -> bool:
 
 
 _KEPT = "is kept from a capture"
+_TOO_LARGE = "is an integer of more than 64 bits where it meets a tensor"
 _DIVIDES = "is divided with a number, which Python refuses where it is zero"
 _RAISES = "is in a power of numbers"
 
@@ -73,15 +76,30 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 class Scalar:
-    """Stands for a Python number, or for one that was computed of such."""
+    """Stands for a Python number, or for one that was computed of such.
 
-    __slots__ = ("__weakref__", "_book", "_number", "_tensor")
+    value: the number now, where Python has it, as the result of the step `at` of its book's arithmetic. tensor: what
+    stands for it in the graph; made where a tensor meets the number."""
+
+    __slots__ = ("__weakref__", "_at", "_book", "_number", "_tensor", "_value")
     __array_ufunc__ = None  # numpy leaves arithmetic to this class
 
-    def __init__(self, tensor: Tensor, number: Any, book: tuple[Misuse, frozenset[Hashable]]) -> None:
-        self._tensor, self._number, self._book = tensor, number, book
+    def __init__(self, book: tuple[Misuse, frozenset[Hashable]], tensor: Tensor | None = None, value: Any = None,
+                 at: int | None = None, number: Any = None) -> None:  # fmt: skip
+        self._tensor, self._value, self._at, self._number, self._book = tensor, value, at, number, book
         book[0].watch(self)
-        tensor.is_autopar_number = True  # type: ignore[attr-defined]
+        if tensor is not None:
+            tensor.is_autopar_number = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of_place(place: Hashable, number: Any, misuse: Misuse) -> Scalar:
+        """What stands for the number at a place."""
+        return Scalar((misuse, frozenset((place,))), value=number, at=misuse.arithmetic.at(place), number=number)
+
+    @staticmethod
+    def of_tensor(tensor: Tensor, misuse: Misuse) -> Scalar:
+        """What stands for a number that a tensor holds."""
+        return Scalar((misuse, frozenset()), tensor)
 
     @staticmethod
     def original(value: Any) -> Any:
@@ -91,11 +109,22 @@ class Scalar:
     @property
     def __class__(self) -> Any:
         """What `isinstance` is told: C code, which would take a value out, looks at the real type."""
-        return float if self._tensor.dtype == torch.float64 else int
+        if self._at is not None:
+            return type(self._value)
+        return float if self.tensor().dtype == torch.float64 else int
 
     @__class__.setter
     def __class__(self, kind: Any) -> None:
         raise TypeError("a number has no other class")
+
+    def tensor(self) -> Tensor:
+        """What stands for the number in the graph: nothing of it is rounded."""
+        if self._tensor is None:
+            if not is_input(self._value):
+                self.refuse(_TOO_LARGE)
+            self._tensor = self._book[0].arithmetic.tensor(self._at or 0, self._value)
+            self._tensor.is_autopar_number = True  # type: ignore[attr-defined]
+        return self._tensor
 
     def refuse(self, how: str) -> Any:
         """Raise CaptureError, and remember why, should the user's code catch it."""
@@ -115,8 +144,8 @@ class Scalar:
             dtype = torch.promote_types(dtype, tensor.dtype)
         for tensor in tensors:
             if tensor.ndim and tensor.dtype == dtype and dtype.is_floating_point and not is_same:
-                return self._tensor  # of no dimensions and at most of the same category: it promotes nothing
-        is_float = self._tensor.dtype == torch.float64
+                return self.tensor()  # of no dimensions and at most of the same category: it promotes nothing
+        is_float = self.tensor().dtype == torch.float64
         if not (dtype.is_floating_point or dtype.is_complex) and is_float:
             dtype = torch.get_default_dtype()
         elif dtype == torch.bool:
@@ -124,7 +153,7 @@ class Scalar:
         return self._as(dtype)
 
     def _as(self, dtype: torch.dtype) -> Tensor:
-        return self._tensor if self._tensor.dtype == dtype else self._tensor.to(dtype)
+        return self.tensor() if self.tensor().dtype == dtype else self.tensor().to(dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,29 +199,45 @@ class Scalar:
         return _of_two(operator.mul, other, self)
 
     def __truediv__(self, other: Any) -> Any:
-        if type(other) in DTYPES and other != 0:
-            return _of_numbers(operator.truediv, self, other, is_float=True)
-        return _of_two(operator.truediv, self, other) if isinstance(other, Tensor) else self.refuse(_DIVIDES)
+        return _of_two(operator.truediv, self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _of_two(operator.truediv, other, self) if isinstance(other, Tensor) else self.refuse(_DIVIDES)
+        return _of_two(operator.truediv, other, self)
 
     def __pow__(self, other: Any) -> Any:
-        if type(other) is int and other >= 0:
-            return _of_numbers(operator.pow, self, other)
-        return _of_two(operator.pow, self, other) if isinstance(other, Tensor) else self.refuse(_RAISES)
+        return _of_two(operator.pow, self, other)
 
     def __rpow__(self, other: Any) -> Any:
-        if type(other) is float and other > 0:
-            return _of_numbers(operator.pow, other, self, is_float=True)
-        return _of_two(operator.pow, other, self) if isinstance(other, Tensor) else self.refuse(_RAISES)
+        return _of_two(operator.pow, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _of_two(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _of_two(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _of_two(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _of_two(operator.mod, other, self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return _of_numbers(round, self) if digits is None else _of_numbers(round, self, digits)
+
+    def __trunc__(self) -> Any:
+        return _of_numbers(math.trunc, self)
+
+    def __floor__(self) -> Any:
+        return _of_numbers(math.floor, self)
+
+    def __ceil__(self) -> Any:
+        return _of_numbers(math.ceil, self)
 
     __bool__, __float__, __int__, __index__ = map(_refusal, ("bool", "float", "int", "index"))
     __eq__, __ne__ = map(_comparison, (operator.eq, operator.ne))
     __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
     __hash__, __str__, __repr__, __format__ = map(_refusal, ("hash", "str", "repr", "format"))
-    __round__, __trunc__, __floor__, __ceil__ = map(_refusal, ("round", "trunc", "floor", "ceil"))
-    __mod__, __rmod__, __floordiv__, __rfloordiv__ = map(_refusal, ("%", "%", "//", "//"))
     __divmod__, __rdivmod__, __reduce_ex__ = map(_refusal, ("divmod", "divmod", "pickle"))
 
 
@@ -222,16 +267,41 @@ def _of_two(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     return _of_numbers(function, left, right) if is_number else NotImplemented
 
 
-def _of_numbers(function: Callable[..., Tensor], *numbers: Any, is_float: bool = False) -> Scalar:
+def _of_numbers(function: Callable[..., Any], *numbers: Any) -> Scalar:
     """A function of numbers alone, as Python computes it."""
     known = [number for number in numbers if type(number) is Scalar]
     if not known[0]._book[0].is_open:
         known[0].refuse(_KEPT)
-    is_float = is_float or any(isinstance(number, float) for number in numbers)
+    if any(number._at is None for number in known):
+        return _of_tensors(function, *numbers)
+    misuse, places = known[0]._book[0], frozenset(place for number in known for place in number._book[1])
+    given = tuple(number._value if type(number) is Scalar else number for number in numbers)
+    value = plain(function(*given))
+    if type(value) not in DTYPES:
+        known[0].refuse(f"gives a {type(value).__name__} in Python ({function.__name__})")
+    at = misuse.arithmetic.call(function, given, tuple(n._at if type(n) is Scalar else None for n in numbers))
+    return Scalar((misuse, places), value=value, at=at)
+
+
+def _of_tensors(function: Callable[..., Any], *numbers: Any) -> Scalar:
+    """A function of numbers of which a tensor holds one: it may not decide what Python does."""
+    known = next(number for number in numbers if type(number) is Scalar and number._at is None)
+    left, right = numbers[0], numbers[-1]
+    if function is operator.truediv and not (type(right) in DTYPES and right != 0):
+        known.refuse(_DIVIDES)
+    if function is operator.pow and not ((type(right) is int and right >= 0) or (type(left) is float and left > 0)):
+        known.refuse(_RAISES)
+    if function not in _OF_TENSORS:
+        known.refuse(f"is used by Python itself ({_SIGNS.get(function, function.__name__)})")
+    is_float = function is operator.truediv or any(isinstance(number, float) for number in numbers)
     dtype = torch.float64 if is_float else torch.int64
     tensors = [number._as(dtype) if type(number) is Scalar else number for number in numbers]
-    places = frozenset(place for number in known for place in number._book[1])
-    return Scalar(function(*tensors), None, (known[0]._book[0], places))
+    places = frozenset(place for number in numbers if type(number) is Scalar for place in number._book[1])
+    return Scalar((known._book[0], places), function(*tensors))
+
+
+_OF_TENSORS = (operator.neg, operator.abs, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_SIGNS: dict[Any, str] = {operator.mod: "%", operator.floordiv: "//"}
 
 
 def _spelled(*names: str) -> frozenset[Any]:
@@ -246,6 +316,6 @@ _OPERANDS = {  # by function: how many of its arguments may be numbers or tensor
     **dict.fromkeys(_spelled("lerp", "where", "masked_fill", "clamp", "clip"), 3),
     **dict.fromkeys(_spelled(
         "add", "sub", "subtract", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow", "clamp_min",
-        "clamp_max", "gt", "ge", "lt", "le", "eq", "ne",
+        "clamp_max", "gt", "ge", "lt", "le", "eq", "ne", "floor_divide", "floordiv", "remainder", "mod",
     ), 2),
 }  # fmt: skip

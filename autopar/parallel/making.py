@@ -54,7 +54,7 @@ class Maker:
             return built
 
         built = self._agreement.together("program", build)
-        self._say(built.compiled.notes)
+        self._say([*built.compiled.notes, *built.guards.notes])
         self._joined.add(built.captured.partners)
         return self._ready(built), built.guards
 

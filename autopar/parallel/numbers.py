@@ -49,7 +49,7 @@ class ChangingNumbers:
             try:
                 made = make(scalars)
             except AutoparError as error:
-                if not scalars.made:
+                if not scalars.put:
                     raise
                 blamed = [place for place in scalars.misuse.reasons if place in self.inputs] or self._new or self.inputs
                 for place in list(blamed):

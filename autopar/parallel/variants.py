@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.capture.guards import Change, Guards
+from autopar.capture.arithmetic import Number
+from autopar.capture.guards import Change, Guards, form
 from autopar.capture.scalars import Place, Scalars
 from autopar.capture.spots import Spot, SpotKey
 from autopar.parallel.numbers import ChangingNumbers
@@ -26,45 +27,52 @@ Key = tuple[Any, ...]
 @dataclass(slots=True)
 class Constants:
     """The tensors beside parameters, buffers and batch that a program reads: each step from where the user keeps them,
-    so that another one put there is used from then on; those of no such place were made by the trace. Numbers are
-    those of `places`."""
+    so that another one put there is used from then on; those of no such place were made by the trace. Those of
+    `numbers` are computed in Python at each step."""
 
     made: Mapping[str, torch.Tensor]
     device: torch.device
     guards: Guards | None = None
     spots: Mapping[str, SpotKey] = field(default_factory=dict)
-    places: Mapping[str, Place] = field(default_factory=dict)
-    _seen: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    _seen: dict[str, _State] = field(default_factory=dict)
     _digest: str = ""
-    _moved: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=dict)  # to where they are read
+    _forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of tensors of the user's, as they were captured
+    _moved: dict[str, tuple[_State, torch.Tensor]] = field(default_factory=dict)  # to where they are read
 
     @staticmethod
     def of(captured: Captured, guards: Guards, scalars: Scalars, device: torch.device) -> Constants:
         """Those of a captured step."""
         found = {name: guards.spots_of(tensor) for name, tensor in captured.constants.items()}
         spots = {name: keys[0] for name, keys in found.items() if keys}
-        made = Constants(captured.constants, device, guards, spots, scalars.places(captured.constants))
+        made = Constants(captured.constants, device, guards, spots, scalars.numbers(captured.constants))
         made.tensors()  # moved to the device at once
+        made._forms.update((name, form(made._now(name))) for name in spots)
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.places:  # filled in there: a copy would wait for what the device computes
-            return torch.full((), self._number(name), dtype=self.made[name].dtype, device=self.device)
+        if name in self.numbers:  # filled in there: a copy would wait for what the device computes
+            return torch.full((), self.numbers[name].value(self._read), dtype=self.made[name].dtype, device=self.device)
         tensor = self._now(name)
-        source, version, moved = self._moved.get(name, (None, -1, tensor))
-        if source is not tensor or version != tensor._version:
+        state, moved = self._moved.get(name, (None, tensor))
+        if state is None or not _is_same({name: _state(tensor)}, {name: state}):
             moved = tensor.detach().to(self.device)
-            self._moved[name] = tensor, tensor._version, moved
+            self._moved[name] = _state(tensor), moved
         return moved
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         return [self[name] for name in self.made]
 
+    def fit(self) -> bool:
+        """True if the program takes the numbers that stand in Python now."""
+        alike = all(form(self._now(name)) == was for name, was in self._forms.items())
+        return alike and all(number.fits(self._read) for number in self.numbers.values())
+
     def digest(self) -> str:
         """A text for their values, made anew when one was bound to another tensor or written in place."""
-        tensors = [name for name in self.made if name not in self.places]
-        now = {name: (tensor, tensor._version) for name in tensors if (tensor := self._now(name)) is not None}
+        tensors = [name for name in self.made if name not in self.numbers]
+        now = {name: _state(tensor) for name in tensors if (tensor := self._now(name)) is not None}
         if not _is_same(now, self._seen):
             text = hashlib.sha256()
             for name in tensors:
@@ -77,16 +85,16 @@ class Constants:
 
     def lines(self) -> list[str]:
         """What ranks must agree on."""
-        numbers = [f"{self._spot(p.key)} = {p.number(self._spot(p.key).read())!r}" for p in self.places.values()]
-        is_any = len(self.made) > len(self.places)
+        places = dict.fromkeys(place for number in self.numbers.values() for place in number.places)
+        numbers = [f"{self._spot(place.key)} = {self._read(place)!r}" for place in places]
+        is_any = len(self.made) > len(self.numbers)
         return sorted(set(numbers)) + [f"tensors beside the batch: {self.digest()}"] * is_any
 
     def _now(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._spot(self.spots[name]).read() if name in self.spots else self.made[name]
         return found
 
-    def _number(self, name: str) -> Any:
-        place = self.places[name]
+    def _read(self, place: Place) -> Any:
         return place.number(self._spot(place.key).read())
 
     def _spot(self, key: SpotKey) -> Spot:
@@ -94,10 +102,17 @@ class Constants:
         return self.guards.index[key]
 
 
-def _is_same(now: Mapping[str, tuple[torch.Tensor, int]], seen: Mapping[str, tuple[torch.Tensor, int]]) -> bool:
-    """Whether all names have the very tensors that they had, written to as often."""
+_State = tuple[torch.Tensor, int, int]  # a tensor, how often it was written, and its memory, which `.data` exchanges
+
+
+def _state(tensor: torch.Tensor) -> _State:
+    return tensor, tensor._version, 0 if tensor.device.type == "meta" else tensor.data_ptr()
+
+
+def _is_same(now: Mapping[str, _State], seen: Mapping[str, _State]) -> bool:
+    """Whether all names have the very tensors that they had, in their memory, written to as often."""
     return now.keys() == seen.keys() and all(
-        tensor is seen[name][0] and version == seen[name][1] for name, (tensor, version) in now.items()
+        state[0] is seen[name][0] and state[1:] == seen[name][1:] for name, state in now.items()
     )
 
 
@@ -131,7 +146,7 @@ class Variants:
         """
         known = self._known.get(key, [])
         for variant in known:
-            if fits(variant.number) and variant.guards.holds():
+            if fits(variant.number) and variant.guards.holds() and variant.constants.fit():
                 alike = sum(other.line == variant.line for other in known)  # they differ in the values of tensors
                 which = [f"program {variant.number}"] * (alike > 1)
                 return variant.number, [variant.line, *which, *variant.constants.lines()]

@@ -76,6 +76,44 @@ def rows() -> Tensor:
     return torch.randn(12, 5, 8)
 
 
+# A complex Python number with a tensor that needs a gradient: of torch's own formulas some conjugate the number.
+SPELLED: dict[str, Any] = {
+    "x * 1j": lambda x: (x * 1j).imag,
+    "1j * x": lambda x: torch.exp(1j * x).real,
+    "x + 1j": lambda x: (x + 1j).abs(),
+    "1j - x": lambda x: (1j - x).abs(),
+    "x * (2 - 3j)": lambda x: (x * (2 - 3j)).abs(),
+    "z / 1j": lambda x: (torch.complex(x, x) / 1j).real,
+    "1j / z": lambda x: (1j / (torch.complex(x, x) + 3)).real,
+    "z ** 2j": lambda x: (torch.complex(x, x + 2) ** 2j).real,
+    "2j ** z": lambda x: (2j ** torch.complex(x, x)).real,
+    "z.mul_(1j)": lambda x: torch.complex(x, x).mul_(1j).real,
+    "alpha": lambda x: torch.add(torch.complex(x, x), x + 0j, alpha=2j).real,
+    "value": lambda x: torch.addcmul(torch.complex(x, x), x + 0j, x * 1j, value=2j).real,
+    "cos + 1j sin": lambda x: torch.fft.irfft(x.exp() * (torch.cos(x) + 1j * torch.sin(x)), n=8)[..., :8],
+    "rotary": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.reshape(12, 4, 2)) * torch.exp(1j * torch.arange(4))
+    ).flatten(1),
+}
+
+
+class Spelled(nn.Module):
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(8, 8), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.linear(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_complex_python_numbers(name: str) -> None:
+    model, x = made(lambda: Spelled(SPELLED[name])), rows()[:, 0]
+    for mesh, options in (("dp=3,tp=2", {}), ("dp=2", {"microbatches": 2})):
+        result = autopar.verify(model, mesh, loss_fn=loss_fn, batch=x, **options)
+        assert result.ok, (mesh, result)
+
+
 MODELS = [Spectral, StateSpace, Mixing]
 
 

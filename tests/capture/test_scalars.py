@@ -181,6 +181,10 @@ ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "in place": lambda out, y, beta: (out * 1.0).mul_(beta).sub_(beta).square().mean(),
     "integers": lambda out, y, beta: (out * (torch.arange(8) * beta)).square().mean(),
     "quotients": lambda out, y, beta: (out / beta + beta / (out.square() + 1)).square().mean(),
+    "in Python": lambda out, y, beta: F.mse_loss(out, y) * (1 / beta + 3 // beta % 2 + round(beta, 1) + 10**-beta),
+    "rounded": lambda out, y, beta: F.mse_loss(out, y) * (round(beta * 10) // 2 + math.floor(beta * 9) % 4 + 1),
+    "tensors divided whole": lambda out, y, beta: ((out.detach() // beta) + (out % beta) * out).square().mean(),
+    "many": lambda out, y, beta: F.mse_loss(out, y) * powers(beta),
     "isinstance": lambda out, y, beta: out.square().mean() * (beta if isinstance(beta, float) else 7.0),
 }
 
@@ -196,11 +200,19 @@ FALLBACKS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "alpha": lambda out, y, beta: torch.add(out, y, alpha=beta).square().mean(),
     "dropout": lambda out, y, beta: F.dropout(out, beta, training=False).square().mean(),
     "text": lambda out, y, beta: out.square().mean() * float(f"{beta}"),
-    "divided by a number": lambda out, y, beta: out.square().mean() * (1 / beta),
+    "a complex number": lambda out, y, beta: (out * (beta - 2) ** 0.5).abs().square().mean(),
     "a tensor that is read": lambda out, y, beta: F.mse_loss(out, y) * (torch.ones(2) * beta + 1).tolist()[0],
     "a number that is read": lambda out, y, beta: F.mse_loss(out, y) * float(beta * torch.ones((), dtype=y.dtype) + 1),
     "error that the user catches": lambda out, y, beta: out.square().mean() * caught(beta),
 }
+
+
+def powers(beta: Any) -> Any:
+    """A number of 2,000 steps, of which each has two of the one before: nothing may go through them by recursion."""
+    total = beta
+    for _ in range(1000):
+        total = total * 0.25 + total * (beta / 4)
+    return total
 
 
 def caught(beta: Any) -> float:

@@ -1,0 +1,208 @@
+"""What the model keeps of a capture outside of itself: in tables of `functools.lru_cache`, globals, classes, closures.
+
+A capture computes with tensors that have no data. One that the model keeps, for the next time or as a log, would be
+found there by the user's own code, or by the next capture. So the trace forgets its tensors, and those that live on are
+the user's: what hangs on no input (a table of angles) is given its data in place, all else refuses to be used.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from autopar.capture.captured import Captured
+from autopar.capture.origins import Origins, leaves, mapped
+from autopar.errors import AutoparError
+from autopar.torch_compat import FakeTensor, fill_in, on_data
+
+Tensor = torch.Tensor
+_DEPTH = 4  # of containers in tables
+_LARGE = 1 << 24  # elements of tensors that are given data though nobody may keep them: those that an error holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """Stands for a tensor of the capture, which nothing here holds."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+    written: frozenset[int]
+
+
+class LeftBehind(Tensor):
+    """A tensor of a capture that hangs on its inputs: it has no data, and says so."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AutoparError(
+            "a tensor that the model keeps outside of itself (in a list, a global, an object) was made while autopar "
+            "captured the step, and has no data: compiled steps run no Python, so nothing is kept of them there. "
+            "Return it beside the loss (loss_fn gives (loss, value); then read model.last_aux), or write it into a "
+            "buffer."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "<a tensor of a captured step, without data>"
+
+
+def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype | None) -> Captured:
+    """What a capture gives; made once more where the model kept tables of its own, which are its constants then.
+
+    lift: the dtype in which it computes, if not the model's own."""
+    dtypes = None if lift is None else (lift, torch.get_default_dtype())
+    try:
+        made = capture()
+    except BaseException:
+        left.settle(dtypes, is_over=False)
+        raise
+    filled, others = left.settle(dtypes, is_over=True)
+    if filled:
+        made = capture()
+        others += sum(left.settle(dtypes, is_over=True))
+    if others:
+        note = f"{others} tensor{'s' * (others > 1)} of the captured step {_KEPT}"
+        made = replace(made, program=made.program.with_(notes=(*made.program.notes, note)))
+    return made
+
+
+_KEPT = (
+    "kept by the model outside of itself (in a list, a global, an object) without data: compiled steps run no Python, "
+    "and keep nothing there. To read a value of each step, return it beside the loss (model.last_aux)"
+)
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """The tensors of the runs of a capture, none of which is held here."""
+
+    refs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    recipes: list[_Recipe] = field(default_factory=list)
+    values: dict[int, Tensor] = field(default_factory=dict)  # data that is known, and the user's own
+    free: set[int] = field(default_factory=set)  # of those that hang on no input
+
+    def dismiss(self, origins: Sequence[Origins], graphs: Iterable[torch.fx.Graph]) -> None:
+        """Take over what is known of the tensors of some runs, in their order, which then know nothing any more.
+        graphs: of their ops, whose nodes have the tensors that they made."""
+        for graph in graphs:
+            for node in graph.nodes:
+                self._note(node.meta.pop("val", None))
+        found = [origin.dismiss() for origin in origins]
+        for known, _ in found:
+            for each in known:
+                self._note(each.tensor)
+                data = each.value if each.value is not None else each.original
+                if each.kinds == 0:
+                    self.free.add(id(each.tensor))
+                if each.kinds == 0 and data is not None:
+                    self.values[id(each.tensor)] = data.detach()
+        for _, calls in found:
+            for call in calls:
+                ids = tuple(map(id, call.results)), frozenset(map(id, call.written))
+                function, args, kwargs = call.asked or (call.function, call.args, call.kwargs)
+                self.recipes.append(_Recipe(function, _told(args), _told(kwargs), *ids))
+
+    def _note(self, value: Any) -> None:
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, FakeTensor):
+                self.refs[id(tensor)] = weakref.ref(tensor)
+
+    def settle(self, dtypes: tuple[torch.dtype, torch.dtype] | None, is_over: bool) -> tuple[int, int]:
+        """Give data to what lives on, and take what has none out of use; how many there are of each.
+
+        dtypes: the one that floating-point tensors were captured in, and that which they have without it. is_over:
+        no error holds tensors of the capture, so that whatever lives on is kept by the user.
+        """
+        living = self._living()
+        if living and is_over:
+            for generation in (0, 2):  # the last capture's cycles are young
+                del living
+                gc.collect(generation)
+                living = self._living()
+                if not living:
+                    return 0, 0
+        kept = {key: tensor for key, tensor in living.items() if key in self.free}
+        if not is_over:
+            kept = kept if sum(tensor.numel() for tensor in kept.values()) <= _LARGE else {}
+        data = self._data_of(kept)
+        for key, value in self._in_own_dtype(data, kept, dtypes).items():
+            fill_in(kept[key], value.clone())
+        others = [tensor for key, tensor in living.items() if key not in data] if is_over else []
+        for tensor in others:
+            fill_in(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), LeftBehind)
+        return len(data), len(others)
+
+    def _in_own_dtype(
+        self, data: dict[int, Tensor], kept: Mapping[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype] | None
+    ) -> dict[int, Tensor]:
+        """The data as the model would have it that is not run in another dtype: what took that from its operands."""
+        other = {key for key, value in data.items() if dtypes is not None and value.dtype == dtypes[0] != dtypes[1]}
+        if dtypes is not None and other:
+            other -= _in_tables({id(kept[key]): kept[key] for key in other})
+            return {key: value.to(dtypes[1]) if key in other else value for key, value in data.items()}
+        return data
+
+    def _living(self) -> dict[int, Tensor]:
+        found = {key: ref() for key, ref in self.refs.items()}
+        return {key: tensor for key, tensor in found.items() if tensor is not None and type(tensor) is FakeTensor}
+
+    def _data_of(self, wanted: Iterable[int]) -> dict[int, Tensor]:
+        """The values of tensors, as far as calls give them that hang on no input."""
+        due = [key for key in wanted if key not in self.values]
+        needed, calls = set(due), list[_Recipe]()
+        for recipe in reversed(self.recipes if due else []):
+            if not needed.isdisjoint(recipe.results) or not needed.isdisjoint(recipe.written):
+                calls.append(recipe)
+                needed.update(_tokens_in((recipe.args, recipe.kwargs)))
+        for recipe in reversed(calls):
+            self._run(recipe)
+        return {key: self.values[key] for key in wanted if key in self.values}
+
+    def _run(self, recipe: _Recipe) -> None:
+        state = torch.default_generator.get_state()
+        try:
+            with on_data():
+                result = recipe.function(*self._given(recipe.args), **self._given(recipe.kwargs))
+        except Exception:  # what a capture could not know either
+            return
+        finally:
+            torch.default_generator.set_state(state)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if len(made) == len(recipe.results):
+            self.values.update(zip(recipe.results, made, strict=True))
+
+    def _given(self, value: Any) -> Any:
+        return self.values[value.key] if isinstance(value, _Token) else mapped(self._given, value)
+
+
+def _in_tables(wanted: Mapping[int, Tensor]) -> set[int]:
+    """Those of some tensors, by their ids, that stand in tables of `functools.lru_cache`, whose keys may well say the
+    dtype."""
+    kind, found = type(cache(len)), set[int]()
+    for table in [item for item in gc.get_objects() if type(item) is kind]:
+        inside: list[Any] = gc.get_referents(table)
+        for _ in range(_DEPTH):
+            found.update(id(item) for item in inside if id(item) in wanted)
+            inside = [x for item in inside if isinstance(item, (dict, tuple, list)) for x in gc.get_referents(item)]
+    return found
+
+
+def _told(value: Any) -> Any:
+    """Arguments with tokens for tensors without data."""
+    return _Token(id(value)) if isinstance(value, FakeTensor) else mapped(_told, value)
+
+
+def _tokens_in(value: Any) -> set[int]:
+    return {leaf.key for leaf in leaves(value) if isinstance(leaf, _Token)}
