@@ -68,7 +68,9 @@ def parallelize(
       first training batch (docs/planning.md).
     loss_fn: `loss_fn(model, *batch)` gives the scalar loss; None if the module returns it (a scalar, a tuple that
       begins with it, an object or dict with `.loss`).
-    batch: "global" if every rank passes the whole batch, "local" if each passes its own part.
+    batch: "global" if every rank passes the whole batch, "local" if each passes its own part, of any size: then the
+      step is that of all parts together, and outputs are a rank's own rows. "ddp": what
+      DistributedDataParallel does, to the letter: the mean of the ranks' own steps (docs/local_batches.md).
     seed: of the random ops, and of the initial weights of a decorated factory.
     device: where this rank computes; by default its GPU if there is one, else the CPU.
     cuda_graphs: True records the second run of each program on a GPU and replays it from then on (docs/cuda_graphs.md);

@@ -50,7 +50,8 @@ def propagate(program: Program, plan: Plan) -> Program:
     for search in axis_searches(classes, plan):
         solution = search.solve()
         search.take(solution)
-        notes += axis_notes(search, solution)
+        if not (search.is_idle and plan.fixed.is_own):  # nobody asked the axis to divide that batch
+            notes += axis_notes(search, solution)
     notes += rule_notes(classes)
     return _annotate(program, classes, mesh).with_(
         level=Level.SHARDED, mesh=mesh, notes=(*program.notes, *dict.fromkeys(notes))

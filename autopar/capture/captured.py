@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from autopar.capture.batch_dims import Dims
 from autopar.capture.containers import Form, put_together
 from autopar.capture.partners import Partner
 from autopar.capture.ran import Ran
@@ -24,7 +25,8 @@ class Captured:
     in a forward-only program, or what the loss function of a training step returned beside the loss. `reads` are the
     values taken from the example batch, in the order of the program's outputs of kind "guard". `frozen` are the
     parameters that are not trained, by first name. `partners` are other models in the loss, whose tensors' names begin
-    with theirs. `ran` are the user's functions that ran.
+    with theirs. `ran` are the user's functions that ran. `batch_dims`: the dim that counts the samples, by batch tensor
+    (None: it has none); None as a whole where nothing was said.
     """
 
     program: Program
@@ -35,11 +37,16 @@ class Captured:
     frozen: frozenset[str] = frozenset()
     partners: tuple[Partner, ...] = ()
     ran: Ran = field(default_factory=Ran)
+    batch_dims: Mapping[str, int | None] | None = None
 
     @property
     def has_result(self) -> bool:
         """False if a module returned more than its own loss, which does not leave the program."""
         return self.result_form is not None
+
+    def with_dims(self, dims: Dims | None) -> Captured:
+        """The same, with the dim of each leaf of the batch that counts the samples; None where nothing was said."""
+        return replace(self, batch_dims=None if dims is None else {str(i): dim for i, dim in enumerate(dims)})
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The container that was returned, with the tensors among a program's outputs in their places."""

@@ -12,6 +12,7 @@ from autopar.compiler.options import options_of
 from autopar.errors import TargetError
 from autopar.ir.measure import human
 from autopar.ir.text import diff_programs, print_program
+from autopar.report.inspection import batch_text
 from autopar.report.inspection_pipeline import rank_texts
 from autopar.report.memory.show import formula_texts, memory_texts
 from autopar.report.page import page_text
@@ -77,6 +78,9 @@ def show_rank(compiled: Compiled, rank: int, graph: str | None, full: bool) -> N
     names = list(compiled.ranks[rank].programs)
     if graph is not None and graph not in names:
         raise TargetError(f"--graph {graph}: rank {rank} has {', '.join(names)}.")
+    batch = batch_text(compiled)
+    if batch:
+        show(f"batch tensors\n{batch}")
     for title, text in rank_texts(compiled, rank, graph, full):
         show(f"{title}\n{text}")
     show_notes(compiled)

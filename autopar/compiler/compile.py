@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured, Earlier, LossFn, capture
+from autopar.capture import Captured, Earlier, LossFn, capture, dims_of_call
 from autopar.compiler.auto_slices import best_sliced
 from autopar.compiler.garbage import uncollected
 from autopar.compiler.lowered import Lowered
@@ -50,7 +50,8 @@ def capture_step(
     for partner in captured.partners:
         if partner.module is partner.traced:  # a parallel one is checked already
             check_model(partner.module)
-    return captured
+    function, behind = (loss_fn, 1) if loss_fn is not None and train else (model.forward, 0)
+    return captured.with_dims(dims_of_call(options.batch_dims, args, kwargs, function, behind))
 
 
 @uncollected()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import BatchError, LayoutError, PlanError, divisors, one_of
 from autopar.ir.layout import Layout, factor_sizes, parse_layout, spelled
 from autopar.ir.mesh import GRADIENT_AXES, PIPELINE, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import PARTNER, Input, Program, TensorType, record
-from autopar.passes.search.intents import INTENTS, batch_size, context_axes
+from autopar.passes.search.intents import INTENTS, BatchDims, batch_dims_of, batch_size, context_axes
 
 
 def parse_shard(shard: Mapping[str, str | Layout] | None, program: Program, mesh: Mesh) -> dict[str, Layout]:
@@ -118,10 +118,10 @@ def _misfit(entry: Input, type_: TensorType, layout: Layout, mesh: Mesh, origin:
     return faults
 
 
-def check_batch(program: Program, mesh: Mesh) -> None:
-    """Raise BatchError if the batch cannot be split over the axes that split it."""
-    entries = [(entry, record(node).type) for node, entry in program.entries]
-    size = batch_size(entries)
+def check_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> None:
+    """Raise BatchError if the batch cannot be split over the axes that split it. said: as `Plan.batch_dims`."""
+    entries = _entries(program)
+    size = batch_size(entries, said)
     for axis, ranks in mesh.axes:
         if axis in INTENTS and INTENTS[axis].batch_split and ranks > 1:
             if size is None:
@@ -129,11 +129,26 @@ def check_batch(program: Program, mesh: Mesh) -> None:
                     f"axis '{axis}' (size {ranks}) splits the batch, but the batch holds no tensor with a dim to split."
                 )
             if size % ranks:
-                shapes = ", ".join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == "batch")
                 raise BatchError(
-                    f"the batch has {size} samples (dim 0 of {shapes}), which axis '{axis}' (size {ranks}) cannot "
-                    f"divide. Use a batch size that is a multiple of {ranks}, or a {axis} of {one_of(divisors(size))}."
+                    f"the batch has {size} samples ({_counted(entries, said)}), which axis '{axis}' (size {ranks}) "
+                    f"cannot divide. Use a batch size that is a multiple of {ranks}, or a {axis} of "
+                    f"{one_of(divisors(size))}."
                 )
+
+
+def _counted(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> str:
+    """`dim 0 of [6, 8], [6]`: what counts the samples."""
+    if said is None:
+        return f"dim 0 of {', '.join(str(list(type_.shape)) for entry, type_ in entries if entry.kind == 'batch')}"
+    shapes = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}
+    found: dict[int, list[str]] = {}
+    for name, dim in batch_dims_of(entries, said).items():
+        found.setdefault(dim, []).append(str(list(shapes[name])))
+    return ", ".join(f"dim {dim} of {', '.join(shown)}" for dim, shown in found.items())
+
+
+def _entries(program: Program) -> list[tuple[Input, TensorType]]:
+    return [(entry, record(node).type) for node, entry in program.entries]
 
 
 def check_zero(plan: Plan) -> None:
@@ -155,10 +170,9 @@ def check_slices(plan: Plan) -> None:
         )
 
 
-def divides_batch(program: Program, mesh: Mesh) -> bool:
-    """True if the axes that split the batch divide it."""
-    entries = [(entry, record(node).type) for node, entry in program.entries]
-    return (batch_size(entries) or 0) % batch_ranks(mesh) == 0
+def divides_batch(program: Program, mesh: Mesh, said: BatchDims | None) -> bool:
+    """True if the axes that split the batch divide it. said: as `Plan.batch_dims`."""
+    return (batch_size(_entries(program), said) or 0) % batch_ranks(mesh) == 0
 
 
 def batch_ranks(mesh: Mesh) -> int:
@@ -167,7 +181,14 @@ def batch_ranks(mesh: Mesh) -> int:
 
 
 def microbatches_of(
-    program: Program, mesh: Mesh, wanted: int | None, *, replicated: bool, uneven: bool, slices: int = 1
+    program: Program,
+    mesh: Mesh,
+    wanted: int | None,
+    said: BatchDims | None = None,
+    *,
+    replicated: bool,
+    uneven: bool,
+    slices: int = 1,
 ) -> int:
     """The number of micro-batches: the one that is wanted; by default one without a pipeline, and with one as many as
     divide a rank's samples, up to four for each rank: then the bubble is a fifth (arXiv 2104.04473, section 2.2).
@@ -179,8 +200,7 @@ def microbatches_of(
     stages = dict(mesh.axes).get(PIPELINE, 1)
     if wanted == 1 or (wanted is None and stages == 1):
         return 1
-    entries = [(entry, record(node).type) for node, entry in program.entries]
-    size = batch_size(entries)
+    size = batch_size(_entries(program), said)
     if size is None:
         if wanted is None or uneven:
             return 1

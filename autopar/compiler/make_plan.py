@@ -26,12 +26,18 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
     """The decisions of the user, checked against the model, its batch and the mesh."""
     program = captured.program
     check_parameters(program, options)
-    batch_replicated = fixed.uneven and not divides_batch(program, mesh)
+    batch_replicated = fixed.is_own or (fixed.uneven and not divides_batch(program, mesh, captured.batch_dims))
     if not batch_replicated:
-        check_batch(program, mesh)
+        check_batch(program, mesh, captured.batch_dims)
     slices = Plan(mesh, options=options).slices
     count = microbatches_of(
-        program, mesh, options.microbatches, replicated=batch_replicated, uneven=fixed.uneven, slices=slices
+        program,
+        mesh,
+        options.microbatches,
+        captured.batch_dims,
+        replicated=batch_replicated,
+        uneven=fixed.uneven,
+        slices=slices,
     )
     plan = Plan(
         mesh,
@@ -39,6 +45,7 @@ def make_plan(captured: Captured, mesh: Mesh, options: StepOptions, fixed: Fixed
         options=replace(options, microbatches=count),
         fixed=fixed,
         batch_replicated=batch_replicated,
+        batch_dims=captured.batch_dims,
         patterns=patterns_of(options.shard, program),
         frozen=captured.frozen,
         rules=CUSTOM_OPS.rows(),

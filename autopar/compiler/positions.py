@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +36,7 @@ def with_positions(plan: Plan, program: Program) -> Plan:
     """
     axes = context_axes(plan.layout_mesh)
     size = math.prod(size for _, size in axes)
-    found = positions_of(program, table_of(plan)) if axes else []
+    found = positions_of(program, table_of(plan), plan.batch_dims) if axes else []
     plan = _with_lengths(plan, found)
     if not found or any(one.count % size == 0 for one in found):
         return plan
@@ -73,14 +73,15 @@ def _unsliced(plan: Plan) -> Plan:
     return replace(plan, options=replace(plan.options, slices=1), slice_lengths=())
 
 
-def positions_of(program: Program, table: Table) -> list[Positions]:
+def positions_of(program: Program, table: Table, batch_dims: Mapping[str, int | None] | None) -> list[Positions]:
     """The sequence of the batch's tensors of 2 or 3 dims that are used whole; if none is, of what is cut out of them:
-    `x[:, :-1]`."""
+    `x[:, :-1]`. Of those whose samples are said to lie behind another dim it is not known."""
+    behind = {name for name, dim in (batch_dims or {}).items() if dim}
     cuts = dict(_cuts(program, table))
     found = [
         Positions(shape[dim], f"dim {dim} of batch tensor {entry.name}")
         for node, entry in program.entries
-        if entry.kind == "batch" and len(shape := record(node).type.shape) in (2, 3)
+        if entry.kind == "batch" and entry.name not in behind and len(shape := record(node).type.shape) in (2, 3)
         if any(user not in cuts for user in node.users)
         for dim in (_sequence_dim(node),)
     ]

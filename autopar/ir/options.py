@@ -6,6 +6,7 @@ All of an option stands in this file: its entry in the docstring of `StepOptions
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
@@ -31,6 +32,7 @@ COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 Policy = str | int | float
 Recompute = Policy | Mapping[str, Policy]
 Shard = Mapping[str, "str | Layout"]
+BatchDims = Any  # a dim, None, or a tuple, list or dict of these
 SequenceParallel = bool | Literal["auto"]
 Slices = int | Sequence[int] | Literal["auto"]
 # Of (stages, stages on a rank, micro-batches, costs): for each rank its actions, or their names.
@@ -59,6 +61,13 @@ def read_slices(text: str) -> int | tuple[int, ...] | str:
     with suppress(ValueError):
         lengths = tuple(map(int, text.split(",")))
         return lengths if len(lengths) > 1 else lengths[0]
+    return text
+
+
+def read_dims(text: str) -> Any:
+    """`1`, `(1, None)` or `{'x': 0}`; other text as it is, which is refused then."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
     return text
 
 
@@ -111,6 +120,14 @@ def _is_list(value: Any) -> bool:
     return is_list and all(isinstance(entry, str) for entry in value)
 
 
+def _are_dims(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_are_dims, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_are_dims, value))
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
 def _is_slices(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return value == "auto" or _is_count(value) or (is_list and all(map(_is_count, value)))
@@ -135,6 +152,11 @@ class StepOptions:
     of the command line, which are made of these fields.
 
     shard: layouts by parameter pattern, e.g. `{"blocks.*.up.weight": "[tp,-]"}`, as constraints on the search.
+    batch_dims: the dim of each tensor of the batch that counts samples, by argument: `1`, `(0, 1)` or
+      `{"x": 0, "ids": 1, "scale": None}`. A dim is for every tensor of the argument, or of the batch; of a container
+      it may be again a tuple or dict. None: it has no samples, and all ranks share it. By default it is dim 0 of the
+      tensors that have as many there as the first, and with batch="local" what cannot be mistaken
+      (docs/local_batches.md).
     sequence_parallel: split norms, dropout and residuals over tp on the sequence. Reduce-scatter and all-gather then
       stand in place of all-reduce (arXiv 2205.05198). "auto" does so where the model allows it and where it is
       simulated as faster (`passes/streams.py`); a note says so.
@@ -178,6 +200,13 @@ class StepOptions:
     """
 
     shard: Shard | None = option(None)
+    batch_dims: BatchDims = option(
+        None,
+        Valid(
+            _are_dims, 'a dim, or a tuple or dict of dims by argument: (1, 1) or {"x": 0, "scale": None}', BatchError
+        ),
+        Flag(str, "DIM|(DIM,...)|{'NAME':DIM,...}", read_dims),
+    )
     sequence_parallel: SequenceParallel = option(
         False, Valid(lambda value: value in (True, False, "auto"), 'True, False or "auto"'), Flag()
     )
@@ -281,6 +310,7 @@ class StepKeywords(TypedDict, total=False):
     """The fields of `StepOptions` again: type checkers read no TypedDict off a dataclass. A test compares them."""
 
     shard: Shard | None
+    batch_dims: BatchDims
     sequence_parallel: SequenceParallel
     specialize: bool
     microbatches: int | None

@@ -34,13 +34,15 @@ class Fixed:
     machine: what the program is made for. owners: the stages that keep parameters already, by name. stored: how
     parameters lie between steps, ZeRO's split included. uneven: a batch that its axes cannot divide, or positions that
     cp cannot, are computed whole by every rank, and not refused. decided: the layouts of earlier programs, by their
-    structure. sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
+    structure. is_own: each rank of the data axes computes a batch of its own, of which the others know nothing.
+    sequence: what `sequence_parallel="auto"` means, as an earlier program decided; None where none did.
     """
 
     machine: Machine = field(default_factory=lambda: named(DEVICES))
     owners: Mapping[str, int] | None = None
     stored: Mapping[str, Layout] = field(default_factory=dict)
     uneven: bool = False
+    is_own: bool = False
     sequence: bool | None = None
     decided: Mapping[Hashable, Decided] = field(default_factory=dict, compare=False, repr=False)
 
@@ -52,6 +54,8 @@ class Plan:
     layouts: the user's layouts of parameters, by the parameter's first name. patterns: where each was asked for, as
     its error messages spell it; no pass reads them. options: of the step, with what the model and the batch decide in
     place of None and "auto". batch_replicated: every rank computes the whole batch, as its axes cannot divide it.
+    batch_dims: the dim that counts the samples, by batch tensor (None: it has none); None as a whole where nothing was
+    said.
     context_replicated: every rank of cp computes all positions, as it cannot divide them.
     slice_lengths: the positions of each slice, where they differ. frozen: parameters that are not trained, by first
     name. rules: the rows of the user's custom ops, by op, beside
@@ -64,6 +68,7 @@ class Plan:
     options: StepOptions = field(default_factory=StepOptions)
     fixed: Fixed = field(default_factory=Fixed)
     batch_replicated: bool = False
+    batch_dims: Mapping[str, int | None] | None = None
     context_replicated: bool = False
     slice_lengths: tuple[int, ...] = ()
     patterns: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from autopar.errors import RankError
 from autopar.runtime.lost import is_loss_of_peer
 
 T = TypeVar("T")
+Fault = Callable[[str, list[list[str]]], Exception]
 WIDTH = 64  # numbers in an exchange, whatever it compares: one of another size would not meet it
 
 
@@ -92,16 +93,18 @@ class Agreement:
         self.call = Call("parallelize")
         self._group = _host_group()
 
-    def check(self, what: str, lines: Sequence[str], data: Sequence[int] | None = None) -> bool:
-        """Raise RankError on every rank if the ranks' lines differ, saying which rank differs in what. False if digests
-        of `data` do (see `Digests`), on every rank.
+    def check(
+        self, what: str, lines: Sequence[str], data: Sequence[int] | None = None, fault: Fault | None = None
+    ) -> bool:
+        """Raise RankError on every rank if the ranks' lines differ, saying which rank differs in what; or what `fault`
+        makes of `what` and the lines of all ranks. False if digests of `data` do (see `Digests`), on every rank.
 
         One tiny all-reduce where they agree.
         """
         is_equal, is_same_data = self._compare(what, lines, data)
         if not is_equal:
             everyone: list[list[str]] = self.everyone(what, list(lines))
-            raise RankError(_difference(what, dict(enumerate(everyone))))
+            raise (fault or difference)(what, everyone)
         return is_same_data
 
     def check_within(self, what: str, part: Hashable, lines: Sequence[str]) -> None:
@@ -113,7 +116,7 @@ class Agreement:
             parts.setdefault(its, {})[rank] = found
         for alike in parts.values():
             if len(set(map(tuple, alike.values()))) > 1:
-                raise RankError(_difference(what, alike))
+                raise difference(what, alike)
 
     def together(self, what: str, make: Callable[[Phase], T]) -> T:
         """What `make` returns; if it fails on any rank, every rank raises: its own error, or RankError with theirs.
@@ -143,11 +146,11 @@ class Agreement:
         for what in dict.fromkeys(what for told in everyone for what in told.texts):
             texts = [told.texts.get(what, []) for told in everyone]
             if any(text != texts[0] for text in texts):
-                raise RankError(_difference(what, dict(enumerate(texts))))
+                raise difference(what, texts)
 
-    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> NoReturn:
+    def tell_apart(self, digests: Mapping[str, str], part: str, when: str, advice: str) -> None:
         """Raise RankError on every rank with the names of what differs between ranks that should hold the same `part`
-        of the data. digests: by name."""
+        of the data, if something does. digests: by name."""
         everyone: list[tuple[str, dict[str, str]]] = self.everyone("batch", (part, dict(digests)))
         first: dict[str, int] = {}
         faults = []
@@ -156,6 +159,8 @@ class Agreement:
             names = [name for name, digest in found.items() if digest != everyone[other][1].get(name)]
             if names:
                 faults.append(f"  rank {rank} has other values than rank {other} in {', '.join(names)}")
+        if not faults:
+            return
         raise RankError(f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\n{advice}")
 
     def any(self, what: str, mine: bool) -> bool:
@@ -236,8 +241,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def _difference(what: str, everyone: Mapping[int, Sequence[str]]) -> str:
-    """Which ranks have other lines than most, and which ones. everyone: the lines, by rank."""
+def difference(
+    what: str, everyone: Sequence[Sequence[str]] | Mapping[int, Sequence[str]], advice: str = ""
+) -> RankError:
+    """The error that says which ranks have other lines than most, and which ones. everyone: the lines, by rank. advice:
+    what to do."""
+    everyone = everyone if isinstance(everyone, Mapping) else dict(enumerate(everyone))
     versions: dict[tuple[str, ...], list[int]] = {}
     for rank, found in everyone.items():
         versions.setdefault(tuple(found), []).append(rank)
@@ -249,7 +258,8 @@ def _difference(what: str, everyone: Mapping[int, Sequence[str]]) -> str:
         pairs = _aligned(version, common)[:3]
         shown = "; ".join(f"'{a}' where the others have '{b}'" for a, b in pairs)
         faults.append(f"  {name_ranks(ranks)} {'have' if ranks[1:] else 'has'} {shown}")
-    return f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\nGive every rank the same {what}."
+    advice = advice or f"Give every rank the same {what}."
+    return RankError(f"ranks disagree on the {what}:\n" + "\n".join(faults) + f"\n{advice}")
 
 
 def _check_calls(said: Sequence[_Said]) -> None:

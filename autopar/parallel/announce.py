@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from autopar.parallel.agreement import Agreement, Call
+from autopar.parallel.agreement import Agreement, Call, Fault
 from autopar.torch_compat import local_of
 
 _version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -31,18 +31,20 @@ class Announcer:
         self._progress = _Progress(tuple(parameters))
 
     def call(
-        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None
-    ) -> bool:
+        self, name: str, lines: Sequence[str] = (), what: str = "arguments", data: Sequence[int] | None = None,
+        fault: Fault | None = None,
+    ) -> bool:  # fmt: skip
         """Raise RankError on every rank if another one made another call, or the same with other `lines`. False, on
         every rank, if digests of `data` differ (see `Digests`).
 
-        `name`: the method, as the user writes it, without brackets. `what`: what the lines are.
+        `name`: the method, as the user writes it, without brackets. `what`: what the lines are. fault: as of
+        `Agreement.check`.
         """
         if self._agreement.size == 1:  # nobody to differ from
             return True
         self._progress.read()
         self._agreement.call = Call(name, str(self._progress))
-        return self._agreement.check(what, lines, data)
+        return self._agreement.check(what, lines, data, fault)
 
     def operation(self, name: str) -> None:
         """As `call`, for an operation on a parameter or gradient, which may stand in the middle of an update."""

@@ -9,20 +9,24 @@ from typing import Any
 import torch
 
 from autopar.compiler.meshes import AUTO
-from autopar.errors import AutoparError, BatchError, MeshError
+from autopar.errors import AutoparError, BatchError, MeshError, PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepOptions
+from autopar.ir.plan import Plan
 from autopar.machines import Machine, named
 from autopar.machines.here import machine_here
 from autopar.planning.decisions import PLANNED
 from autopar.settings import Settings
 
+BATCHES = ("global", "local", "ddp")
 _CHOSEN = {**PLANNED, "shard": None, "stages": None}
 
 
 def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str | None) -> None:
     """Raise MeshError for what contradicts a mesh that is planned, or for a machine beside one that is not; BatchError
     for an unknown kind of batch."""
-    if batch not in ("global", "local"):
-        raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part) or "local".')
+    if batch not in BATCHES:
+        raise BatchError(f'batch={batch!r}: write "global" (each rank takes its part), "local" or "ddp".')
     if not is_auto:
         if machine is not None:
             raise MeshError(f"machine='{machine}' is of mesh=\"{AUTO}\", which plans for it. Leave one of them out.")
@@ -33,10 +37,20 @@ def check_open(is_auto: bool, step: Mapping[str, Any], batch: str, machine: str 
                 f"mesh '{AUTO}' decides {name} itself: leave out {name}={step[name]!r}, or write a mesh. "
                 f"(`autopar plan TARGET --gpus N --fix ...` plans around what is decided.)"
             )
-    if batch == "local":
+    if batch != "global":
         raise MeshError(
-            f"mesh '{AUTO}' with batch=\"local\": which part of the batch a rank passes follows from the mesh, which "
+            f"mesh '{AUTO}' with batch=\"{batch}\": which part of the batch a rank passes follows from the mesh, which "
             f'is planned for the batch. Pass the whole batch on every rank (batch="global"), or write a mesh.'
+        )
+
+
+def check_own(batch: str, mesh: Mesh, options: StepOptions) -> None:
+    """Raise PlanError for states that are split over the ranks of batch="ddp"."""
+    plan = Plan(mesh, options=options)
+    if batch == "ddp" and plan.zero:
+        raise PlanError(
+            f"batch=\"ddp\" with zero={plan.zero} on mesh '{mesh}': every rank keeps all states, as under DDP. Leave "
+            f'zero out and name the axis dp, or write batch="local", whose step is that of all parts together.'
         )
 
 
@@ -50,4 +64,4 @@ def machine_for(name: str | None, device: torch.device) -> Machine:
     return replace(found, ranks=Settings.read().local_world_size or found.ranks)
 
 
-__all__ = ["AUTO", "check_open", "machine_for"]
+__all__ = ["AUTO", "check_open", "check_own", "machine_for"]

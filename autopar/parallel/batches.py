@@ -7,33 +7,37 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from autopar.capture import tables
+from autopar.capture.batch_dims import Dims
 from autopar.capture.containers import Form, Node, Parts
 from autopar.capture.leaves import key_of, text_of
 from autopar.capture.spots import Numbers
 from autopar.capture.stand_in import is_number
-from autopar.compiler.lowered import Lowered
-from autopar.errors import BatchError
-from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import MICROBATCH
-from autopar.ir.program import record
+from autopar.errors import RankError
 from autopar.parallel.agreement import Agreement
+from autopar.parallel.digests import Digests
+from autopar.parallel.local_batch import Portion
 from autopar.runtime import host
 
-
-def describe(parts: Parts) -> list[str]:
-    """`argument 0 [12, 8] torch.int64` for each leaf of a batch, `argument 1 float`; other values as they print."""
-    return [f"{path} {_shown(leaf)}" for path, leaf in zip(parts.paths, parts.leaves, strict=True)]
+ALL = -1  # dims
 
 
-def _shown(leaf: Any) -> str:
+def describe(parts: Parts, dims: Dims | None = None) -> list[str]:
+    """`argument 0 [12, 8] torch.int64` for each leaf of a batch, `argument 1 float`; other values as they print. dims:
+    where samples are counted, if ranks may have unlike numbers of them: `argument 0 [*, 8] torch.int64`; ALL: all."""
+    dims = dims or (None,) * len(parts.leaves)
+    return [f"{path} {_shown(leaf, dim)}" for path, leaf, dim in zip(parts.paths, parts.leaves, dims, strict=True)]
+
+
+def _shown(leaf: Any, samples: int | None) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{list(leaf.shape)} {leaf.dtype}"
+        sizes = ", ".join("*" if samples in (dim, ALL) else str(size) for dim, size in enumerate(leaf.shape))
+        return f"[{sizes}] {leaf.dtype}"
     return type(leaf).__name__ if is_number(leaf) else text_of(leaf)
 
 
@@ -64,13 +68,13 @@ def _kind(leaf: Any) -> Hashable:
     return type(leaf).__name__ if is_number(leaf) else key_of(leaf)
 
 
-def signature_lines(model: nn.Module, parts: Parts) -> list[str]:
-    """All that decides which program a call runs: what ranks must agree on."""
+def signature_lines(model: nn.Module, parts: Parts, dims: Dims | None = None) -> list[str]:
+    """All that decides which program a call runs: what ranks must agree on. dims: as of `describe`."""
     evaluated = [name or "the root" for name, module in tables.named_modules(model) if not module.training]
     frozen = [name for name, parameter in tables.named_parameters(model) if not parameter.requires_grad]
     return [
         f"arguments {_call_text(parts.form)}",
-        *describe(parts),
+        *describe(parts, dims),
         f"in eval mode: {', '.join(evaluated) or 'nothing'}",
         f"frozen: {', '.join(frozen) or 'nothing'}",
     ]
@@ -96,56 +100,62 @@ def in_order(kwargs: Mapping[str, Any], function: Callable[..., Any]) -> dict[st
     return dict(kwargs)
 
 
-def at_global_size(parts: Parts, ranks: int) -> Any:
-    """The arguments of a call; those of `ranks` local batches together are on the meta device."""
-    first = next((leaf.shape[0] for _, leaf in parts.tensors() if leaf.ndim), None)
-
-    def grow(leaf: torch.Tensor) -> torch.Tensor:
-        if ranks == 1 or leaf.ndim == 0 or leaf.shape[0] != first:
-            return leaf
-        return torch.empty((leaf.shape[0] * ranks, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-
-    return parts.map(grow)
-
-
-def of_local_batch(layout: Layout) -> Layout:
-    """The layout of a batch tensor within what a rank was given: only micro-batches are cut from it."""
-    return Layout(tuple(tuple(f for f in dim if isinstance(f, int) or f == MICROBATCH) for dim in layout.dims))
-
-
-def check_split(compiled: Lowered, parts: Parts) -> None:
-    """Raise BatchError if the program takes other shapes than those of a local batch."""
-    program = compiled.program
-    for node, entry in program.entries:
-        if entry.kind == "batch":
-            leaf = int(entry.name)
-            given = tuple(parts.leaves[leaf].shape)
-            dims = tuple(tuple(f for f in dim if f != MICROBATCH) for dim in record(node).layout.dims)
-            wanted = local_shape(record(node).type.shape, Layout(dims), program.mesh)
-            if given != wanted:
-                raise BatchError(
-                    f"{parts.paths[leaf]} has shape {list(given)} on each rank, but the program takes {list(wanted)} "
-                    f'of it: it cannot be split over the batch. Use batch="global".'
-                )
-
-
 def off_host(parts: Parts) -> list[str]:
     """The paths of tensors that are compared one call later (see `Digests`)."""
     return [parts.paths[leaf] for leaf, tensor in parts.tensors() if not host.on_host(tensor)]
 
 
-def tell_apart(
-    agreement: Agreement, parts: Parts, late: Mapping[str, str], part: Mapping[str, int], is_local: bool, step: int
-) -> None:
-    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not. late:
-    digests of data that are there no longer, by name."""
-    digests = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
-    if not is_local:
-        advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
-    else:
+def tell_apart(agreement: Agreement, parts: Parts, digests: Digests, portion: Portion | None, step: int) -> None:
+    """Raise RankError with the names of what differs between ranks that should hold the same data, and do not."""
+    own = {path: _digest(leaf) for path, leaf in zip(parts.paths, parts.leaves, strict=True)}
+    when, part = f"at step {step}", digests.part
+    advice = 'Pass the same whole batch on every rank, or batch="local" if each rank loads a part of its own.'
+    if digests.is_local:
         whose = f"ranks of one {' and '.join(part)} coordinate" if part else "ranks"
         advice = f'With batch="local", {whose} pass the same part.'
-    agreement.tell_apart({**digests, **late}, str(part), f"at step {step}", advice)
+    agreement.tell_apart({**own, **_named(digests.late)}, str(part), when, advice)
+    if portion is not None:
+        shared = {parts.paths[i]: _value(parts.leaves[i]) for i in portion.shared(parts)}
+        _tell_shared_apart(agreement, {**shared, **_named(digests.late_shared)}, when)
+
+
+def _named(late: Mapping[str, int]) -> dict[str, str]:
+    """Digests of data that are there no longer, by name."""
+    return {f"{path} of the call before": f"values with the digest {number:x}" for path, number in late.items()}
+
+
+def _tell_shared_apart(agreement: Agreement, values: Mapping[str, str], when: str) -> NoReturn:
+    """Raise RankError for what is no rank's own part and differs between ranks: with both values."""
+    everyone: list[dict[str, str]] = agreement.everyone("batch", dict(values))
+    faults, names = [], dict[str, None]()
+    for rank, found in enumerate(everyone):
+        for name, value in found.items():
+            if value != everyone[0][name]:
+                names[name] = None
+                faults.append(f"  rank {rank} has {value} in {name}, and rank 0 has {everyone[0][name]}")
+    told = " and ".join(names)
+    raise RankError(
+        f"ranks were given different data {when}:\n" + "\n".join(faults) + f"\nNo dim of {told} counts samples: all "
+        f"ranks share it, and the loss is that of the whole batch. Pass the same value on every rank (of a count the "
+        f"sum over ranks, by dist.all_reduce), or compute it in loss_fn of what each rank passes its own part of. If a "
+        f"dim of it does count samples, say so: batch_dims=."
+    )
+
+
+def _value(tensor: Any) -> str:
+    """The values of a small tensor; of others a digest."""
+    if tensor.numel() <= _SHOWN and tensor.device.type != "meta":
+        return str(tensor.tolist())
+    return f"values with the digest {_digest(tensor)[:8]}"
+
+
+_SHOWN = 4
+PADDED = (
+    'With batch="local" each rank passes rows of its own: as many as it has, and all else alike. Pad what differs in '
+    "another dim to one length on all ranks (such as the longest: dist.all_reduce of it with ReduceOp.MAX), with what "
+    "the loss ignores; give numbers and flags the same value on every rank, and a count the sum over ranks. If another "
+    "dim counts samples, say so: batch_dims=."
+)
 
 
 def _digest(tensor: Any) -> str:

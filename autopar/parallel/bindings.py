@@ -69,6 +69,11 @@ class Bindings:
                 trained[at], values[at] = known[name], self._owners.taken(name, values[at])
         return trained, values
 
+    @property
+    def of_all(self) -> tuple[list[int], list[int]]:
+        """The outputs that are means over ranks with batches of their own: the loss and gradients; and new buffers."""
+        return [*self.losses, *self._gradients], [at for at, _ in self._buffers]
+
     def write_buffers(self, outputs: Outputs) -> None:
         """Buffers take the values that the step gave them."""
         for at, name in self._buffers:

@@ -6,30 +6,31 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from autopar.capture import Captured, Earlier
-from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.scalars import Scalars
 from autopar.capture.spots import Numbers
 from autopar.compiler.compile import capture_step, lower
-from autopar.compiler.constraints import batch_ranks
 from autopar.compiler.lowered import Lowered
 from autopar.ir.options import SequenceParallel, StepOptions
 from autopar.ir.plan import Decided, Fixed
-from autopar.parallel.batches import at_global_size, check_split, with_numbers
+from autopar.parallel.meetings import BatchRows, Followed, naming_parts
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Owners, as_trained, check_partners
+from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Constants
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program with what it was captured from, and what that read in Python."""
+    """A program with what it was captured from, and what that read in Python. rows: of a batch of which ranks have
+    parts."""
 
     captured: Captured
     compiled: Lowered
     guards: Guards
     constants: Constants
+    rows: BatchRows | None
 
 
 class Builder:
@@ -37,39 +38,44 @@ class Builder:
 
     def __init__(self, session: Session, numbers: ChangingNumbers) -> None:
         self._settings, self._store, self._numbers = session.settings, session.store, numbers
+        self._followed = Followed(session.store.model)
         self._decided: dict[Hashable, Decided] = {}  # layouts of the first program of each structure
         self._earlier = {True: Earlier(), False: Earlier()}  # captures of training steps, and of others
         self._sequence: dict[bool, bool] = {}  # of training steps, and of others: what "auto" was decided to mean
 
-    def build(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> Built:
+    def build(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> Built:
         """The program for a call with these arguments.
 
-        given: the numbers among the arguments. is_first: of the model's programs, so that it decides the layouts.
+        numbers: those among the arguments. is_first: of the model's programs, so that it decides the layouts.
         """
         is_able = not self._settings.options.specialize
-        return self._numbers.build(lambda scalars: self._built(parts, given, train, is_first, scalars), is_able)
+        return self._numbers.build(lambda scalars: self._built(given, numbers, train, is_first, scalars), is_able)
 
-    def _built(self, parts: Parts, given: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
+    def _built(self, given: Given, numbers: Numbers, train: bool, is_first: bool, scalars: Scalars) -> Built:
         settings, model, mesh = self._settings, self._store.model, self._store.distributor.mesh
-        ranks = batch_ranks(mesh) if settings.is_local else 1
-        with scalars:
-            args, kwargs = at_global_size(with_numbers(parts, given), ranks)
+        with scalars, naming_parts(given):
+            args, kwargs = given.arguments(numbers)
             captured = capture_step(
-                model, settings.loss_fn, args, kwargs, settings.options,
+                model, settings.loss_fn, args, kwargs, replace(settings.options, batch_dims=None),
                 train=train, lift=settings.lift, earlier=self._earlier[train],
             )  # fmt: skip
-        guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, given)
+        captured = captured.with_dims(given.dims)
+        guards = Guards(model, settings.loss_fn if train else None, captured.ran, scalars, numbers)
         scalars.check(captured.constants, guards.places, captured.result_leaves)
         check_partners(captured, model, mesh, settings.options)
         owners = Owners.of(self._store, captured.partners)
-        compiled = lower(as_trained(captured), mesh, *owners.bind(*self._bound(is_first, train)))
-        if settings.is_local:
-            check_split(compiled, parts)
+        options, fixed = self._bound(is_first, train)
+        if given.portion is not None and not given.portion.is_even:
+            fixed = replace(fixed, uneven=True)
+        fixed = replace(fixed, is_own=given.portion is not None and given.portion.is_own)
+        with naming_parts(given):
+            compiled = lower(as_trained(captured), mesh, *owners.bind(options, fixed))
+        rows = self._followed.rows(compiled, given, train)
         structure, decided = compiled.decided
         self._decided.setdefault(structure, decided)
         if compiled.sequence is not None:
             self._sequence.setdefault(train, compiled.sequence)
-        return Built(captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device))
+        return Built(captured, compiled, guards, Constants.of(captured, guards, scalars, settings.device), rows)
 
     def _bound(self, is_first: bool, train: bool) -> tuple[StepOptions, Fixed]:
         """The options of a program, and what is decided: the layouts and stages of the first one bind the others."""

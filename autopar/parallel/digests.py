@@ -8,7 +8,7 @@ has come to the host by then, for which this call would wait, and with it for al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,46 +43,70 @@ class _Sent:
 
 class Digests:
     """The digests of one rank's batches, each with the place that it is compared in: ranks of one data coordinate hold
-    the same data, or all of them with whole batches."""
+    the same data, or all of them with whole batches. What all ranks share of local batches is compared in the last
+    place."""
 
     def __init__(self, mesh: Mesh, coord: Mapping[str, int], is_local: bool) -> None:
-        self.part = data_part(coord) if is_local else {}
+        self.is_local, self.part = is_local, data_part(coord) if is_local else {}
         self._place, self._places = 0, 1
         for axis, place in self.part.items():
             self._place, self._places = self._place * mesh[axis] + place, self._places * mesh[axis]
         self._calls = 0
-        self._factors: dict[torch.device, Any] = {}
-        self._sent: list[_Sent] = []  # of the call before
-        self.late: dict[str, int] = {}  # those of the call before which this one compared, by the path of the tensor
+        self._own, self._shared = _Digest(), _Digest()
 
-    def vector(self, parts: Parts | None, at_once: bool) -> list[int] | None:
+    @property
+    def late(self) -> dict[str, int]:
+        """Those of the call before which this one compared, by the path of the tensor."""
+        return self._own.late
+
+    @property
+    def late_shared(self) -> dict[str, int]:
+        """The same of what all ranks share of local batches."""
+        return self._shared.late
+
+    def vector(self, parts: Parts | None, at_once: bool, shared: Container[int] = ()) -> list[int] | None:
         """What the maximum over all ranks is taken of: by place the digest and its negative; None for one rank alone.
-        parts: None for a batch that was refused. at_once: all data is read, and nothing left for the next call."""
+        parts: None for a batch that was refused. at_once: all data is read, and nothing left for the next call. shared:
+        the leaves of a local batch that are the same on all ranks."""
         if dist.get_world_size() == 1:
             return None
-        in_full = at_once or self._calls % EVERY == 0
+        call = None if at_once or self._calls % EVERY == 0 else self._calls
         if parts is None:
             self.forget()
-        values = [_NOTHING] * (2 * self._places)
+        places = self._places + bool(self.part)
+        values = [_NOTHING] * (2 * places)
         if parts is not None:
-            digest = self._digest(parts, in_full, at_once)
-            values[self._place], values[self._places + self._place] = digest, -digest
+            tensors = [(i, parts.paths[i], leaf) for i, leaf in parts.tensors()]
+            own = self._own.of([each for each in tensors if each[0] not in shared], call, at_once)
+            values[self._place], values[places + self._place] = own, -own
+            if self.part:
+                alike = self._shared.of([each for each in tensors if each[0] in shared], call, at_once)
+                values[places - 1], values[-1] = alike, -alike
         self._calls += 1
         return values
 
     def forget(self) -> None:
         """Leave nothing for the next call: this one has failed on every rank."""
-        self._sent = []
+        self._own.sent, self._shared.sent = [], []
 
-    def _digest(self, parts: Parts, in_full: bool, at_once: bool) -> int:
-        """Of these data and of those of the call before that were on their way."""
-        total, self._sent, before = 0, [], self._sent
+
+class _Digest:
+    """Of tensors that are compared together, from call to call."""
+
+    def __init__(self) -> None:
+        self._factors: dict[torch.device, Any] = {}
+        self.sent: list[_Sent] = []  # of the call before
+        self.late: dict[str, int] = {}
+
+    def of(self, tensors: Sequence[tuple[int, str, torch.Tensor]], call: int | None, at_once: bool) -> int:
+        """Of these data and of those of the call before that were on their way. tensors: leaf, path and tensor. call:
+        of the sample that is read; None reads all."""
+        total, self.sent, before = 0, [], self.sent
         on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for leaf, tensor in parts.tensors():
+        for leaf, path, tensor in tensors:
             if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
                 continue
-            path = parts.paths[leaf]
-            for chunk, words in enumerate(_chunks(tensor.detach(), None if in_full else self._calls)):
+            for chunk, words in enumerate(_chunks(tensor.detach(), call)):
                 weight = ((leaf << 32) + chunk) * _FACTOR | 1
                 found = self._sum(words)
                 if isinstance(found, torch.Tensor):
@@ -95,7 +119,7 @@ class Digests:
         if at_once:
             total += sum(number for each in sent for _, number in each.numbers())
         else:
-            self._sent = sent
+            self.sent = sent
         return (total + sum(self.late.values())) % _MODULUS
 
     def _sum(self, words: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture import Captured
+from autopar.compiler.batch_rows import BatchRows
 from autopar.compiler.lowered import Lowered
 from autopar.parallel.agreement import Agreement
 from autopar.parallel.bindings import Bindings
@@ -24,13 +25,15 @@ from autopar.runtime.runner import Runner, executor_runner
 
 @dataclass(slots=True)
 class Running:
-    """One compiled signature, ready to run. `shared`: the outputs that are not memory of their own, once known."""
+    """One compiled signature, ready to run. `rows`: of a batch of which ranks have parts. `shared`: the outputs that
+    are not memory of their own, once known."""
 
     captured: Captured
     compiled: Lowered
     runner: Runner
     bound: Bindings
     constants: Constants
+    rows: BatchRows | None = None
     shared: frozenset[int] | None = None
 
     def run(self, inputs: StepInputs) -> Outputs:

@@ -18,7 +18,7 @@ from autopar.compiler.precision_check import check_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import StepKeywords, StepOptions
 from autopar.parallel.agreement import Agreement, Phase
-from autopar.parallel.auto_options import AUTO, check_open, machine_for
+from autopar.parallel.auto_options import AUTO, check_open, check_own, machine_for
 from autopar.parallel.compilers import check_compiler
 from autopar.parallel.devices import compute_on, device_of_rank
 from autopar.parallel.identity import check_identity
@@ -63,6 +63,7 @@ class Asked:
         phase.now = "options"
         options = options_of(**self.step)
         check_open(self.is_auto, self.step, self.batch, self.machine)
+        check_own(self.batch, mesh, options)
         if self.is_auto:
             phase.texts["machine"] = [str(machine_for(self.machine, device))]
         every_of(self.check_replicas)

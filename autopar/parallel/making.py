@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from autopar.capture.containers import Parts
 from autopar.capture.guards import Guards
 from autopar.capture.spots import Numbers
 from autopar.compiler.lowered import Lowered
@@ -19,6 +18,7 @@ from autopar.parallel.execution import Running, make_runner
 from autopar.parallel.graphs import Recordings
 from autopar.parallel.numbers import ChangingNumbers
 from autopar.parallel.partners import Joined, Owners
+from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.runtime.groups import Group, connect, has_queues, make_groups
 from autopar.runtime.inputs import slots_of
@@ -36,15 +36,19 @@ class Maker:
         self._recordings = Recordings(session.settings.graphs, session.settings.device)
         self._said: set[str] = set()
 
-    def make(self, parts: Parts, given: Numbers, train: bool, is_first: bool) -> tuple[Running, Guards]:
+    def make(self, given: Given, numbers: Numbers, train: bool, is_first: bool) -> tuple[Running, Guards]:
         """The program for a call with these arguments, and what it read in Python. Every rank must call this.
 
-        given, is_first: as of `Builder.build`.
+        numbers, is_first: as of `Builder.build`.
         """
 
+        if is_first:
+            given.check_first()
+
         def build(phase: Phase) -> Built:
-            built = self._builder.build(parts, given, train, is_first)
-            phase.texts["program"] = built.compiled.lines()
+            built = self._builder.build(given, numbers, train, is_first)
+            if not given.is_unlike:
+                phase.texts["program"] = built.compiled.lines()
             self._joined.check(built.captured.partners, phase)
             phase.texts["tensors that the model keeps or the loss reads"] = [built.constants.digest()]
             return built
@@ -65,7 +69,7 @@ class Maker:
         runner = make_runner(compiled, self._groups, self._agreement, settings.device)
         runner = self._recordings.of(runner, compiled, slots, owners.parameters())
         bound = Bindings(compiled, slots, self._store, owners, built.constants)
-        return Running(built.captured, compiled, runner, bound, built.constants)
+        return Running(built.captured, compiled, runner, bound, built.constants, built.rows)
 
     def _connect(self, axes: list[str], compiled: Lowered) -> None:
         """Make the groups that are not there yet. Only NCCL has queues, and connects late."""

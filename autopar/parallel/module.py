@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -67,21 +68,23 @@ class ParallelModule(Likeness):
                 f"call the model itself there, and forward_backward after it."
             )
         self._decide("forward_backward", args, kwargs)
-        step = partial(train_step, self._session)
+        step = partial(train_step, self._session, self._takes_whole(kwargs, train=True))
         running, (loss, outputs) = self._programs.run("forward_backward", args, kwargs, True, step)
         captured = running.captured
         self._last_aux = captured.result(outputs) if captured.has_result else _LEFT_OUT
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output on the global batch, whole on every rank. A backward pass through it is refused.
+        """The model's output on the global batch, whole on every rank; with batch="local" this rank's rows of it, and
+        all rows with `whole=True`. A backward pass through it is refused.
 
         In the loss function of another model it is a part of that one's step (docs/several_models.md).
         """
         traced = inlined(self)
         if traced is not None:
             return traced(*args, **kwargs)
-        return self._programs.run("forward", args, kwargs, False, partial(forward_step, self._session))[1]
+        step = partial(forward_step, self._session, self._takes_whole(kwargs, train=False))
+        return self._programs.run("forward", args, kwargs, False, step)[1]
 
     __call__ = forward  # torch's would run hooks here, which the program does
 
@@ -134,7 +137,8 @@ class ParallelModule(Likeness):
     def last_aux(self) -> Any:
         """What the loss function returned beside the loss in the last `forward_backward`, in its own container.
 
-        Tensors are detached, and as on one device those of the whole batch, on every rank. Of `(loss, x)` this is x,
+        Tensors are detached, and as on one device those of the whole batch, on every rank; with batch="local" this
+        rank's rows of them, and all with `forward_backward(..., whole=True)`. Of `(loss, x)` this is x,
         of `(loss, x, y)` a tuple (x, y); an object or a mapping that has the loss in it comes as it is. Without a loss
         function nothing but the loss leaves a step: then this raises AutoparError.
         """
@@ -184,6 +188,13 @@ class ParallelModule(Likeness):
         self._session.announcer.call(call, [*lines, fault] if fault else lines, what)
         if fault:
             raise AutoparError(fault)
+
+    def _takes_whole(self, kwargs: dict[str, Any], train: bool) -> bool:
+        """Take `whole=True` out of a call's arguments, unless the user's own function has a parameter of that name."""
+        own = self._session.settings.loss_fn if train else None
+        if "whole" not in kwargs or "whole" in inspect.signature(own or self.original.forward).parameters:
+            return False
+        return bool(kwargs.pop("whole"))
 
     def _decide(self, call: str, args: Any, kwargs: Any) -> None:
         """With mesh="auto": take the plan of the first training batch."""

@@ -16,6 +16,7 @@ from autopar.parallel.agreement import Agreement
 from autopar.parallel.announce import Announcer
 from autopar.parallel.distribute import Distributor
 from autopar.parallel.joining import Asked, join
+from autopar.parallel.local_batch import World
 from autopar.parallel.loss_scale import LossScale
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.replicas import Replicas, every_of
@@ -24,16 +25,25 @@ from autopar.parallel.store import ParameterStore
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What does not change from step to step. is_local: each rank is given its own part of the batch. lift: as of
-    `capture`."""
+    """What does not change from step to step. batch: as of `parallelize`. lift: as of `capture`."""
 
     loss_fn: LossFn | None
     options: StepOptions
     fixed: Fixed
-    is_local: bool
+    batch: str
     device: torch.device
     graphs: Graphs
     lift: torch.dtype | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks are given other parts of the data."""
+        return self.batch != "global"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the ranks of the data axes compute batches of their own, and means of what these give."""
+        return self.batch == "ddp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,12 @@ class Session:
     random: RandomState
     scale: LossScale | None
 
+    @property
+    def world(self) -> World:
+        """Where the parts of a batch lie."""
+        where = self.store.distributor
+        return World.of(where.mesh, where.device_mesh, where.coord)
+
 
 def open_session(asked: Asked) -> Session:
     """Join the ranks, agree with them, and make the parameters DTensors with rank 0's values. Every rank must call
@@ -55,7 +71,7 @@ def open_session(asked: Asked) -> Session:
     agreed = join(asked)
     agreement, options, place = agreed.agreement, agreed.options, agreed.agreement.device
     fixed = Fixed(machine=named("cpu" if place.type == "cpu" else DEVICES))
-    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch == "local", place, asked.cuda_graphs, asked.lift)
+    settings = StepSettings(asked.loss_fn, options, fixed, asked.batch, place, asked.cuda_graphs, asked.lift)
     announcer = Announcer(agreement)
     store = ParameterStore(asked.model, Distributor(agreed.mesh, agreed.device_mesh, announcer.operation), place)
     replicas = Replicas(store, agreement, every_of(asked.check_replicas))

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from autopar.capture.capture import fake_like
-from autopar.capture.containers import Parts
 from autopar.capture.raising import default_dtype
 from autopar.capture.reads import check_reads
 from autopar.errors import BatchError
 from autopar.ir.layout import Layout, local_part
-from autopar.ir.program import Input
-from autopar.parallel.batches import of_local_batch
+from autopar.ir.program import Input, record
 from autopar.parallel.execution import Running
 from autopar.parallel.gradients import finished, guarded
+from autopar.parallel.own_batch import means
 from autopar.parallel.parameter import accumulate, drop_gradients
+from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.runtime import host
 from autopar.runtime.inputs import StepInputs
 
+_APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
-def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs."""
+
+def train_step(
+    session: Session, is_whole: bool, running: Running, given: Given
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Run a training program: gradients are added to `.grad`, buffers are written. The loss, and all outputs; is_whole:
+    those of all ranks, and not this rank's rows."""
     bound = running.bound
-    outputs = run_step(session, running, parts, is_step=True)
+    outputs = run_step(session, running, given, is_step=True)
     session.random.steps += 1
     bound.write_buffers(outputs)
     parameters, gradients = bound.gradients(outputs)
@@ -37,43 +42,68 @@ def train_step(session: Session, running: Running, parts: Parts) -> tuple[torch.
         drop_gradients(bound.parameters().values())
     session.announcer.stepped()
     (loss,) = bound.losses
-    return finished(outputs[loss]), outputs
+    loss_of_step = finished(outputs[loss])
+    return loss_of_step, outputs if is_whole else own_rows(outputs, running, given)
 
 
-def forward_step(session: Session, running: Running, parts: Parts) -> Any:
-    """Run a forward program: buffers are written. What the model returns, which refuses a backward pass."""
-    outputs = run_step(session, running, parts, is_step=False)
+def forward_step(session: Session, is_whole: bool, running: Running, given: Given) -> Any:
+    """Run a forward program: buffers are written. What the model returns, which refuses a backward pass. is_whole: as
+    of `train_step`."""
+    outputs = run_step(session, running, given, is_step=False)
     session.random.forwards += 1
     running.bound.write_buffers(outputs)
-    return running.captured.result(guarded(outputs, parts.leaves, running.bound.parameters().values()))
+    outputs = outputs if is_whole else own_rows(outputs, running, given)
+    return running.captured.result(guarded(outputs, given.parts.leaves, running.bound.parameters().values()))
 
 
-def run_step(session: Session, running: Running, parts: Parts, is_step: bool) -> tuple[torch.Tensor, ...]:
+def own_rows(outputs: tuple[torch.Tensor, ...], running: Running, given: Given) -> tuple[torch.Tensor, ...]:
+    """The outputs; of those with a row for each sample of a batch, of which ranks have parts, this rank's rows."""
+    if running.rows is None or given.portion is None:
+        return outputs
+    found = list(outputs)
+    for at, row in enumerate(running.rows.outputs):
+        if row is not None and found[at] is not None:
+            found[at] = given.portion.part(found[at], row.leaf, *row.split)
+    return tuple(found)
+
+
+def run_step(session: Session, running: Running, given: Given, is_step: bool) -> tuple[torch.Tensor, ...]:
     """The outputs of this rank. Raises OtherValues if the program was specialised to other values than this batch has,
     before anything is changed."""
-    for i, tensor in parts.tensors():
+    for i, tensor in given.parts.tensors():
         if fake_like(tensor):
             where = "is on the meta device, where nothing has data"
-            raise BatchError(f"{parts.paths[i]} {where}: only prepare() can take it.")
+            raise BatchError(f"{given.parts.paths[i]} {where}: only prepare() can take it.")
     lift = session.settings.lift
     with default_dtype(lift) if lift is not None else nullcontext():
-        outputs = running.run(_inputs(session, running, parts.leaves, is_step))
+        outputs = running.run(_inputs(session, running, given, is_step))
     check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
-    return outputs
+    return means(outputs, running.bound, session.world) if session.settings.is_own else outputs
 
 
-def _inputs(session: Session, running: Running, leaves: Sequence[Any], is_step: bool) -> StepInputs:
-    device, is_local = session.settings.device, session.settings.is_local
-    random, scale, mesh = session.random, session.scale, running.compiled.program.mesh
+def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> StepInputs:
+    device, random, scale = session.settings.device, session.random, session.scale
+    program, leaves, world = running.compiled.program, given.parts.leaves, session.world
+    portion, mesh = given.portion, program.mesh
+    gathered: dict[int, torch.Tensor] = {}  # of the tensors of which the program wants something else than was given
+    if portion is not None and not portion.is_own:
+        for node, entry in program.entries:
+            leaf = int(entry.name) if entry.kind == "batch" else -1
+            if leaf in portion.leaves and not portion.fits(leaf, record(node).layout, world):
+                gathered[leaf] = portion.gathered(leaf, leaves[leaf].detach().to(device), world)
 
-    def given(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
+    def value(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
         if entry.kind == "scale":
             return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
-            return random.tensor(device, is_step)
-        leaf = leaves[int(entry.name)].detach()
-        part = local_part(leaf, of_local_batch(layout) if is_local else layout, mesh, coord)
+            drawn = random.tensor(device, is_step)
+            return drawn + drawn.new_tensor([world.place, 0]) * _APART if session.settings.is_own else drawn
+        leaf = int(entry.name)
+        if portion is not None and leaf not in gathered and leaf in portion.leaves:
+            layout = portion.within(layout, world)
+        own = gathered[leaf] if leaf in gathered else leaves[leaf].detach()
+        part = local_part(own, layout, mesh, coord)
         # Of memory that can move, the copy is in the device's queue; of other the host waits for all before it there.
-        return part.to(device, non_blocking=not host.on_host(device) and leaf.is_pinned())
+        return part.to(device, non_blocking=not host.on_host(device) and own.is_pinned())
 
-    return running.bound.inputs(given)
+    return running.bound.inputs(value)

@@ -54,4 +54,9 @@ def _open(options: StepOptions) -> StepOptions:
     planned = {name: default for name, default in PLANNED.items() if getattr(options, name) != default}
     if options.stages or options.shard:
         raise PlanError("a plan chooses stages and layouts itself: leave out stages= and shard=.")
+    if options.batch_dims is not None:
+        raise PlanError(
+            f"batch_dims={options.batch_dims!r}: a plan tries other numbers of samples, which it takes for dim 0 of "
+            f"the batch's tensors. Leave batch_dims out, or write a mesh in place of a plan."
+        )
     return replace(options, **planned)

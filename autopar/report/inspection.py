@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.compiler.lowered import Lowered
 from autopar.ir.measure import human, local_bytes
 from autopar.ir.mesh import PIPELINE
-from autopar.ir.program import Program, kept_values
+from autopar.ir.program import Program, kept_values, record
 from autopar.report.text import table_text
 
 
@@ -63,3 +63,15 @@ def bytes_text(memory: Memory) -> str:
         "activations kept for the backward pass": memory.activations,
     }
     return "\n".join(f"{name:40}{human(bytes_):>10}" for name, bytes_ in rows.items())
+
+
+def batch_text(compiled: Lowered) -> str:
+    """The tensors of a batch of which the user said where samples are counted, a line each; nothing if nothing was."""
+    said = compiled.plan.batch_dims
+    lines = []
+    for node, entry in compiled.history[0][1].entries if said is not None else ():
+        if entry.kind == "batch" and said is not None:
+            dim = said.get(entry.name)
+            how = "shared by all ranks" if dim is None else f"dim {dim} counts samples"
+            lines.append(f"{entry.name:>3} {list(record(node).type.shape)!s:20} {how}")
+    return "\n".join(lines)

@@ -80,7 +80,7 @@ def train(side: Side, seed: int) -> Tensor:
     return loss
 
 
-@action("ready", "stepped", "!local", seed=SEEDS)
+@action("ready", "stepped", seed=SEEDS)
 def last_batch(side: Side, seed: int) -> Tensor:
     """The few rows at the end of an epoch."""
     return side.forward_backward(*side.batch(side.setup["rows"], seed))
@@ -125,7 +125,8 @@ def evaluate(side: Side, seed: int) -> Tensor:
     x, _ = side.batch(ROWS, seed)
     try:
         with torch.no_grad():
-            return side.forward(x)
+            out = side.forward(x)
+            return out if side.is_parallel else side.rows_of_rank(out)
     finally:
         side.model.train(was)
 
@@ -134,4 +135,5 @@ def evaluate(side: Side, seed: int) -> Tensor:
 def metrics(side: Side, seed: int) -> Any:
     """What a loss function returns beside the loss."""
     loss = side.forward_backward(*side.batch(ROWS, seed))
-    return [loss, dict(side.aux)]
+    found = dict(side.aux)
+    return [loss, found if side.is_parallel else {name: side.rows_of_rank(value) for name, value in found.items()}]

@@ -60,6 +60,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         made["before"] = draw(st.sampled_from(["states", "gradients"]))
     if mesh == "dp=2" and "microbatches" not in options and draw(st.integers(0, 3)) == 3:
         made["batch"] = "local"
+        made["share"] = draw(st.sampled_from([0.5, 0.5, 0.625, 1.0]))  # of the rows, on rank 0
+        if draw(st.booleans()):
+            made["options"]["batch_dims"] = 0
     if "cp" in axes_of(mesh):
         made["options"]["attention"] = draw(st.sampled_from(ATTENTION))
     if head != "regress" and draw(st.integers(0, 2)) == 2:

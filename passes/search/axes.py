@@ -99,7 +99,7 @@ class AxisSearch:
 
 def classes_of(program: Program, plan: Plan) -> Classes:
     """The classes of a CAPTURED program, by the rules and under the layouts of a plan."""
-    return build_classes(program, table_of(plan), _pins(plan), plan.options.sums_dtype)
+    return build_classes(program, table_of(plan), _pins(plan), plan.options.sums_dtype, plan.batch_dims)
 
 
 def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
@@ -115,9 +115,14 @@ def axis_searches(classes: Classes, plan: Plan) -> Iterator[AxisSearch]:
 
 
 def _lengths(classes: Classes) -> set[int]:
-    """The sizes of the batch's dims after the first."""
+    """The sizes of the batch's dims but that of the samples."""
     given = [item for item in classes.items if item.role is not None and item.role.entry.kind == "batch"]
-    return {size for item in given for size in item.types[0].shape[1:]}
+    return {
+        size
+        for item in given
+        for dim, size in enumerate(item.types[0].shape)
+        if item.role is not None and dim != (item.role.batch_dim or 0)
+    }
 
 
 def _whole(item: Item) -> Strategy:

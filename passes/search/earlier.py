@@ -49,8 +49,9 @@ def as_earlier(program: Program, plan: Plan) -> Program | None:
 def _structure(program: Program, plan: Plan) -> Hashable:
     """All that decides whether layouts may be taken over, but for sizes: these are checked one by one."""
     whole = plan.batch_replicated, plan.context_replicated
+    dims = None if plan.batch_dims is None else tuple(plan.batch_dims.items())
     of_plan = plan.layout_mesh, whole, plan.sequence_parallel, plan.zero, plan.options.attention
-    return *of_plan, program.inputs, program.outputs, tuple(map(_form, program.graph.nodes))
+    return *of_plan, dims, program.inputs, program.outputs, tuple(map(_form, program.graph.nodes))
 
 
 def _form(node: fx.Node) -> Hashable:

@@ -20,7 +20,7 @@ is it allowed at its cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import CONTEXT, DATA_AXES, MICROBATCH, SLICE, ULYSSES, Mesh
@@ -51,7 +51,7 @@ class Role:
     multiplied: bool = False
     table: bool = False
     vocabulary: bool = False
-    is_batch: bool = False  # its dim 0 is the batch
+    batch_dim: int | None = None  # the dim that counts the samples, of a tensor of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Intent:
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
-        if role.entry.kind == "batch" and self.batch_split and role.is_batch:
-            return [((0, 1), 0.0)]
+        if self.batch_split and role.batch_dim is not None:
+            return [((role.batch_dim, 1), 0.0)]
         if role.entry.kind != "parameter" or not self.weights_split:
             return [(None, 0.0)]
         if role.vocabulary or (role.table and role.multiplied):
@@ -86,8 +86,8 @@ class Intent:
 
     def seeds(self, role: Role) -> list[Split]:
         """The splits of a placeholder that this axis is about: candidates spread from here."""
-        if role.entry.kind == "batch" and self.batch_split and role.is_batch:
-            return [(0, 1)]
+        if self.batch_split and role.batch_dim is not None:
+            return [(role.batch_dim, 1)]
         if role.entry.kind == "parameter" and self.weights_split and (role.multiplied or role.table):
             return [(dim, 1) for dim in range(len(role.type.shape))]
         return self.sequence_seeds(role)
@@ -98,10 +98,11 @@ class Intent:
         return self.batch_split or self.context
 
     def sequence_seeds(self, role: Role) -> list[Split]:
-        """The dims of the batch that sequence and context parallelism may split: all but the first."""
-        dims = range(1, len(role.type.shape)) if role.entry.kind == "batch" else range(0)
+        """The dims of the batch that sequence and context parallelism may split: all but that of the samples."""
+        samples = role.batch_dim or 0
+        dims = [dim for dim in range(len(role.type.shape)) if role.entry.kind == "batch" and dim != samples]
         if self.only_positions:
-            dims = dims[:1] if role.is_batch else range(0)
+            dims = dims[:1] if role.batch_dim is not None else []
         return [(dim, outer) for dim in dims for outer in self.sequence_outers]
 
     @property
@@ -186,12 +187,24 @@ def intent_of(axis: str, mesh: Mesh, sequence_parallel: bool, attention: str, le
     return replace(found, heads=heads, only_heads=found.only_heads or attention == "ulysses")
 
 
-def batch_size(entries: Sequence[tuple[Input, TensorType]]) -> int | None:
-    """Dim 0 of the first batch tensor that has one: tensors that share it are split over the batch."""
-    for entry, type_ in entries:
-        if entry.kind == "batch" and type_.shape:
-            return type_.shape[0]
-    return None
+BatchDims = Mapping[str, int | None]  # the dim that counts the samples, by the name of a batch tensor
+
+
+def batch_dims_of(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> Mapping[str, int]:
+    """The dim that counts the samples of each batch tensor that has one: what was said, or dim 0 of those that have as
+    many there as the first."""
+    given = {entry.name: type_.shape for entry, type_ in entries if entry.kind == "batch"}
+    if said is not None:
+        return {name: dim for name, dim in said.items() if dim is not None and name in given}
+    size = next((shape[0] for shape in given.values() if shape), None)
+    return {name: 0 for name, shape in given.items() if shape and shape[0] == size}
+
+
+def batch_size(entries: Sequence[tuple[Input, TensorType]], said: BatchDims | None) -> int | None:
+    """How many samples the batch has, None without any; of tensors with unlike numbers what divides them all."""
+    dims = batch_dims_of(entries, said)
+    sizes = [type_.shape[dims[entry.name]] for entry, type_ in entries if entry.kind == "batch" and entry.name in dims]
+    return math.gcd(*sizes) if sizes else None
 
 
 def context_axes(mesh: Mesh) -> list[tuple[str, int]]:

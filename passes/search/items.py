@@ -13,7 +13,7 @@ from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_n
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.classes import classify
-from autopar.passes.search.intents import Role, batch_size
+from autopar.passes.search.intents import BatchDims, Role, batch_dims_of
 from autopar.passes.search.states import Choice, State
 
 Entries = Mapping[fx.Node, Input]  # what the placeholders hold
@@ -79,13 +79,15 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def build_classes(
-    program: Program, table: Table, pins: Mapping[str, Mapping[str, State]], sums: torch.dtype | None = None
-) -> Classes:
+    program: Program, table: Table, pins: Mapping[str, Mapping[str, State]], sums: torch.dtype | None = None,
+    batch_dims: BatchDims | None = None,
+) -> Classes:  # fmt: skip
     """Group the nodes; `pins` are the user's layouts of parameters, as states by axis; `sums`: the shortest dtype in
-    which gradients may be summed."""
+    which gradients may be summed; batch_dims: as of `Plan`."""
     nodes = [node for node in program.graph.nodes if node.op != "output" and not is_getitem(node)]
     number = {node: i for i, node in enumerate(nodes)}
     entries = dict(program.entries)
+    samples = batch_dims_of([(entry, record(node).type) for node, entry in entries.items()], batch_dims)
     by_name = {entry.name: node for node, entry in entries.items()}
     sources: list[list[tuple[int, int]]] = []
     for node in nodes:
@@ -102,7 +104,8 @@ def build_classes(
         entry = entries.get(nodes[i])
         if entry is not None:
             pin = pins.get(entry.name)
-            return entry.kind, record(nodes[i]).types, tuple(sorted(pin.items(), key=str)) if pin else None
+            dim = samples.get(entry.name) if entry.kind == "batch" else None
+            return entry.kind, record(nodes[i]).types, tuple(sorted(pin.items(), key=str)) if pin else None, dim
         return _call_key(nodes[i], table)
 
     colours = classify(len(nodes), key, linked)
@@ -129,7 +132,7 @@ def build_classes(
             classes.results.append(place_)
     classes.gradients = list(dict.fromkeys(classes.gradients))
     _find_values(classes, nodes, sources, colours, entries, table)
-    _give_roles(classes, entries)
+    _give_roles(classes, entries, samples)
     _find_gradient_values(classes)
     if sums is not None:
         _find_gradient_casts(classes)
@@ -222,13 +225,12 @@ def _item(node: fx.Node, count: int, sources: tuple[tuple[int, int], ...], table
     return item
 
 
-def _give_roles(classes: Classes, entries: Entries) -> None:
-    placeholders = [(entries[item.node], item) for item in classes.items if item.rule is None]
-    size = batch_size([(entry, item.types[0]) for entry, item in placeholders if item.types])
-    for entry, item in placeholders:
-        is_batch = bool(item.types and item.types[0].shape and item.types[0].shape[0] == size)
-        if item.types:
-            item.role = Role(entry, item.types[0], (), is_batch=is_batch)
+def _give_roles(classes: Classes, entries: Entries, samples: Mapping[str, int]) -> None:
+    for item in classes.items:
+        if item.rule is None and item.types:
+            entry = entries[item.node]
+            dim = samples.get(entry.name) if entry.kind == "batch" else None
+            item.role = Role(entry, item.types[0], (), batch_dim=dim)
 
 
 def used_role(classes: Classes, i: int, role: Role) -> Role:

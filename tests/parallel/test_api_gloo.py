@@ -96,7 +96,9 @@ def _local_batch(rank: int) -> None:
     whole = model.full_gradients()
     if rank == 0:
         assert_close(whole, {n: p.grad for n, p in plain.named_parameters()}, "gradient of a local batch")
-    torch.testing.assert_close(model(part[0]), plain(args[0]).detach(), rtol=1e-10, atol=1e-12)
+    whole = plain(args[0]).detach()
+    torch.testing.assert_close(model(part[0]), whole.chunk(2)[rank // 2], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(part[0], whole=True), whole, rtol=1e-10, atol=1e-12)
 
 
 def test_every_way_to_write_a_mesh(four: Ranks) -> None:

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
         "batch size that is a multiple of 2, or a dp of 1 or 7."
     )),
     "an unknown batch=": (_step, ({"batch": "mine"},), (
-        "BatchError: batch='mine': write \"global\" (each rank takes its part) or \"local\"."
+        "BatchError: batch='mine': write \"global\" (each rank takes its part), \"local\" or \"ddp\"."
     )),
     "a loss of many numbers": (_step, ({"loss_fn": whole_loss},), LOSS.format("whole_loss") + (
         "a tensor of shape [12, 8], but the loss must be a scalar. Reduce it, e.g. with .mean() or .sum(). If the "

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.containers import take_call_apart
 from autopar.errors import BatchError, RankError
-from autopar.ir.mesh import Mesh
 from autopar.parallel import digests
-from autopar.parallel.digests import EVERY, SAMPLE, Digests
+from autopar.parallel.digests import EVERY, SAMPLE
 
-WHOLE = Digests(Mesh(()), {}, False)
+ONE = digests._Digest()
 
 
 def digest(*tensors: Tensor, call: int = 0, in_full: bool = False) -> int:
-    WHOLE._calls = call
-    return WHOLE._digest(take_call_apart(tensors, {}), in_full, at_once=True)
+    parts = take_call_apart(tensors, {})
+    given = [(i, parts.paths[i], leaf) for i, leaf in parts.tensors()]
+    return ONE.of(given, None if in_full else call, at_once=True)
 
 
 def kinds() -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ def test_one_element_and_another_order_make_another_digest() -> None:
 def test_numpy_and_torch_compute_the_same() -> None:
     """A copy of a batch that is written on a GPU, and one that is not, are alike."""
     words = torch.randn(64).view(torch.int64)
-    assert int(WHOLE._sum(words.numpy())) == int(_by_torch(words))
+    assert int(ONE._sum(words.numpy())) == int(_by_torch(words))
 
 
 def _by_torch(words: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from autopar.errors import BatchError, CompileError, RankError
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.ops import op
 from autopar.parallel.module import ParallelModule
+from autopar.parallel.portions import Given
 from autopar.parallel.stepping import run_step
 from autopar.runtime.distributed import DistributedDriver
 from autopar.runtime.executor import Request
@@ -355,7 +356,7 @@ def _leave(rank: int) -> float:
     if rank == 1:
         raise SystemExit(3)
     driver = next(iter(model.programs))
-    return float(run_step(model._session, driver, take_call_apart(batch, {}), is_step=True)[0])
+    return float(run_step(model._session, driver, Given(take_call_apart(batch, {})), is_step=True)[0])
 
 
 @needs_compiler
