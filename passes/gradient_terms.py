@@ -40,8 +40,8 @@ def gradient_terms(program: Program, table: Table) -> dict[fx.Node, list[fx.Node
 
 
 def check_sums(program: Program, plan: Plan) -> None:
-    """Check the sums of gradients of an EXPLICIT program. Raises VerificationError that names those in a dtype shorter
-    than the one asked for."""
+    """Check the sums of gradients of an EXPLICIT program. Raises VerificationError that names those in a dtype that is
+    too short."""
     if plan.options.sums_dtype is None:
         return
     asked, found = plan.options.reduce_dtype, []
@@ -54,13 +54,13 @@ def check_sums(program: Program, plan: Plan) -> None:
             found.append(f"%{node.name} ({where}, {record(node).source}) over '{node.args[1]}' in {dtype_name(dtype)}")
     if found:
         raise VerificationError(
-            f"reduce_dtype is {dtype_name(asked)}, but gradients are summed shorter: {', '.join(found)}."
+            f"reduce_dtype is {dtype_name(asked)}, but gradients are summed otherwise: {', '.join(found)}."
         )
 
 
 def is_short(dtype: torch.dtype, sums: torch.dtype) -> bool:
-    """True for a float in which nothing may be summed that should be in `sums`."""
-    return dtype.is_floating_point and dtype.itemsize < sums.itemsize
+    """True for a float in which nothing may be summed that should be in `sums`: a shorter one, or another short one."""
+    return dtype.is_floating_point and dtype != sums and dtype.itemsize <= sums.itemsize
 
 
 def _fed_by_batch(program: Program) -> set[fx.Node]:

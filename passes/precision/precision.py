@@ -18,7 +18,7 @@ from autopar.ir.program import (
     record,
     set_record,
 )
-from autopar.passes.gradient_terms import gradient_terms
+from autopar.passes.gradient_terms import gradient_terms, is_short
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
 from autopar.passes.rules import TABLE, Table, table_of
@@ -75,7 +75,7 @@ class _Precision:
         self.parameters = {node for node, _ in program.parameters()}
         self.leaving = self._leaving()
         self.weighted = _weighted(program)
-        self.terms = _wide_terms(program, table, sums is WIDE)
+        self.terms = _wide_terms(program, table, sums is not low)
 
     def run(self) -> Program:
         found = self.build.rewrite(self.program, self._put)
@@ -268,7 +268,7 @@ class _Precision:
     def _left(self, node: fx.Node, kind: str) -> fx.Node:
         """What leaves in place of a node."""
         dtype, value, output = record(node).type.dtype, self.build.value[node], self.program.graph.output_node()
-        if kind == "gradient" and dtype is WIDE:
+        if kind == "gradient" and (dtype is WIDE or is_short(dtype, self.sums)):
             value = self._as(value, None if self.sums is WIDE else self.sums, output)
         return self._as(value, dtype if dtype.is_floating_point else None, output)
 
@@ -298,8 +298,8 @@ def _weighted(program: Program) -> set[fx.Node]:
     return found
 
 
-def _wide_terms(program: Program, table: Table, is_summed_wide: bool) -> frozenset[fx.Node]:
+def _wide_terms(program: Program, table: Table, is_cast: bool) -> frozenset[fx.Node]:
     """The calls behind the products that make gradients that are computed in float32: all, so that ranks add up what a
-    product gave and nothing shorter; or, if the sum is a short one, those by which the uses of a weight add up."""
+    product gave in a dtype of its own (`is_cast`); or those by which the uses of a weight add up."""
     terms = gradient_terms(program, table)
-    return frozenset(node for node, operands in terms.items() if is_summed_wide or len(operands) > 1)
+    return frozenset(node for node, operands in terms.items() if is_cast or len(operands) > 1)
