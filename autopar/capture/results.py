@@ -67,8 +67,8 @@ class Results:
         self._fake, self._make, self._memory = fake, fake_maker(fake), _memory()
 
     def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known, and no
-        function mode sees it then either."""
+        """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known,
+        unseen by function modes."""
         if not _is_decided(func):
             with no_function_modes():
                 return call(*args, **kwargs)

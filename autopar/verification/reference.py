@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,44 +17,23 @@ from autopar.capture.lines import quoted
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import AutoparError, CaptureError, first_sentence
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
-from autopar.verification.comparison import Table, Values
+from autopar.verification.comparison import WORSE, Table, Values
+from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
+from autopar.verification.noise import Limits
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 
 
-_KEEPS = (
-    "The model keeps a tensor that an earlier call computed, in a list or an object: give verify a model that has not "
-    "run yet, or keep x.detach()."
-)
 _DTYPE = (
     "Where it runs without autopar: verify computes in float64, so give what the model makes itself the dtype of its "
     "operands (dtype=x.dtype), or compare in its own: verify(..., dtype=torch.float32)."
 )
-_HOLDS = (
-    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a decorator's "
-    "function) outside of the model."
-)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
-    `weight_norm` of old): torch copies no tensor that was computed. Raises CaptureError for what cannot be copied."""
-    kept = (value for module in model.modules() for value in vars(module).values())
-    computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
-    try:
-        return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
-    except Exception as error:
-        first = first_sentence(str(error))
-        raise CaptureError(
-            f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
-            f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"
-        ) from error
 
 
 def values_of(aux: Any) -> Values:
@@ -142,6 +121,8 @@ class Reference:
         self.dtype = dtype_of(model)
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
+        # Under a precision the noise is that of torch.autocast, beside float64: with its own error in it.
+        self.limits = Limits.of(self.dtype) if self.short is None else replace(Limits.of(self.short), factor=WORSE)
 
     def borrow(self, partners: tuple[Partner, ...]) -> None:
         """Give each side values of its own for the other models in the loss."""

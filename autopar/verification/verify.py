@@ -20,8 +20,9 @@ from autopar.ir.options import StepKeywords
 from autopar.parallel.compilers import check_in_one_process
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
+from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
-from autopar.verification.reference import OptimizerFactory, Plain, copied, short_of
+from autopar.verification.reference import OptimizerFactory, Plain, short_of
 from autopar.verification.sums import wrong_sums
 from autopar.verification.trial import Trial
 
@@ -52,8 +53,8 @@ def verify(
     one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
     what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
-    What lies within `NOISE` times that is right, if it is right too from weights and a batch that rounding moves less
-    (see `noise.py`). On a difference the report names the first node that differs.
+    What lies within some times that is right, if it leaves something to compare, here or from other weights and another
+    batch (see `noise.py`). On a difference the report names the first node that differs.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
@@ -88,7 +89,7 @@ def verify_compiled(
     reference, given = trial.compare()
     table = reference.table
     rows = table.rows()
-    if not all(row.ok for row in rows) and reference.short is None:
+    if not all(row.ok for row in rows):
         rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
@@ -99,5 +100,9 @@ def verify_compiled(
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with an eps far above rounding. With 1e-8 the step of a weight whose gradient is zero but for rounding (a
-    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
+    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too. A short float has no
+    such eps: there it is SGD."""
+    given = list(parameters)
+    if any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in given):
+        return torch.optim.SGD(given, lr=1e-2)
+    return torch.optim.AdamW(given, lr=1e-3, eps=1e-4)
