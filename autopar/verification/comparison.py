@@ -29,7 +29,8 @@ class Row:
     replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
     under a precision, which is the measure there. noise: the error of the plain module if each of its results is off
     by one unit in the last place, measured where the error is above the tolerance. A row that has one and is ok is as
-    exact as the model allows (see `noise.py`).
+    exact as the model allows (see `noise.py`). is_open: noise leaves nothing of it to compare: a longer float has
+    to tell whether it is right.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Row:
     ok: bool
     allowed: float | None = None
     noise: float | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class Report:
     @property
     def ok(self) -> bool:
         return all(row.ok for row in self.rows) and not self.sums
+
+    @property
+    def is_open(self) -> bool:
+        """True if noise leaves nothing to compare of all that is wrong."""
+        return not self.ok and not self.sums and all(row.ok or row.is_open for row in self.rows)
 
     @property
     def max_error(self) -> float:
@@ -135,6 +142,14 @@ class Table:
         """An empty table with the tolerance of a dtype, for so many times as many roundings as usual."""
         return Table(roundings * TOLERANCE.get(dtype, 1e-2), zero=SHORT_ZERO.get(dtype, 0.0))
 
+    def is_small(self, key: Key) -> bool:
+        """True for a tensor that is so small that its errors are measured against others of its kind."""
+        return self.shares.get(key, 1.0) <= 1.001 * self.zero_share(key[0])
+
+    def zero_share(self, kind: str) -> float:
+        """The least share of its kind that the error of a tensor is measured against."""
+        return ZERO[kind] if kind == "aux" else max(ZERO[kind], self.zero)
+
     @property
     def of_nodes(self) -> float:
         """The tolerance of one node: roundings before it add up."""
@@ -145,11 +160,10 @@ class Table:
     ) -> None:
         """Enter a step. other: what torch.autocast gives; its errors are allowed, `WORSE` times."""
         sizes = sizes_of(expected)
-        shares = {kind: ZERO[kind] if kind == "aux" else max(ZERO[kind], self.zero) for kind in sizes}
-        floors = {kind: shares[kind] * size for kind, size in sizes.items()}
+        floors = {kind: self.zero_share(kind) * size for kind, size in sizes.items()}
         for key in sorted((other or {}).keys() & expected.keys()):
             error = error_of((other or {})[key], expected[key], floors[key[0]])
-            self.allowed[key] = max(error, self.allowed.get(key, 0.0))
+            self.allowed[key] = max(self.allowed.get(key, 0.0), error)  # one that overflows allows nothing
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
             error = float("inf") if wrong else error_of(given[key], expected[key], floors[key[0]])

@@ -85,15 +85,15 @@ class _Trial:
 
         low = options_of(**job.step).low_dtype
 
-        def again(change: Callable[[nn.Module], None]) -> list[Values]:
+        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
             model = copied(self.model)
             change(model)
-            other = Plain(model, job.loss_fn, job.make_optimizer, low, partners)
+            other = Plain(model, job.loss_fn, job.make_optimizer, low if is_short else None, partners)
             return [other.step(args, kwargs, drawn) for drawn in self._seeds()]
 
         if failed:
             raise ArithmeticError("the plain module takes no such numbers")
-        trained = Trained(plain.table, steps, again, plain.limits)
+        trained = Trained(plain.table, steps, again, plain.limits, low)
         return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
     def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:

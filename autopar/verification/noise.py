@@ -4,16 +4,18 @@ The plain module trains again with the result of every op off by one unit in its
 asked for only where a comparison failed, so that what is right costs nothing more; and a sample that excuses all of it
 is the last one. Samples in which the model meets its own checks say nothing, and the next one moves its weights alone.
 
-What lies within that noise is right if the noise leaves something to compare: of a gradient that is nothing but
-rounding, twice as much is rounding too. So where it does not, both sides also train from weights and a batch some
-percent away. What is nothing but rounding there too is zero (the gradient of a bias before a normalisation, a loss that
-is zero on paper), and may be off by as much as rounding gives, if that is little beside all others of its kind.
+What lies within that noise is not yet right: of a gradient that is nothing but rounding, twice as much is rounding too,
+and where rows are equal a lost sum changes nothing. So both sides also train from weights and a batch some percent
+away, where the noise must leave something to compare. What is nothing but rounding there too is zero (the gradient of a
+bias before a normalisation, a loss that is zero on paper), and may be off by as much as rounding gives, if that is
+little beside all others of its kind. Of what is nothing but rounding and not small nothing can be said: a longer float
+has to tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +31,9 @@ AWAY = 0.1  # by how much at most weights and batch shrink: 0 stays 0, and what 
 ROUNDING = 1 / 32  # noise of this share of a tensor and more: rounding is most of what it is
 
 Noise = dict[Key, float]  # by tensor
-# Trains from the same weights each time, a model that the function has changed; what each step gave.
-Run = Callable[[Callable[[nn.Module], None]], list[Values]]
+# Trains from the same weights each time, a model that the function has changed, under torch.autocast if there is a
+# precision and the flag says so; what each step gave.
+Run = Callable[[Callable[[nn.Module], None], bool], list[Values]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +50,55 @@ class Limits:
         once where a program's ops round each (BatchNorm): the gradients of scales before a BatchNorm in timm's
         mobileone_s0, zero but for rounding, are off by 2 to 11 times the noise. In a short float a few units are most
         of it, and of what is wrong as well."""
-        return Limits(4.0, 0.25) if dtype.itemsize < torch.float32.itemsize else Limits(32.0, 1e-3)
+        if dtype.itemsize < torch.float32.itemsize:
+            return Limits(4.0, 0.25)
+        return Limits(32.0, 1e-3) if dtype.itemsize > torch.float32.itemsize else Limits(16.0, 5e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trial whose table may be judged by noise. steps: what each step of the plain module gave. again: trains the one
-    whose rounding is measured once more, from the same weights."""
+    """A trial whose table may be judged by noise. steps: what each step of the plain module gave. again: trains it once
+    more, from the same weights. short: the float of the precision, if any."""
 
     table: Table
     steps: Sequence[Values]
     again: Run
     limits: Limits
+    short: torch.dtype | None = None
 
     def noise(self, is_enough: Callable[[Noise], bool]) -> Noise:
         """The largest error of each tensor under rounding, of all steps and samples, where it is finite. With each of
         the `SAMPLES` it grows, and more is excused: none is drawn after one with which `is_enough`."""
         largest: Noise = {}
         for sample in range(SAMPLES):
-            found = Table(0.0, zero=self.table.zero)
-            for expected, given in zip(self.steps, self._sample(sample), strict=False):
-                found.compare(expected, given, {})
-            for key, error in found.errors.items():
-                if error < float("inf"):
-                    largest[key] = max(error, largest.get(key, 0.0))
+            for found in self._errors(sample):
+                for key, error in found.items():
+                    if error < float("inf"):
+                        largest[key] = max(error, largest.get(key, 0.0))
             if is_enough(largest):
                 break
         return largest
 
-    def _sample(self, seed: int) -> list[Values]:
-        """What the steps give under rounding; nothing if the model takes no such numbers."""
-        for mode, change in ((Rounded(seed), _nothing), (nullcontext(), Units(seed).add_to_parameters)):
+    def _errors(self, seed: int) -> Iterator[Noise]:
+        """The errors of a sample. What a model refuses to compute, or what overflows, is made up for by others."""
+        for mode, change, is_short in self._ways(seed):
+            found = Table(0.0, zero=self.table.zero)
             try:
                 with mode:
-                    return self.again(change)
+                    rounded = self.again(change, is_short)
             except Exception:
                 continue
-        return []
+            for expected, given in zip(self.steps, rounded, strict=True):
+                found.compare(expected, given, {})
+            yield found.errors
+            if all(error < float("inf") for error in found.errors.values()):
+                return
+
+    def _ways(self, seed: int) -> Iterator[tuple[AbstractContextManager[Any], Callable[[nn.Module], None], bool]]:
+        yield Rounded(seed), _nothing, True
+        if self.short is not None:  # torch.autocast may overflow, or refuse a mask of the least float32
+            yield Rounded(seed, self.short), _nothing, False
+        yield nullcontext(), Units(seed).add_to_parameters, True
 
     def is_clear(self, key: Key, noise: Noise) -> bool:
         """True for what agrees within the tolerance, or within noise that leaves something to compare."""
@@ -93,12 +108,17 @@ class Trained:
     def is_zero(self, key: Key, noise: Noise) -> bool:
         """True for what is nothing but rounding, agrees within it, and is small beside the others of its kind."""
         within = self.limits.factor * noise.get(key, 0.0)
+        is_rounding = noise.get(key, 0.0) >= ROUNDING or self.table.is_small(key)
         is_small = within * self.table.shares.get(key, 1.0) <= self.limits.clear
-        return noise.get(key, 0.0) >= ROUNDING and is_small and self._agrees(key, within)
+        return is_rounding and is_small and self._agrees(key, within)
+
+    def is_open(self, key: Key, noise: Noise) -> bool:
+        """True for what noise leaves nothing of to compare: it may be right."""
+        return self.limits.factor * noise.get(key, 0.0) > self.limits.clear and self._agrees(key, float("inf"))
 
     def _agrees(self, key: Key, limit: float) -> bool:
         known = [step[key] for step in self.steps if key in step]
-        if not known or any(value.isfinite().double().mean() < 0.5 for value in known):  # two NaNs tell nothing
+        if not any(bool(value.isfinite().any()) for value in known):  # NaN equals NaN, and tells nothing
             return False
         return self.table.errors[key] <= limit and self.table.replicas[key] <= self.table.tolerance
 
@@ -108,31 +128,33 @@ def _nothing(_: nn.Module) -> None:
 
 
 def judged(rows: Sequence[Row], here: Trained, elsewhere: Callable[[], Trained | None]) -> tuple[Row, ...]:
-    """The rows with the noise of those that are wrong; right are those that differ by rounding alone, here and, where
-    that is all that they are here, elsewhere too. elsewhere: trains away from here, None if the model takes no other
-    numbers. If one row is wrong here, all stay as they are."""
+    """The rows with the noise of those that are wrong; right are those that differ by rounding alone, here and away.
+    elsewhere: trains away from here, None if the model takes no other numbers. If one row is wrong here, all are."""
     wrong = [(row.kind, row.name) for row in rows if not row.ok]
-    noise = here.noise(lambda noise: all(here.is_clear(key, noise) or here.is_zero(key, noise) for key in wrong))
-    open_ = {key for key in wrong if not here.is_clear(key, noise)}
-    right = set(wrong) - open_
-    if all(_is_within(here, key, noise) for key in open_):
-        away = elsewhere() if open_ else None
-        zero = {key for key in open_ if here.is_zero(key, noise)}
-        right |= zero if away is None else _right_elsewhere(open_, away)
-    return tuple(
-        row if row.ok else replace(row, noise=noise.get((row.kind, row.name)), ok=(row.kind, row.name) in right)
-        for row in rows
-    )
+    right, noise = _right(here, wrong)
+    open_: set[Key] = set()
+    # What is nothing but rounding may be right, and shows only elsewhere what else it is.
+    if all(key in right or here.is_open(key, noise) for key in wrong):
+        open_, away = set(wrong), elsewhere()
+        if away is not None:
+            right, there = _right(away, wrong)
+            open_ = {key for key in wrong if away.is_open(key, there)}
+    return tuple(row if row.ok else _with_noise(row, noise, right, open_) for row in rows)
 
 
-def _is_within(here: Trained, key: Key, noise: Noise) -> bool:
-    within = here.limits.factor * noise.get(key, 0.0)
-    return here.table.errors[key] <= within and here.table.replicas[key] <= here.table.tolerance
+def _with_noise(row: Row, noise: Noise, right: set[Key], open_: set[Key]) -> Row:
+    key = (row.kind, row.name)
+    return replace(row, noise=noise.get(key), ok=key in right, is_open=key in open_ - right)
 
 
-def _right_elsewhere(keys: set[Key], away: Trained) -> set[Key]:
-    noise = away.noise(lambda noise: all(away.is_clear(key, noise) or away.is_zero(key, noise) for key in keys))
-    return {key for key in keys if away.is_clear(key, noise) or away.is_zero(key, noise)}
+def _right(trained: Trained, keys: Sequence[Key]) -> tuple[set[Key], Noise]:
+    """Those that differ by rounding alone, with the noise."""
+
+    def are(noise: Noise) -> set[Key]:
+        return {key for key in keys if trained.is_clear(key, noise) or trained.is_zero(key, noise)}
+
+    noise = trained.noise(lambda noise: are(noise) == set(keys))
+    return are(noise), noise
 
 
 def moved(leaf: Any, generator: torch.Generator) -> Any:

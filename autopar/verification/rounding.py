@@ -19,11 +19,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a float of so man
 
 
 class Rounded(TorchDispatchMode):
-    """Every result of an op is off by one unit in its last place, up, down or not at all."""
+    """Every result of an op is off by one unit in its last place, up, down or not at all. short: the place that is the
+    last one of a shorter float."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, short: torch.dtype | None = None) -> None:
         super().__init__()
-        self.units = Units(seed)
+        self.units = Units(seed, short)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_function_modes():  # no cast of torch's own is the model's, nor are the numbers drawn here
@@ -34,10 +35,10 @@ class Rounded(TorchDispatchMode):
 
 
 class Units:
-    """Random units in the last place."""
+    """Random units in the last place, or in that of a shorter float."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, short: torch.dtype | None = None) -> None:
+        self.seed, self.short = seed, short
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def add_to(self, value: Any) -> None:
@@ -49,7 +50,8 @@ class Units:
         if value is None or not value.is_floating_point() or value.dtype.itemsize not in _BITS:
             return
         bits = value.view(_BITS[value.dtype.itemsize])
-        moved = (bits + self._signs(bits)).view(value.dtype)
+        unit = 1 if self.short is None else int(torch.finfo(self.short).eps / torch.finfo(value.dtype).eps) or 1
+        moved = (bits + unit * self._signs(bits)).view(value.dtype)
         stays = ~(value.isfinite() & moved.isfinite()) | _is_whole(value) | _is_whole(moved)
         value.copy_(torch.where(stays, value, moved))
 

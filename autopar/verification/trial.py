@@ -71,13 +71,13 @@ class Trial:
     def _trained(self, reference: Reference, steps: Sequence[Values]) -> Trained:
         low = self.compiled.plan.options.low_dtype
 
-        def again(change: Callable[[nn.Module], None]) -> list[Values]:
+        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
             model = copied(self.model)
             change(model)
-            plain = Plain(model, self.loss_fn, self.make, low, self.captured.partners)
+            plain = Plain(model, self.loss_fn, self.make, low if is_short else None, self.captured.partners)
             return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
 
-        return Trained(reference.table, steps, again, reference.limits)
+        return Trained(reference.table, steps, again, reference.limits, low)
 
     def _virtual(self) -> Virtual:
         kernels = kernels_of(self.compiled.plan.options.compile, next(self.model.parameters()).device)

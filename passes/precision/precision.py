@@ -147,7 +147,7 @@ class _Precision:
         if kind is Kind.LOW and node in self.weighted:
             statistic = STATISTICS.get(str(node.target))
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
-        if kind is Kind.HIGH or node in self.terms:
+        if kind is Kind.HIGH or node in self.terms or _exceeds(node, low):
             return dict.fromkeys(operands, WIDE)
         if kind is Kind.INSIDE:  # a gradient is rounded to what it is the gradient of: once, on its way into a product
             if record(node).is_backward and not self._enters_products(node):
@@ -296,6 +296,12 @@ def _weighted(program: Program) -> set[fx.Node]:
         if record(node).is_backward or any(operand in found for operand in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _exceeds(node: fx.Node, low: torch.dtype) -> bool:
+    """True for a call with a number that no short float holds: the least float32, of a mask."""
+    numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+    return any(torch.finfo(low).max < abs(value) < float("inf") for value in numbers)
 
 
 def _wide_terms(program: Program, table: Table, is_cast: bool) -> frozenset[fx.Node]:
