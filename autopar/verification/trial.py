@@ -19,6 +19,7 @@ from autopar.verification.copies import copied
 from autopar.verification.locate import locate
 from autopar.verification.noise import Trained, judged, move_away
 from autopar.verification.reference import OptimizerFactory, Plain, Reference
+from autopar.verification.sums import wrong_sums
 from autopar.verification.virtual import Virtual
 
 
@@ -51,6 +52,10 @@ class Trial:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere. reference, steps: what
         `compare` gave."""
         return judged(rows, self._trained(reference, steps), self._elsewhere)
+
+    def wrong_sums(self) -> tuple[str, ...]:
+        """A line for each sum of gradients in another dtype than was asked for."""
+        return wrong_sums(self.compiled)
 
     def locate(self, tolerance: float) -> Mismatch | None:
         """The first node of the first step that differs."""

@@ -24,7 +24,6 @@ from autopar.verification.comparison import Report
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.reference import OptimizerFactory, Plain, short_of
-from autopar.verification.sums import wrong_sums
 from autopar.verification.trial import Trial
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -103,9 +102,7 @@ def verify_compiled(
         rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
-    return Report(
-        str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, wrong_sums(compiled)
-    )
+    return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
