@@ -30,8 +30,8 @@ SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 
 
 _DTYPE = (
-    "Where it runs without autopar: verify computes in float64, so give what the model makes itself the dtype of its "
-    "operands (dtype=x.dtype), or compare in its own: verify(..., dtype=torch.float32)."
+    "Where it runs without autopar: verify computes in {}, so give what the model makes itself the dtype of its "
+    "operands (dtype=x.dtype), or compare in {}: verify(..., dtype=torch.{})."
 )
 
 
@@ -93,9 +93,10 @@ class Plain:
             line = line_of(error)
             where = f", at {quoted(line)}" if line else ": "
             first = str(error).strip().split("\n")[0]
+            name, other = str(dtype).removeprefix("torch."), "float32" if dtype is torch.float64 else "float64"
             raise CaptureError(
-                f"the plain model fails in {str(dtype).removeprefix('torch.')}{where}{type(error).__name__}: {first}. "
-                f"{_DTYPE}"
+                f"the plain model fails in {name}{where}{type(error).__name__}: {first}. "
+                f"{_DTYPE.format(name, 'its own' if dtype is torch.float64 else other, other)}"
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt import GPT, GPTConfig
+from models import labels, token_loss, tokens, uneven
 from torch import Tensor, fx, nn
 
 import autopar
@@ -25,6 +28,8 @@ from autopar.verification.copies import copied
 from autopar.verification.noise import Limits, Trained
 from autopar.verification.rounding import Rounded
 from autopar.verification.verify import verify_compiled
+
+verify_module = importlib.import_module("autopar.verification.verify")  # the package has the function under this name
 
 INF, KEY = float("inf"), ("gradient", "w")
 
@@ -209,6 +214,28 @@ def test_what_is_wrong_is_found_in_shorter_floats(form: dict[str, object], facto
     seen = {dtype: _found(model, batch, factor, form if dtype is None else {}) for dtype in (torch.float64, None)}
     assert seen[torch.float64], "nothing was broken"
     assert seen[torch.float64] - seen[None] == set(), "wrong in float64, and not seen in a shorter float"
+
+
+@pytest.mark.parametrize("form", FORMS[2:])
+def test_what_is_too_little_for_a_short_float_is_found(
+    form: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum over tp that changes gradients by next to nothing is lost: noise excuses it, and float64 tells."""
+    compile_step = verify_module.compile_step
+
+    def broken(*args: object, **kwargs: object) -> tuple[object, Compiled]:
+        captured, compiled = compile_step(*args, **kwargs)  # type: ignore[arg-type]
+        program = _copied(compiled.program)
+        place = next(node for node in program.graph.nodes if node.name == "all_reduce_1")
+        _scale(program, place, 0.0)
+        return captured, replace(compiled, history=(*compiled.history, ("sabotage", program)))
+
+    torch.manual_seed(3)
+    model, batch = uneven(GPT(GPTConfig(24, 4, layers=1, heads=2, width=8))), (tokens(6, 4, 24), labels(6, 4, 24))
+    assert autopar.verify(model, "dp=2,tp=2", loss_fn=token_loss, batch=batch, **form).ok  # type: ignore[arg-type]
+    monkeypatch.setattr(verify_module, "compile_step", broken)
+    report = autopar.verify(model, "dp=2,tp=2", loss_fn=token_loss, batch=batch, **form)  # type: ignore[arg-type]
+    assert not report.ok, report
 
 
 def _found(model: nn.Module, batch: tuple[Tensor, ...], factor: float, form: dict[str, object]) -> set[str]:
