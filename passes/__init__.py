@@ -13,6 +13,7 @@ from autopar.passes.chunk_loss import chunk_loss
 from autopar.passes.compare_masks import compare_masks
 from autopar.passes.decompose import decompose
 from autopar.passes.fuse import fuse
+from autopar.passes.gradient_terms import check_sums
 from autopar.passes.lengthen import lengthen
 from autopar.passes.overlap import overlap
 from autopar.passes.partition import partition
@@ -75,5 +76,7 @@ def run_passes(program: Program, plan: Plan) -> tuple[tuple[str, Program], ...]:
             verify(program, level)
             if level == Level.SHARDED:
                 check_rules(program, plan)
+            if level == Level.EXPLICIT:
+                check_sums(program, plan)
         history.append((step.__name__, program))
     return tuple(history)

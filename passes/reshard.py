@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import torch
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, is_mirrored, outer_of
-from autopar.ir.mesh import CONTEXT_AXES, GRADIENT_AXES, SLICE, TIME_AXES, group_name
+from autopar.ir.mesh import CONTEXT_AXES, DATA_AXES, GRADIENT_AXES, MICROBATCH, SLICE, TIME_AXES, group_name
 from autopar.ir.ops import is_collective, op
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Level, Output, Program, is_given, operand_nodes, record
+from autopar.ir.program import CAST, Builder, Level, Output, Program, Record, is_given, operand_nodes, record
 from autopar.passes.carried import carried, carried_back
+from autopar.passes.gradient_terms import is_short
 
 MADE_BY = "reshard"
 
@@ -43,6 +45,7 @@ def reshard(program: Program, plan: Plan) -> Program:
     gradient is on its way early; an input where it is first used, so that nothing is gathered ahead of time. With
     sequence parallelism what the forward pass gathered is gathered again for the backward pass, so that only pieces
     are kept in between (arXiv 2205.05198, section 4.2.2); with ZeRO-3 parameters are (arXiv 1910.02054, section 5.3).
+    Under a precision no gradient of a weight, nor of what is computed of weights, is summed shorter than was asked for.
     """
     return _Reshard(program, plan).run()
 
@@ -116,21 +119,49 @@ class _Reshard:
         # Micro-batches first: what they add up to is moved once, not once for each; but then it is kept whole.
         first = self.plan.zero_axes if user.op == "output" and self.plan.zero >= 2 else ()
         made, steps = self._shortest(node, wanted, moved, first)
-        given, reason = record(node), self._reason(node, has, wanted, user)
+        like = self._like(node, has, wanted, user)
+        if self._is_rounded(node, steps):  # it is a sum in `reduce_dtype`, and short again behind it
+            made = self._cast(made, self.plan.options.reduce_dtype, like)
+            for step in steps:
+                made = self._step(made, step, like)
+            made = moved[wanted] = self._cast(made, record(node).type.dtype, like)
+            return made
         for step in self._in_order(steps, node, user):
-            like = given.with_(
-                layouts=(step.layout,),
-                operands=(record(made).layout,),
-                flops=0,
-                module=given.module or record(user).module,
-                source=given.source or record(user).source,
-                phase=record(user).phase if self._is_late(node, user) else given.phase,
-                reason=reason,
-            )
-            known = moved.get(step.layout)
-            made = known or self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
-            moved[step.layout] = made
+            made = moved[step.layout] = moved.get(step.layout) or self._step(made, step, like)
         return made
+
+    def _like(self, node: fx.Node, has: Layout, wanted: Layout, user: fx.Node) -> Record:
+        """The record of the moves between two layouts, but for these."""
+        given = record(node)
+        return given.with_(
+            flops=0,
+            module=given.module or record(user).module,
+            source=given.source or record(user).source,
+            phase=record(user).phase if self._is_late(node, user) else given.phase,
+            reason=self._reason(node, has, wanted, user),
+        )
+
+    def _step(self, made: fx.Node, step: Step, like: Record) -> fx.Node:
+        like = like.with_(types=record(made).types, layouts=(step.layout,), operands=(record(made).layout,))
+        return self.build.call(op(step.name), made, *step.args, like=like, name=step.name)
+
+    def _cast(self, made: fx.Node, dtype: torch.dtype, like: Record) -> fx.Node:
+        type_, layout = replace(record(made).type, dtype=dtype), record(made).layout
+        like = like.with_(types=(type_,), layouts=(layout,), operands=(layout,))
+        return self.build.call(CAST, made, dtype=dtype, like=like, name="cast")
+
+    def _is_rounded(self, node: fx.Node, steps: list[Step]) -> bool:
+        """True for the gradient of what is computed of parameters (merged adapters, a table that a layer projects) that
+        would be added up in a shorter dtype than was asked for: over data axes, or whole over those of a sequence.
+        What else is added up there is the gradient of an activation, which stays as it was computed."""
+        options, known = self.plan.options, record(node)
+        if options.sums_dtype is None or not known.is_backward or not is_short(known.type.dtype, options.reduce_dtype):
+            return False
+        sums = [(set(str(step.args[0]).split(":")), step.name) for step in steps if step.args[-1] == "sum"]
+        return any(
+            axes & {*DATA_AXES, MICROBATCH} or (name == "all_reduce" and axes & {*CONTEXT_AXES, SLICE})
+            for axes, name in sums
+        )
 
     def _in_order(self, steps: list[Step], node: fx.Node, user: fx.Node) -> list[Step]:
         """The moves, of which those over slices that go from each to the next wait for no other slice."""

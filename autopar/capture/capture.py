@@ -345,7 +345,7 @@ class _Capture:
             values = [] if is_left_out else self._values(aux)
             if self.fault is None and self._ends([loss, *(tensor for _, tensor in buffers), *values], trainable):
                 return []
-            self.locator.phase, self.tracer.is_unseen = "backward", self.lift is None
+            self.locator.phase, self.tracer.is_unseen = "backward", True  # torch's own ops: none of the user's casts
             scaled = loss if self.scale is None else loss * self.scale
             tensors = [tensor for _, tensor in trainable]
             if has_own_backward(loss):

@@ -20,6 +20,9 @@ from autopar.ir.ops import op
 Tensor = torch.Tensor
 
 
+_CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def _once(name: str) -> None:
     """Refuse a second derivative: it would be zero without a word."""
     if torch.is_grad_enabled():
@@ -30,11 +33,20 @@ def _once(name: str) -> None:
         raise refusal(construct, user_frame(sys._getframe(1)))
 
 
+def _as_product(operand: Tensor) -> Tensor:
+    """What torch.autocast makes of an operand of a product; it looks into none of ours."""
+    kind = operand.device.type
+    if not torch.is_autocast_enabled(kind) or operand.dtype not in _CAST_BY_AUTOCAST:
+        return operand
+    return operand.to(torch.get_autocast_dtype(kind))
+
+
 class Einsum(Function):
     """Einsum of two operands; every name stands in at least two of the three tensors."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, equation: str) -> Tensor:
+        a, b = (_as_product(operand) for operand in (a, b))
         ctx.save_for_backward(a, b)
         ctx.equation = equation
         return op("einsum")(a, b, equation)

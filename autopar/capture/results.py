@@ -67,9 +67,11 @@ class Results:
         self._fake, self._make, self._memory = fake, fake_maker(fake), _memory()
 
     def call(self, call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known."""
+        """What `call(*args, **kwargs)` gives, where `call` infers the results of `func`. It runs if none is known,
+        unseen by function modes."""
         if not _is_decided(func):
-            return call(*args, **kwargs)
+            with no_function_modes():
+                return call(*args, **kwargs)
         operands: list[FakeTensor] = []
         key: list[Any] = [func, torch.get_default_dtype()]
         with no_function_modes():
@@ -85,7 +87,7 @@ class Results:
                 if known is not None:
                     made = [None if each is None else self._tensor(each, operands) for each in known.made]
                     return made[0] if known.kind is None else known.kind(made)
-        return self._asked(call, func, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
+            return self._asked(call, func, args, kwargs, operands, tuple(key)) if operands else call(*args, **kwargs)
 
     def _told(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[FakeTensor],
@@ -107,11 +109,10 @@ class Results:
             result = call(*args, **kwargs)
         finally:
             self._fake.cache_enabled = before
-        with no_function_modes():
-            found = self._results(result, operands)
-            if found is not None:
-                self._memory.elementwise.learn(elementwise_key(func, args, kwargs, operands), operands, found.made)
-                self._keep(key, found)
+        found = self._results(result, operands)
+        if found is not None:
+            self._memory.elementwise.learn(elementwise_key(func, args, kwargs, operands), operands, found.made)
+            self._keep(key, found)
         return result
 
     def _keep(self, key: tuple[Any, ...], found: _Results) -> _Results:

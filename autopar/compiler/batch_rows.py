@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
+from autopar.capture import tables
 from autopar.ir.program import Program, is_getitem, operand_nodes, record
 from autopar.passes.rules import Rule, Rules, call_of, replicated_rule
 from autopar.passes.rules.rule import Table
@@ -77,7 +78,7 @@ def follow_rows(program: Program, dims: Mapping[str, int | None], table: Table, 
 def _norms(model: nn.Module) -> frozenset[str]:
     """The modules that take statistics of the samples, and say so: of dim 0."""
     kind = nn.modules.batchnorm._BatchNorm
-    return frozenset(path for path, module in model.named_modules() if isinstance(module, kind))
+    return frozenset(path for path, module in tables.named_modules(model) if isinstance(module, kind))
 
 
 class _Walk:

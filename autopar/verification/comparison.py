@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 import torch
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
+Key = tuple[str, str]
 # Of a short float: two roundings, for a tensor in which torch.autocast happens to be exact.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 WORSE = 2.0  # how many times torch.autocast's own error a precision may have
-# How many times the noise of one unit in the last place an error may be. Ranks add up in another order, a sum of many
-# terms is off by several units, and a kernel of torch's rounds once where a program's ops round each (BatchNorm). The
-# gradients of scales before a BatchNorm in timm's mobileone_s0, zero but for rounding, are off by 2 to 11 times it.
-NOISE = 32.0
-# A tensor that is zero but for rounding (the gradient of a key's bias) is measured against this share of the norm of
-# all of its kind; of a node, against that of its largest operand, and in the backward pass of all gradients. AdamW
-# enlarges the rounding, so weights get more.
-ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "node": 1e-6}
-SHORT_ZERO = {torch.bfloat16: 1e-3, torch.float16: 1e-4}  # the same share, of every kind, for a short float
+# A tensor that is zero but for rounding (the gradient of a key's bias, the loss of a policy that has not moved) is
+# measured against this share of the size of all of its kind (`sizes_of`); of a node, against that of its largest
+# operand, and in the backward pass of all gradients. AdamW enlarges the rounding, so weights get more. What a loss
+# returns beside it may be small by itself.
+ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "loss": 1e-5, "aux": 1e-10, "node": 1e-6}
+# The least share, of every kind but aux, in shorter floats: in float32 it and the tolerance make some five roundings.
+SHORT_ZERO = {torch.float32: 5e-3, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,8 @@ class Row:
     replicas: the largest difference between ranks that should hold the same. allowed: the error of torch.autocast
     under a precision, which is the measure there. noise: the error of the plain module if each of its results is off
     by one unit in the last place, measured where the error is above the tolerance. A row that has one and is ok is as
-    exact as the model allows (see `noise.py`).
+    exact as the model allows (see `noise.py`). is_open: noise leaves nothing of it to compare: a longer float has
+    to tell whether it is right.
     """
 
     kind: str
@@ -40,6 +40,7 @@ class Row:
     ok: bool
     allowed: float | None = None
     noise: float | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,14 @@ class Report:
         return all(row.ok for row in self.rows) and not self.sums
 
     @property
+    def asks_longer_float(self) -> bool:
+        """True where a longer float has to tell: of all that is wrong noise leaves nothing to compare, or it excused
+        something in a short float, of which a sum that is left out may be as little."""
+        is_short = self.dtype.itemsize < torch.float32.itemsize or bool(self.note)
+        asks = not self.ok or (is_short and any(row.noise is not None for row in self.rows))
+        return asks and not self.sums and all(row.ok or row.is_open for row in self.rows)
+
+    @property
     def max_error(self) -> float:
         return max((row.error for row in self.rows), default=0.0)
 
@@ -115,18 +124,20 @@ def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float
     difference = torch.where(same, 0.0, a - b).norm().item()
     if difference == 0.0:
         return 0.0
-    scale = max(b.nan_to_num(0.0, 0.0, 0.0).norm().item(), floor)
+    scale = max(_finite(b).norm().item(), floor)
     return difference / scale if scale > 0 else float("inf")
 
 
 @dataclass(slots=True)
 class Table:
-    """The worst errors so far, by (kind, name)."""
+    """The worst errors so far, by (kind, name). shares: how large a tensor, or what its error is measured against, is
+    beside all of its kind."""
 
     tolerance: float
-    errors: dict[tuple[str, str], float] = field(default_factory=dict)
-    replicas: dict[tuple[str, str], float] = field(default_factory=dict)
-    allowed: dict[tuple[str, str], float] = field(default_factory=dict)
+    errors: dict[Key, float] = field(default_factory=dict)
+    replicas: dict[Key, float] = field(default_factory=dict)
+    allowed: dict[Key, float] = field(default_factory=dict)
+    shares: dict[Key, float] = field(default_factory=dict)
     zero: float = 0.0  # at least this share of a kind's norm is what errors are measured against
 
     @staticmethod
@@ -134,26 +145,36 @@ class Table:
         """An empty table with the tolerance of a dtype, for so many times as many roundings as usual."""
         return Table(roundings * TOLERANCE.get(dtype, 1e-2), zero=SHORT_ZERO.get(dtype, 0.0))
 
+    def is_small(self, key: Key) -> bool:
+        """True for a tensor that is so small that its errors are measured against others of its kind."""
+        return self.shares.get(key, 1.0) <= 1.001 * self.zero_share(key[0])
+
+    def zero_share(self, kind: str) -> float:
+        """The least share of its kind that the error of a tensor is measured against."""
+        return ZERO[kind] if kind == "aux" else max(ZERO[kind], self.zero)
+
     @property
     def of_nodes(self) -> float:
         """The tolerance of one node: roundings before it add up."""
         return self.tolerance * 16 if self.zero else self.tolerance
 
     def compare(
-        self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float], other: Values | None = None
+        self, expected: Values, given: Values, replicas: Mapping[Key, float], other: Values | None = None
     ) -> None:
         """Enter a step. other: what torch.autocast gives; its errors are allowed, `WORSE` times."""
-        floors = {
-            kind: max(ZERO[kind], self.zero) * norm_of(expected, kind) for kind in ("gradient", "weight", "buffer")
-        }
+        sizes = sizes_of(expected)
+        floors = {kind: self.zero_share(kind) * size for kind, size in sizes.items()}
         for key in sorted((other or {}).keys() & expected.keys()):
-            error = error_of((other or {})[key], expected[key], floors.get(key[0], 0.0))
-            self.allowed[key] = max(error, self.allowed.get(key, 0.0))
+            error = error_of((other or {})[key], expected[key], floors[key[0]])
+            self.allowed[key] = max(self.allowed.get(key, 0.0), error)  # one that overflows allows nothing
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
-            error = float("inf") if wrong else error_of(given[key], expected[key], floors.get(key[0], 0.0))
+            error = float("inf") if wrong else error_of(given[key], expected[key], floors[key[0]])
             self.errors[key] = _worse(error, self.errors.get(key, 0.0))
             self.replicas[key] = max(replicas.get(key, 0.0), self.replicas.get(key, 0.0))
+            if not wrong and sizes[key[0]] > 0:
+                share = max(norm_of({key: expected[key]}, key[0]), floors[key[0]]) / sizes[key[0]]
+                self.shares[key] = max(share, self.shares.get(key, 0.0))
 
     def rows(self) -> tuple[Row, ...]:
         order = ("loss", "aux", "gradient", "weight", "buffer")
@@ -162,9 +183,18 @@ class Table:
             Row(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key)) for key in keys
         )
 
-    def _is_right(self, key: tuple[str, str]) -> bool:
+    def _is_right(self, key: Key) -> bool:
         limit = max(self.tolerance, WORSE * self.allowed.get(key, 0.0))
         return self.errors[key] <= limit and self.replicas[key] <= self.tolerance
+
+
+def sizes_of(values: Values) -> dict[str, float]:
+    """The size of all tensors of each kind: their norm. That of the loss is by how much it changes with the weights,
+    since one that is zero on paper has none of its own; and what is returned beside it is of the same size."""
+    found = {kind: norm_of(values, kind) for kind in ("gradient", "weight", "buffer")}
+    found["loss"] = found["gradient"] * found["weight"]
+    found["aux"] = max(found["loss"], norm_of(values, "loss"))
+    return found
 
 
 def norm_of(values: Values, kind: str) -> float:
@@ -174,8 +204,13 @@ def norm_of(values: Values, kind: str) -> float:
         for (other, _), value in values.items()
         if other == kind and (value.is_floating_point() or value.is_complex())
     ]
-    squares = [torch.linalg.vector_norm(value, dtype=_wide(value)).item() ** 2 for value in found]
+    squares = [torch.linalg.vector_norm(_finite(value), dtype=_wide(value)).item() ** 2 for value in found]
     return float(sum(squares) ** 0.5)
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    """The same with zeros in place of what is not finite."""
+    return torch.where(value.isfinite(), value, torch.zeros_like(value))
 
 
 def _wide(value: torch.Tensor) -> torch.dtype:

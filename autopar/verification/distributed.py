@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +15,16 @@ from autopar.capture.containers import map_tensors
 from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
-from autopar.errors import BatchError
 from autopar.ir.program import PARTNER
 from autopar.job import Job
 from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Row, Values
+from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
-from autopar.verification.noise import Trained, confirmed, excused, move_away
-from autopar.verification.reference import SCALE, Plain, Reference, copied, short_of, trained, values_of
+from autopar.verification.noise import Trained, judged, move_away
+from autopar.verification.reference import SCALE, Plain, Reference, optimized, short_of, values_of
 from autopar.verification.sums import wrong_sums
 
 
@@ -38,8 +38,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
         plain, trained, sums = trial.run()
         rows = trained.table.rows()
-        if is_exact:
-            rows = trial.judged_by_noise(rows, trained)
+        rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:
         return None
     where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
@@ -62,43 +61,72 @@ class _Trial:
     seed: int
     lift: torch.dtype | None
 
-    def run(self) -> tuple[Reference, Trained, tuple[str, ...]]:
+    def run(self, is_away: bool = False) -> tuple[Reference, Trained, tuple[str, ...]]:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
-        have another dtype than was asked for."""
+        have another dtype than was asked for. is_away: where the model may refuse the numbers."""
         job, (args, kwargs) = self.job, self.arguments
         plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step))
         parallel = self._parallel()
         parallel.prepare(*args, **kwargs)
         plain.borrow(parallel.programs[-1].captured.partners)
-        optimizer = job.make_optimizer(trained(parallel))
-        steps = []
+        optimizer = job.make_optimizer(optimized(parallel))
+        steps, failed = [], False
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
-            if dist.get_rank() == 0:
-                steps.append(plain.step(args, kwargs, drawn))
-                plain.compare(*_of_both(steps[-1], given), {})
+            if dist.get_rank() == 0 and not failed:
+                try:
+                    steps.append(plain.step(args, kwargs, drawn))
+                    plain.compare(*_of_both(steps[-1], given), {})
+                except Exception:
+                    if not is_away:
+                        raise
+                    failed = True  # the other ranks go on, and this one with them
         partners = parallel.programs[-1].captured.partners
 
-        def again() -> list[Values]:
-            other = Plain(copied(self.model), job.loss_fn, job.make_optimizer, None, partners)
+        low = options_of(**job.step).low_dtype
+
+        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
+            model = copied(self.model)
+            change(model)
+            other = Plain(model, job.loss_fn, job.make_optimizer, low if is_short else None, partners)
             return [other.step(args, kwargs, drawn) for drawn in self._seeds()]
 
-        return plain, Trained(plain.table, steps, again), wrong_sums(parallel.programs[-1].compiled)
+        if failed:
+            raise ArithmeticError("the plain module takes no such numbers")
+        trained = Trained(plain.table, steps, again, plain.limits, low)
+        return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
     def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere: on rank 0, but every
         rank must call this."""
-        is_asked = dist.get_rank() == 0 and not all(row.ok for row in rows)
-        found = excused(rows, trained) if is_asked else rows
-        if not _from_rank_0(is_asked and all(row.ok for row in found)):
-            return found
+        found = rows
+        if dist.get_rank() == 0:
+            if not all(row.ok for row in rows):
+                found = judged(rows, trained, self._elsewhere)
+            self._ask(False)  # nothing more
+        else:
+            while self._ask(False):
+                self._train_away()
+        return found
+
+    def _elsewhere(self) -> Trained | None:
+        """What both sides give away from here, asked for by rank 0; None if the model takes no other numbers."""
+        self._ask(True)
+        return self._train_away()
+
+    def _train_away(self) -> Trained | None:
         model = copied(self.model)
         away = replace(self, model=model, arguments=move_away(model, self.arguments))
         try:
-            _, elsewhere, _ = away.run()
-        except BatchError:  # with specialize=True: elsewhere it is another program
-            return confirmed(found, None)
-        return confirmed(found, elsewhere) if dist.get_rank() == 0 else found
+            return away.run(is_away=True)[1]
+        except Exception:
+            return None
+
+    def _ask(self, value: bool) -> bool:
+        """Whether rank 0 asks for one more run, on every rank."""
+        said = [value]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
 
     def _parallel(self) -> ParallelModule:
         job = self.job
@@ -137,10 +165,3 @@ def _of_both(expected: Values, given: Values) -> tuple[Values, Values]:
     })  # fmt: skip
     kept = {key for key in expected if key[0] != "buffer" or key in found}
     return {key: expected[key] for key in expected if key in kept and not key[1].startswith(PARTNER)}, found
-
-
-def _from_rank_0(value: bool) -> bool:
-    """What rank 0 says, on every rank."""
-    said = [value]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]

@@ -1,16 +1,21 @@
 """How far rounding alone moves what a step gives: the measure where a model allows no closer comparison.
 
-Monte Carlo arithmetic (Parker, 1997): the plain module trains again with the result of every op off by one unit in its
-last place, at random. It is asked for only where a comparison failed, so that what is right costs nothing more; and a
-sample that excuses all of it is the last one.
+The plain module trains again with the result of every op off by one unit in its last place (see `rounding.py`). That is
+asked for only where a comparison failed, so that what is right costs nothing more; and a sample that excuses all of it
+is the last one. Samples in which the model meets its own checks say nothing, and the next one moves its weights alone.
 
-What lies within that noise is not yet right: of a gradient that is nothing but rounding, twice as much is rounding too.
-So both sides also train from weights and a batch some percent away, where the noise must leave something to compare.
+What lies within that noise is not yet right: of a gradient that is nothing but rounding, twice as much is rounding too,
+and where rows are equal a lost sum changes nothing. So both sides also train from weights and a batch some percent
+away, where the noise must leave something to compare. What is nothing but rounding there too is zero (the gradient of a
+bias before a normalisation, a loss that is zero on paper), and may be off by as much as rounding gives, if that is
+little beside all others of its kind. Of what is nothing but rounding and not small nothing can be said: a longer float
+has to tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,123 +24,157 @@ from torch import nn
 
 from autopar.capture import tables
 from autopar.capture.containers import map_tensors
-from autopar.ir.aliasing import is_fresh
-from autopar.torch_compat import TorchDispatchMode, no_function_modes, tree_map
-from autopar.verification.comparison import NOISE, Row, Table, Values
+from autopar.verification.comparison import Key, Row, Table, Values
+from autopar.verification.rounding import Rounded, Units
 
 SAMPLES = 3
-# Noise that leaves no more than this share of a tensor open: what a program does wrong changes more.
-CLEAR = 1e-3
 AWAY = 0.1  # by how much at most weights and batch shrink: 0 stays 0, and what is in [0, 1] stays there
+ROUNDING = 1 / 32  # noise of this share of a tensor and more: rounding is most of what it is
 
-Key = tuple[str, str]
 Noise = dict[Key, float]  # by tensor
-Run = Callable[[], list[Values]]  # trains from the same weights each time; what each step gave
+# Trains from the same weights each time, a model that the function has changed, under torch.autocast if there is a
+# precision and the flag says so; what each step gave.
+Run = Callable[[Callable[[nn.Module], None], bool], list[Values]]
 
 
-class Rounded(TorchDispatchMode):
-    """Every result of an op is off by one unit in its last place, up, down or not at all."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What noise excuses. factor: how many times the noise an error may be. clear: the share of a tensor that noise may
+    leave open: what a program does wrong changes more."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-        self.generators: dict[torch.device, torch.Generator] = {}
+    factor: float
+    clear: float
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if is_fresh(func):
-            with no_function_modes():  # what is drawn here is none of the model's numbers
-                tree_map(self._round, found)
-        return found
-
-    def _round(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.addcmul_(value, self._signs(value), value=torch.finfo(value.dtype).eps)
-
-    def _signs(self, value: torch.Tensor) -> torch.Tensor:
-        made = self.generators.get(value.device)
-        if made is None:
-            made = self.generators[value.device] = torch.Generator(value.device).manual_seed(self.seed)
-        return torch.empty_like(value).random_(-1, 2, generator=made)
+    @staticmethod
+    def of(dtype: torch.dtype) -> Limits:
+        """Ranks add up in another order, a sum of many terms is off by several units, and a kernel of torch's rounds
+        once where a program's ops round each (BatchNorm): the gradients of scales before a BatchNorm in timm's
+        mobileone_s0, zero but for rounding, are off by 2 to 11 times the noise. In a short float a few units are most
+        of it, and of what is wrong as well."""
+        if dtype.itemsize < torch.float32.itemsize:
+            return Limits(4.0, 0.25)
+        return Limits(32.0, 1e-3) if dtype.itemsize > torch.float32.itemsize else Limits(16.0, 5e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trial whose table may be judged by noise. steps: what each step of the plain module gave. again: trains that
-    once more, from the same weights."""
+    """A trial whose table may be judged by noise. steps: what each step of the plain module gave. again: trains it once
+    more, from the same weights. short: the float of the precision, if any."""
 
     table: Table
     steps: Sequence[Values]
     again: Run
+    limits: Limits
+    short: torch.dtype | None = None
 
     def noise(self, is_enough: Callable[[Noise], bool]) -> Noise:
-        """The largest error of each tensor under rounding, of all steps. With each of the `SAMPLES` it grows, and more
-        is excused: none is drawn after one with which `is_enough`."""
-        found = Table(0.0)
+        """The largest error of each tensor under rounding, of all steps and samples, where it is finite. With each of
+        the `SAMPLES` it grows, and more is excused: none is drawn after one with which `is_enough`."""
+        largest: Noise = {}
         for sample in range(SAMPLES):
-            with Rounded(sample):
-                rounded = self.again()
+            for found in self._errors(sample):
+                for key, error in found.items():
+                    if error < float("inf"):
+                        largest[key] = max(error, largest.get(key, 0.0))
+            if is_enough(largest):
+                break
+        return largest
+
+    def _errors(self, seed: int) -> Iterator[Noise]:
+        """The errors of a sample. What a model refuses to compute, or what overflows, is made up for by others."""
+        for mode, change, is_short in self._ways(seed):
+            found = Table(0.0, zero=self.table.zero)
+            try:
+                with mode:
+                    rounded = self.again(change, is_short)
+            except Exception:
+                continue
             for expected, given in zip(self.steps, rounded, strict=True):
                 found.compare(expected, given, {})
-            if is_enough(found.errors):
-                break
-        return found.errors
+            yield found.errors
+            if all(error < float("inf") for error in found.errors.values()):
+                return
+
+    def _ways(self, seed: int) -> Iterator[tuple[AbstractContextManager[Any], Callable[[nn.Module], None], bool]]:
+        yield Rounded(seed), _nothing, True
+        if self.short is not None:  # torch.autocast may overflow, or refuse a mask of the least float32
+            yield Rounded(seed, self.short), _nothing, False
+        yield nullcontext(), Units(seed).add_to_parameters, True
+
+    def is_clear(self, key: Key, noise: Noise) -> bool:
+        """True for what agrees within the tolerance, or within noise that leaves something to compare."""
+        limit = min(self.limits.factor * noise.get(key, 0.0), self.limits.clear)
+        return self._agrees(key, max(self.table.tolerance, limit))
+
+    def is_zero(self, key: Key, noise: Noise) -> bool:
+        """True for what is nothing but rounding, agrees within it, and is small beside the others of its kind."""
+        within = self.limits.factor * noise.get(key, 0.0)
+        is_rounding = noise.get(key, 0.0) >= ROUNDING or self.table.is_small(key)
+        is_small = within * self.table.shares.get(key, 1.0) <= self.limits.clear
+        return is_rounding and is_small and self._agrees(key, within)
+
+    def is_open(self, key: Key, noise: Noise) -> bool:
+        """True for what noise leaves nothing of to compare: it may be right."""
+        return self.limits.factor * noise.get(key, 0.0) > self.limits.clear and self._agrees(key, float("inf"))
+
+    def _agrees(self, key: Key, limit: float) -> bool:
+        known = [step[key] for step in self.steps if key in step]
+        if not any(bool(value.isfinite().any()) for value in known):  # NaN equals NaN, and tells nothing
+            return False
+        return self.table.errors[key] <= limit and self.table.replicas[key] <= self.table.tolerance
 
 
-def excused(rows: Sequence[Row], trained: Trained) -> tuple[Row, ...]:
-    """The rows with the noise of those that are wrong, all of them right if each lies within it; if one does not, all
-    stay wrong. What this excuses has to be `confirmed`."""
-    tolerance, keys = trained.table.tolerance, {(row.kind, row.name) for row in rows}
-    noise = trained.noise(lambda noise: all(row.ok for row in with_noise(rows, noise, keys, tolerance)))
-    found = with_noise(rows, noise, keys, tolerance)
-    return found if all(row.ok for row in found) else with_noise(rows, noise, set(), tolerance)
+def _nothing(_: nn.Module) -> None:
+    return
 
 
-def confirmed(rows: Sequence[Row], away: Trained | None) -> tuple[Row, ...]:
-    """The rows, of which those that noise excused are right if they are so from other weights and another batch too;
-    None: there is no other place to look at."""
-    asked = {(row.kind, row.name) for row in rows if row.noise is not None}
-    right: set[Key] = set()
-    if away is not None:
-        noise = away.noise(lambda noise: asked <= clear_of_noise(away.table, noise, away.steps))
-        right = clear_of_noise(away.table, noise, away.steps)
-    return tuple(replace(row, ok=row.ok and (row.noise is None or (row.kind, row.name) in right)) for row in rows)
+def judged(rows: Sequence[Row], here: Trained, elsewhere: Callable[[], Trained | None]) -> tuple[Row, ...]:
+    """The rows with the noise of those that are wrong; right are those that differ by rounding alone, here and away.
+    elsewhere: trains away from here, None if the model takes no other numbers. If one row is wrong here, all are."""
+    wrong = [(row.kind, row.name) for row in rows if not row.ok]
+    right, noise = _right(here, wrong)
+    open_: set[Key] = set()
+    # What is nothing but rounding may be right, and shows only elsewhere what else it is.
+    if all(key in right or here.is_open(key, noise) for key in wrong):
+        open_, away = set(wrong), elsewhere()
+        if away is not None:
+            right, there = _right(away, wrong)
+            open_ = {key for key in wrong if away.is_open(key, there)}
+    return tuple(row if row.ok else _with_noise(row, noise, right, open_) for row in rows)
+
+
+def _with_noise(row: Row, noise: Noise, right: set[Key], open_: set[Key]) -> Row:
+    key = (row.kind, row.name)
+    return replace(row, noise=noise.get(key), ok=key in right, is_open=key in open_ - right)
+
+
+def _right(trained: Trained, keys: Sequence[Key]) -> tuple[set[Key], Noise]:
+    """Those that differ by rounding alone, with the noise."""
+
+    def are(noise: Noise) -> set[Key]:
+        return {key for key in keys if trained.is_clear(key, noise) or trained.is_zero(key, noise)}
+
+    noise = trained.noise(lambda noise: are(noise) == set(keys))
+    return are(noise), noise
 
 
 def moved(leaf: Any, generator: torch.Generator) -> Any:
-    """A floating-point tensor whose elements shrink at random; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+    """A floating-point tensor whose elements shrink at random; anything else as it is, and what holds whole numbers: a
+    mask, classes, a count."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or bool((leaf == leaf.round()).all()):
         return leaf
-    shares = torch.rand(leaf.shape, generator=generator, dtype=torch.float64)
-    return leaf.detach() * (1 - AWAY * shares).to(leaf.device, leaf.dtype)
+    return _shrunk(leaf, generator)
 
 
-def move_away(model: nn.Module, batch: Any) -> Any:
-    """Shrink the parameters of a module at random, in place, and give a batch that is shrunk likewise."""
+def move_away(model: nn.Module, batch: Any, is_batch_fixed: bool = False) -> Any:
+    """Shrink the parameters of a module at random, in place, and give a batch that is shrunk likewise, if it may be."""
     generator = torch.Generator().manual_seed(0)
     for parameter in tables.parameters(model):
-        parameter.data = moved(parameter, generator)
-    return map_tensors(lambda leaf: moved(leaf, generator), batch)
+        if parameter.is_floating_point():
+            parameter.data = _shrunk(parameter, generator)
+    return batch if is_batch_fixed else map_tensors(lambda leaf: moved(leaf, generator), batch)
 
 
-def clear_of_noise(table: Table, noise: Noise, steps: Sequence[Values]) -> set[Key]:
-    """What agrees within the tolerance, or within noise that leaves something to compare."""
-    finite = {key for key in table.errors if all(bool(step[key].isfinite().all()) for step in steps if key in step)}
-    return {
-        key
-        for key in finite
-        if table.errors[key] <= max(table.tolerance, min(NOISE * noise.get(key, 0.0), CLEAR))
-        and table.replicas[key] <= table.tolerance
-    }
-
-
-def with_noise(rows: Sequence[Row], noise: Noise, right_away: set[Key], tolerance: float) -> tuple[Row, ...]:
-    """The rows with the noise of those that are wrong; right are those within it that are right elsewhere."""
-    found = []
-    for row in rows:
-        key = (row.kind, row.name)
-        if not row.ok:
-            within = row.error <= NOISE * noise.get(key, 0.0) and row.replicas <= tolerance
-            row = replace(row, noise=noise.get(key), ok=within and key in right_away)
-        found.append(row)
-    return tuple(found)
+def _shrunk(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    shares = torch.rand(leaf.shape, generator=generator, dtype=torch.float64)
+    return leaf.detach() * (1 - AWAY * shares).to(leaf.device, leaf.dtype)

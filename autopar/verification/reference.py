@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,47 +17,26 @@ from autopar.capture.lines import quoted
 from autopar.capture.losses import split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import AutoparError, CaptureError, first_sentence
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir.options import StepOptions
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Table, Values
+from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
+from autopar.verification.noise import Limits
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
 
 
-_KEEPS = (
-    "The model keeps a tensor that an earlier call computed, in a list or an object: give verify a model that has not "
-    "run yet, or keep x.detach()."
-)
 _DTYPE = (
-    "Where it runs without autopar: verify computes in float64, so give what the model makes itself the dtype of its "
-    "operands (dtype=x.dtype), or compare in its own: verify(..., dtype=torch.float32)."
-)
-_HOLDS = (
-    "Give the class that cannot be copied a `__deepcopy__`, or keep what it holds (a lock, a file, a decorator's "
-    "function) outside of the model."
+    "Where it runs without autopar: verify computes in {}, so give what the model makes itself the dtype of its "
+    "operands (dtype=x.dtype), or compare in {}: verify(..., dtype=torch.{})."
 )
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a module, of one too that keeps what a hook makes anew at each step (`torch.nn.utils.prune`,
-    `weight_norm` of old): torch copies no tensor that was computed. Raises CaptureError for what cannot be copied."""
-    kept = (value for module in tables.modules(model) for value in vars(module).values())
-    computed = (value for value in kept if isinstance(value, torch.Tensor) and value.grad_fn is not None)
-    try:
-        return copy.deepcopy(model, {id(value): value.detach().clone().requires_grad_() for value in computed})
-    except Exception as error:
-        first = first_sentence(str(error))
-        raise CaptureError(
-            f"verify compares with copies of the model, and copy.deepcopy of {type(model).__name__} fails: "
-            f"{type(error).__name__}: {first}. {_KEEPS if 'graph leaves' in first else _HOLDS}"
-        ) from error
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def optimized(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that an optimizer steps."""
     return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
 
@@ -77,7 +55,7 @@ class Plain:
         partners: tuple[Partner, ...] = (),
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
-        self.optimizer = make(trained(model))
+        self.optimizer = make(optimized(model))
         self.borrowed = Borrowed(partners, dtype_of(model))
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
 
@@ -121,9 +99,10 @@ class Plain:
             line = line_of(error)
             where = f", at {quoted(line)}" if line else ": "
             first = str(error).strip().split("\n")[0]
+            name, other = str(dtype).removeprefix("torch."), "float32" if dtype is torch.float64 else "float64"
             raise CaptureError(
-                f"the plain model fails in {str(dtype).removeprefix('torch.')}{where}{type(error).__name__}: {first}. "
-                f"{_DTYPE}"
+                f"the plain model fails in {name}{where}{type(error).__name__}: {first}. "
+                f"{_DTYPE.format(name, 'its own' if dtype is torch.float64 else other, other)}"
             ) from error
 
 
@@ -148,6 +127,8 @@ class Reference:
         self.dtype = dtype_of(model)
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
+        # Under a precision the noise is that of torch.autocast, beside float64: with its own error in it.
+        self.limits = Limits.of(self.dtype) if self.short is None else Limits.of(self.short)
 
     def borrow(self, partners: tuple[Partner, ...]) -> None:
         """Give each side values of its own for the other models in the loss."""
@@ -164,7 +145,12 @@ class Reference:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         """What the plain module gives."""
-        self.allowed = self.other.step(args, kwargs, seed) if self.other else {}
+        self.allowed = {}
+        if self.other is not None:
+            try:
+                self.allowed = self.other.step(args, kwargs, seed)
+            except Exception:
+                self.other = None
         if self.short is not None:
             args, kwargs = map_tensors(lambda leaf: cast(leaf, torch.float64), (args, dict(kwargs)))
         return self.plain.step(args, kwargs, seed)

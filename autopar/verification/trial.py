@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import nn
 from autopar.capture import Captured, tables
 from autopar.capture.capture import LossFn
 from autopar.compiler.lowered import Lowered
-from autopar.errors import BatchError
 from autopar.parallel.compilers import kernels_of
 from autopar.verification.comparison import Mismatch, Row, Values
+from autopar.verification.copies import copied
 from autopar.verification.locate import locate
-from autopar.verification.noise import Trained, confirmed, excused, move_away
-from autopar.verification.reference import OptimizerFactory, Plain, Reference, copied
+from autopar.verification.noise import Trained, judged, move_away
+from autopar.verification.reference import OptimizerFactory, Plain, Reference
+from autopar.verification.sums import wrong_sums
 from autopar.verification.virtual import Virtual
 
 
@@ -49,15 +51,11 @@ class Trial:
     def judged_by_noise(self, rows: Sequence[Row], reference: Reference, steps: Sequence[Values]) -> tuple[Row, ...]:
         """The rows, of which those are right that differ by rounding alone, here and elsewhere. reference, steps: what
         `compare` gave."""
-        found = excused(rows, Trained(reference.table, steps, self._plain_steps))
-        if not all(row.ok for row in found):  # one that no noise excuses: no need to look elsewhere
-            return found
-        away = self._away()
-        try:
-            reference, steps = away.compare()
-        except BatchError:  # with specialize=True: elsewhere it is another program
-            return confirmed(found, None)
-        return confirmed(found, Trained(reference.table, steps, away._plain_steps))
+        return judged(rows, self._trained(reference, steps), self._elsewhere)
+
+    def wrong_sums(self) -> tuple[str, ...]:
+        """A line for each sum of gradients in another dtype than was asked for."""
+        return wrong_sums(self.compiled)
 
     def locate(self, tolerance: float) -> Mismatch | None:
         """The first node of the first step that differs."""
@@ -65,13 +63,26 @@ class Trial:
         whole = first.whole(*self.arguments, self._seeds()[0])
         return locate(self.captured.program, self.compiled, whole, tolerance, first.dtype, first.device)
 
-    def _away(self) -> Trial:
-        model = copied(self.model)
-        return replace(self, model=model, arguments=move_away(model, self.arguments))
+    def _elsewhere(self) -> Trained | None:
+        """What both sides give away from here; None if the model takes no other numbers: with specialize=True it is
+        another program there, and a model may check what it is given."""
+        for is_batch_fixed in (False, True):
+            model = copied(self.model)
+            away = replace(self, model=model, arguments=move_away(model, self.arguments, is_batch_fixed))
+            with suppress(Exception):
+                return away._trained(*away.compare())
+        return None
 
-    def _plain_steps(self) -> list[Values]:
-        plain = Plain(copied(self.model), self.loss_fn, self.make, None, self.captured.partners)
-        return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
+    def _trained(self, reference: Reference, steps: Sequence[Values]) -> Trained:
+        low = self.compiled.plan.options.low_dtype
+
+        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
+            model = copied(self.model)
+            change(model)
+            plain = Plain(model, self.loss_fn, self.make, low if is_short else None, self.captured.partners)
+            return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
+
+        return Trained(reference.table, steps, again, reference.limits, low)
 
     def _virtual(self) -> Virtual:
         kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)

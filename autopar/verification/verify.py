@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -20,9 +21,9 @@ from autopar.ir.options import StepKeywords
 from autopar.parallel.compilers import check_in_one_process
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
+from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
-from autopar.verification.reference import OptimizerFactory, Plain, copied, short_of
-from autopar.verification.sums import wrong_sums
+from autopar.verification.reference import OptimizerFactory, Plain, short_of
 from autopar.verification.trial import Trial
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
@@ -52,23 +53,32 @@ def verify(
     one from parameters (AdamW by default, see `descent`). `options` are those of a step, see `autopar.StepOptions`;
     what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
-    What lies within `NOISE` times that is right, if it is right too from weights and a batch that rounding moves less
-    (see `noise.py`). On a difference the report names the first node that differs.
+    What lies within some times that is right, if it leaves something to compare, here or from other weights and another
+    batch (see `noise.py`); in a short float, and where it leaves nothing, the same has to be right in float64. On a
+    difference the report names the first node that differs.
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
     check_in_one_process(chosen.compile)
     is_exact = short_of(chosen) is None
-    model = copied(model)
+    given, example, model = model, batch, copied(model)
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     args, kwargs = batch_arguments(batch)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
         captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, chosen, lift=lift)
-    return verify_compiled(
+    report = verify_compiled(
         model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
     )
+    if not report.asks_longer_float or (is_exact and dtype is torch.float64):
+        return report
+    plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
+    exact = verify(
+        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, **plainly
+    )  # fmt: skip
+    rows = tuple(replace(row, ok=exact.ok if row.noise is not None else row.ok) for row in report.rows)
+    return replace(report, rows=rows, mismatch=exact.mismatch)
 
 
 def verify_compiled(
@@ -88,16 +98,18 @@ def verify_compiled(
     reference, given = trial.compare()
     table = reference.table
     rows = table.rows()
-    if not all(row.ok for row in rows) and reference.short is None:
+    if not all(row.ok for row in rows):
         rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
-    return Report(
-        str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, wrong_sums(compiled)
-    )
+    return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with an eps far above rounding. With 1e-8 the step of a weight whose gradient is zero but for rounding (a
-    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
+    bias before a normalisation) would be rounding enlarged 1e8 times, and the next gradients' too. A short float has no
+    such eps: there it is SGD."""
+    given = list(parameters)
+    if any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in given):
+        return torch.optim.SGD(given, lr=1e-2)
+    return torch.optim.AdamW(given, lr=1e-3, eps=1e-4)

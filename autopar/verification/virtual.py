@@ -23,7 +23,7 @@ from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
 from autopar.verification.inputs import Whole, scattered, whole_inputs
-from autopar.verification.reference import SCALE, OptimizerFactory, trained
+from autopar.verification.reference import SCALE, OptimizerFactory, optimized
 
 
 class Virtual:
@@ -35,7 +35,7 @@ class Virtual:
         kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
-        self.optimizer = make(trained(model))
+        self.optimizer = make(optimized(model))
         self.replicas: dict[tuple[str, str], float] = {}
         self.parameters, self.buffers = (
             {entry.name: tensor for entry, tensor in state_of(model).entries if entry.kind == kind}

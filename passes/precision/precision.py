@@ -18,9 +18,10 @@ from autopar.ir.program import (
     record,
     set_record,
 )
+from autopar.passes.gradient_terms import gradient_terms, is_short
 from autopar.passes.precision.kinds import STATISTICS, Kind, kind_of
 from autopar.passes.precision.types import ResultTypes
-from autopar.passes.rules import TABLE
+from autopar.passes.rules import TABLE, Table, table_of
 
 MADE_BY = "precision"
 WIDE = torch.float32
@@ -50,18 +51,19 @@ def precision(program: Program, plan: Plan) -> Program:
         return value "y" = %exp
 
     The table is `kinds.py`; it holds for the backward pass as well. A value is cast once for all its users, a parameter
-    where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product, and
-    the uses of one weight add up in float32. Products that hang on no parameter stay as they are: tables of positions
-    need all their digits. Gradients are cast to `reduce_dtype` where that is shorter; the search sums them there.
+    where it enters. What leaves the program has the dtype that it had. A bias is added in the dtype of its product.
+    What a gradient goes through behind its product is float32, so that the uses of a weight and ranks add up there.
+    Products that hang on no parameter stay as they are: tables of positions need all their digits. Gradients are cast
+    to `reduce_dtype` where that is shorter; the search sums them there, and only the uses of a weight add up before.
     """
     options = plan.options
     if options.sums_dtype is None:
         return program
-    return _Precision(program, options.low_dtype, options.reduce_dtype).run()
+    return _Precision(program, options.low_dtype, options.reduce_dtype, table_of(plan)).run()
 
 
 class _Precision:
-    def __init__(self, program: Program, low: torch.dtype | None, sums: torch.dtype) -> None:
+    def __init__(self, program: Program, low: torch.dtype | None, sums: torch.dtype, table: Table) -> None:
         self.program, self.low, self.sums = program, low, sums
         self.build, self.types = Builder(MADE_BY), ResultTypes()
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
@@ -73,7 +75,7 @@ class _Precision:
         self.parameters = {node for node, _ in program.parameters()}
         self.leaving = self._leaving()
         self.weighted = _weighted(program)
-        self.totals = _totals(program)
+        self.terms = _wide_terms(program, table, sums is not low)
 
     def run(self) -> Program:
         found = self.build.rewrite(self.program, self._put)
@@ -145,7 +147,7 @@ class _Precision:
         if kind is Kind.LOW and node in self.weighted:
             statistic = STATISTICS.get(str(node.target))
             return {old: low for old in operands if statistic is None or old is not node.args[statistic]}
-        if kind is Kind.HIGH or node in self.totals:
+        if kind is Kind.HIGH or node in self.terms or _exceeds(node, low):
             return dict.fromkeys(operands, WIDE)
         if kind is Kind.INSIDE:  # a gradient is rounded to what it is the gradient of: once, on its way into a product
             if record(node).is_backward and not self._enters_products(node):
@@ -266,7 +268,7 @@ class _Precision:
     def _left(self, node: fx.Node, kind: str) -> fx.Node:
         """What leaves in place of a node."""
         dtype, value, output = record(node).type.dtype, self.build.value[node], self.program.graph.output_node()
-        if kind == "gradient" and dtype is WIDE:
+        if kind == "gradient" and (dtype is WIDE or is_short(dtype, self.sums)):
             value = self._as(value, None if self.sums is WIDE else self.sums, output)
         return self._as(value, dtype if dtype.is_floating_point else None, output)
 
@@ -296,18 +298,14 @@ def _weighted(program: Program) -> set[fx.Node]:
     return found
 
 
-def _totals(program: Program) -> set[fx.Node]:
-    """The additions by which the uses of a weight add up to its gradient."""
-    outputs = program.leaving
-    pending = [node for node, out in outputs if node is not None and out.kind == "gradient"]
-    found: set[fx.Node] = set()
-    known: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in known or not (is_view(node) or node.target in (aten.add.Tensor, aten._to_copy.default)):
-            continue
-        known.add(node)
-        if node.target is aten.add.Tensor:
-            found.add(node)
-        pending += node.all_input_nodes
-    return found
+def _exceeds(node: fx.Node, low: torch.dtype) -> bool:
+    """True for a call with a number that no short float holds: the least float32, of a mask."""
+    numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+    return any(torch.finfo(low).max < abs(value) < float("inf") for value in numbers)
+
+
+def _wide_terms(program: Program, table: Table, is_cast: bool) -> frozenset[fx.Node]:
+    """The calls behind the products that make gradients that are computed in float32: all, so that ranks add up what a
+    product gave in a dtype of its own (`is_cast`); or those by which the uses of a weight add up."""
+    terms = gradient_terms(program, table)
+    return frozenset(node for node, operands in terms.items() if is_cast or len(operands) > 1)

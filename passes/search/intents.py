@@ -33,6 +33,8 @@ ACTIVATIONS_OVER_DP = 1000.0
 # Without sequence parallelism activations over tp are summed: never scattered, and gathered only where that moves
 # less than a quarter of the bytes. The plan is the one of the paper for narrow and wide layers alike.
 GATHER_OVER_TP = 4.0
+# Of a sum of gradients that is taken before they leave.
+BEFORE_IT_LEAVES = 1.01
 # For each byte of a result that every rank computes: with sequence parallelism it lies split where that moves no more.
 BYTES_PER_REPLICA = 1 / 16
 
@@ -140,11 +142,14 @@ class Intent:
         A whole batch on every rank would save all gradients' reductions, and be data parallel no more."""
         return self.batch_split and isinstance(source, tuple) and source != target
 
-    def gradient_factor(self, source: State, target: State) -> float | None:
+    def gradient_factor(self, source: State, target: State, to_gradient: bool) -> float | None:
         """As `factor`, for a value that is, or adds up to, the gradient of a weight: over tp it is made where the
-        weight lies. Else a sum over activations could be put off to the gradient of a small table."""
+        weight lies. Else a sum over activations could be put off to the gradient of a small table. Over data axes it is
+        summed where it leaves, in a bucket, or scattered to who keeps it, if no view before that is smaller."""
         moves = source is not None and source != target
-        return None if self.weights_split and moves else 1.0
+        if self.weights_split and moves:
+            return None
+        return 1.0 if to_gradient else BEFORE_IT_LEAVES
 
 
 _DATA = Intent(batch_split=True, weights_split=False)

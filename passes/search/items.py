@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.ir.program import Input, Program, TensorType, is_getitem, operand_nodes, record
+from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record
+from autopar.passes.gradient_terms import gradient_terms, is_short
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
 from autopar.passes.search.classes import classify
@@ -52,9 +53,16 @@ class Classes:
     of_parameters: set[int]  # the classes computed from parameters alone, or with what no batch feeds
     of_batch: set[int]  # the classes computed from the batch
     of_gradients: set[int]  # the classes that are, or add up to, the gradient of a weight
-    casts: dict[int, bool]  # the casts of gradients (and of their terms); False: it is made before the sum is taken
-    sums: torch.dtype | None = None
+    of_terms: set[int]  # the classes that the terms of gradients go through, where `sums` is asked for
+    casts: set[int]  # the casts among them
+    sums: torch.dtype | None = None  # the shortest dtype in which gradients may be summed
     _users: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def is_short_term(self, source: int, result: int, user: int) -> bool:
+        """True for a term of a gradient, (class, result) as a class reads it, that is too short to be summed."""
+        if self.sums is None or user not in self.of_terms:
+            return False
+        return is_short(self.items[source].types[result].dtype, self.sums)
 
     def users(self, i: int) -> list[tuple[int, int]]:
         """The classes that use a class, with the position of the operand."""
@@ -112,7 +120,9 @@ def build_classes(
     members: dict[int, list[int]] = {}
     for i, colour in enumerate(colours):
         members.setdefault(colour, []).append(i)
-    classes = Classes([], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), {}, sums)
+    classes = Classes(
+        [], {node: colours[i] for i, node in enumerate(nodes)}, [], [], [], set(), set(), set(), set(), set(), sums
+    )
     for colour in range(len(members)):
         first = members[colour][0]
         found = tuple((colours[source], result) for source, result in sources[first])
@@ -135,7 +145,7 @@ def build_classes(
     _give_roles(classes, entries, samples)
     _find_gradient_values(classes)
     if sums is not None:
-        _find_gradient_casts(classes)
+        _find_gradient_terms(classes, program, table)
     return classes
 
 
@@ -181,22 +191,16 @@ def _find_gradient_values(classes: Classes) -> None:
             pending += [source for source, _ in classes.items[i].sources]
 
 
-def _find_gradient_casts(classes: Classes) -> None:
-    """From the gradients back through sums and views to the casts on the way. Nothing shorter than `sums` is summed."""
-    pending = [source for source, _, _ in classes.gradients]
-    known: set[int] = set()
-    while pending:
-        i = pending.pop()
-        item = classes.items[i]
-        terms = [classes.items[source].types[result] for source, result in item.sources]
-        passes = item.rule is not None and frozenset(range(len(terms))) in item.rule.linear
-        if i in known or not passes or any(term.numel != item.types[0].numel for term in terms):
+def _find_gradient_terms(classes: Classes, program: Program, table: Table) -> None:
+    """What the terms of gradients go through, and the casts among it."""
+    assert classes.sums is not None
+    for node in gradient_terms(program, table):
+        if is_getitem(node):
             continue
-        known.add(i)
-        pending += [source for source, _ in item.sources]
-        if item.node.target is torch.ops.aten._to_copy.default:
-            assert classes.sums is not None
-            classes.casts[i] = terms[0].dtype.itemsize >= classes.sums.itemsize
+        i = classes.of[node]
+        classes.of_terms.add(i)
+        if node.target is CAST:
+            classes.casts.add(i)
 
 
 def _call_key(node: fx.Node, table: Table) -> tuple[object, ...]:

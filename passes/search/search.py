@@ -282,7 +282,7 @@ def problem_of(
                 splits = {state for state in (s, t) if isinstance(state, tuple)}
                 heads = {state for state in splits if attends and intent.heads and state[0] == 1}
                 along = bool(splits) and splits <= sequences.get((source, result), set()) | heads
-                if strict and s == "sum" and s != t and not classes.casts.get(user, True):
+                if s == "sum" and s != t and classes.is_short_term(source, result, user):
                     continue  # the terms of a gradient are summed behind their cast
                 if strict and intent.only_positions and not attends and s == "sum" and joins not in (None, s != t):
                     continue  # over all axes in time at once: what one of them alone adds up is nothing to go on with
@@ -333,7 +333,7 @@ def _factor(
     attends: bool,
 ) -> float | None:  # fmt: skip
     if source in classes.of_gradients:
-        return intent.gradient_factor(state, target)
+        return intent.gradient_factor(state, target, to_gradient)
     return intent.factor(
         state, target, of_parameters=source in classes.of_parameters, to_gradient=to_gradient, along_sequence=along,
         at_attention=attends,
