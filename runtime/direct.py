@@ -69,10 +69,12 @@ _CONTIGUOUS: frozenset[Any] = frozenset(
         _aten.as_strided.default,
         _aten.as_strided_copy.default,
         _aten.as_strided_scatter.default,
-        _aten.adaptive_max_pool3d_backward.default,
-        _aten.fractional_max_pool2d_backward.default,
-        _aten.fractional_max_pool3d_backward.default,
-        _aten.linalg_matrix_exp.default,
+        _aten._embedding_bag.default,
+        _aten._embedding_bag_forward_only.default,
+        _aten._embedding_bag_backward.default,
+        _aten._embedding_bag_dense_backward.default,
+        _aten._embedding_bag_sparse_backward.default,
+        _aten._embedding_bag_per_sample_weights_backward.default,
     }
 )
 

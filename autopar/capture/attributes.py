@@ -42,6 +42,7 @@ class Attributes:
     def __init__(self, model: nn.Module) -> None:
         self.kept: dict[int, _Kept] = {}
         self.hooks: list[tuple[dict[Any, Any], set[Any]]] = []
+        self.books: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # of torch's modules, each with a copy
         self.add(model)
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
@@ -50,6 +51,7 @@ class Attributes:
         for path, module in model.named_modules(prefix=prefix):
             values = vars(module)
             if type(module).__module__.startswith("torch.nn."):  # its own books (an RNN's _flat_weights) are no state
+                self.books += [(values, name, v, v.copy()) for name, v in values.items() if type(v) is list]
                 values = {name: values[name] for name in _TENSORS}
             else:
                 self.kept[id(values)] = _Kept(path, values, {k: v for k, v in values.items() if k not in _OWN}, True)
@@ -77,6 +79,9 @@ class Attributes:
         for table, names in self.hooks:
             for name in set(table) - names:
                 del table[name]
+        for values, name, book, items in self.books:
+            book[:] = items
+            values[name] = book
         for kept in self.kept.values():
             if not any(True for _ in _changes(kept)):
                 continue

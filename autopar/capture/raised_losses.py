@@ -153,10 +153,12 @@ def embedding(
 
 
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
-    """Raise F.rms_norm, which torch takes apart but on a GPU. NotImplemented without a weight, or with one of another
-    dtype."""
+    """Raise F.rms_norm, which torch takes apart but on a GPU. NotImplemented without a weight, with one of another
+    dtype, or of complex numbers."""
     shape = tuple(normalized_shape)
     if weight is None or weight.shape != shape or input.dtype != weight.dtype or input.shape[-len(shape) :] != shape:
+        return NotImplemented
+    if input.is_complex():
         return NotImplemented
     return RMSNorm.apply(input, weight, torch.finfo(input.dtype).eps if eps is None else float(eps))
 

@@ -144,14 +144,15 @@ def istft(
 ) -> Any:  # fmt: skip
     """Raise torch.istft to the sum of its windows, over the sum of their squares. torch's own reads whether that is
     nowhere zero, and raises; here the result is not finite there."""
-    if return_complex or not input.is_complex() or input.ndim not in (2, 3):
+    is_turned = window is not None and window.is_complex()
+    if return_complex or not input.is_complex() or input.ndim not in (2, 3) or is_turned:
         return NotImplemented
     hop, win = hop_length or n_fft // 4, win_length or n_fft
     window = _padded(window, win, n_fft, input.real)
     frames = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(1, 2)
     norm = "ortho" if normalized else "backward"
-    is_half = frames.shape[-1] != n_fft if onesided is None else onesided
-    values = torch.fft.irfft(frames, n_fft, norm=norm) if is_half else torch.fft.ifft(frames, norm=norm).real
+    # Of a spectrum with both sides torch reads one: the other is taken to be its mirror image.
+    values = torch.fft.irfft(frames[..., : n_fft // 2 + 1], n_fft, norm=norm)
     squares = (window * window).expand(1, frames.shape[1], n_fft)
     y, weight = _overlapped(values * window, hop), _overlapped(squares, hop)
     start, total = n_fft // 2 if center else 0, y.shape[-1]

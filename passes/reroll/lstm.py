@@ -82,9 +82,10 @@ class _Layers:
         return None
 
     def _forward(self, node: fx.Node) -> list[fx.Node | None]:
-        given: Any = self.build.new(node.args)
-        x, w, u, b, c, h0, c0, reverse, _, _, width, _, has_biases, *_ = given
-        like, length = record(node), _shape(x)[0]
+        new: Any = self.build.new(node.args)
+        dtype, like = _dtype(record(node)), _computed(record(node))
+        x, w, u, b, c, h0, c0, reverse, _, _, width, _, has_biases, *_ = [self._as_computed(one, like) for one in new]
+        length = _shape(x)[0]
         gates = self._einsum(x, w, "tbi,gi->tbg", like)
         for bias in (b, c) if has_biases else ():
             gates = self.calls.call(aten.add.Tensor, gates, bias, like=like, shape=_shape(gates), name="add")
@@ -92,13 +93,16 @@ class _Layers:
         found = self._chain([h0, c0], [gates], u, STEP.format(width=width), reverse, types, like)
         self.forwards[node] = found
         last = 0 if reverse else length - 1
-        return [found[0], self._row(found[0], last, like), self._row(found[1], last, like), None]
+        results = [found[0], self._row(found[0], last, like), self._row(found[1], last, like)]
+        return [*(self._cast(one, dtype, like) for one in results), None]
 
     def _backward(self, node: fx.Node) -> list[fx.Node | None]:
         old: Any = node.args
-        given: Any = self.build.new(old)
+        new: Any = self.build.new(old)
+        like, wanted = _computed(record(node)), record(node).types
+        given = [self._as_computed(one, like) for one in new]
         x, w, u, _, _, h0, c0, _, _, _, grad, grad_h, grad_c, reverse, *_ = given
-        like, shape, length = record(node), (_shape(x)[0], *_shape(h0)), _shape(x)[0]
+        shape, length = (_shape(x)[0], *_shape(h0)), _shape(x)[0]
         h, c, *gates = self.forwards[old[7].args[0]]
         before = [self._before(*pair, reverse, like) for pair in ((h, h0), (c, c0))]
         zero = self.calls.number(0, like)
@@ -109,11 +113,25 @@ class _Layers:
         of_gates, of_h, of_c = self._chain(start, [grad, before[1], *gates], u, STEP_BACKWARD, not reverse, types, like)
         first = length - 1 if reverse else 0
         bias = self.calls.call(aten.sum.dim_IntList, of_gates, [0, 1], like=like, shape=(4 * shape[2],), name="sum")
-        return [
+        results = [
             self._einsum(of_gates, w, "tbg,gi->tbi", like), self._einsum(of_gates, x, "tbg,tbi->gi", like),
             self._einsum(of_gates, before[0], "tbg,tbh->gh", like), bias, bias,
             self._row(of_h, first, like), self._row(of_c, first, like),
         ]  # fmt: skip
+        return [self._cast(one, type_.dtype, like) for one, type_ in zip(results, wanted, strict=True) if type_]
+
+    def _as_computed(self, value: Any, like: Record) -> Any:
+        """An operand in the dtype of a record; what is no float stays."""
+        is_float = isinstance(value, fx.Node) and record(value).is_tensor and record(value).type.dtype.is_floating_point
+        return self._cast(value, _dtype(like), like) if is_float else value
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype, like: Record) -> fx.Node:
+        if record(value).type.dtype == dtype:
+            return value
+        known = like.with_(types=(TensorType(_shape(value), dtype),), several=False, origin="", flops=0)
+        made = self.build.call(aten._to_copy.default, value, like=known, name="cast")
+        made.kwargs = {"dtype": dtype}
+        return made
 
     def _chain(
         self, start: Any, rows: Any, weight: fx.Node, step: str, reverse: bool, types: list[TensorType], like: Record
@@ -141,6 +159,20 @@ class _Layers:
         known = _of(like, _shape(x))
         alone = self.calls.chosen(_shape(x)[0], t, x, self.calls.number(0, like), known)
         return self.calls.call(aten.sum.dim_IntList, alone, [0], like=known, shape=_shape(x)[1:], name="row")
+
+
+def _dtype(like: Record) -> torch.dtype:
+    return next(type_.dtype for type_ in like.types if type_ is not None)
+
+
+def _computed(like: Record) -> Record:
+    """A record of a layer in the dtype in which its steps are computed: of short floats torch's op, whose gradients are
+    in float32, computes in that too."""
+    if _dtype(like).itemsize >= 4:
+        return like
+    first = like.types[0]
+    assert first is not None
+    return like.with_(types=(TensorType(first.shape, torch.float32), *like.types[1:]))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

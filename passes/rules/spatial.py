@@ -79,11 +79,13 @@ def _sampled(dims: int) -> Row:
 
 
 def _sampled_backward(dims: int) -> Row:
-    """The gradient of the image is a sum over the places, that of the grid one over the channels."""
+    """The gradient of the image is a sum over the places, that of the grid one over the channels. The kernel leaves out
+    the former alone where the mask says so; the latter it always computes."""
     space, grid = " ".join(f"x{i}" for i in range(dims)), _grid(dims)
 
     def rule(call: Call) -> Rule:
-        made = [one for one, on in zip((f"n c {space}", f"n {grid} d"), call.args[6], strict=True) if on]
+        both = f"n c {space}", f"n {grid} d"
+        made = both if len(call.results) == 2 else [one for one, on in zip(both, call.args[6], strict=True) if on]
         spec = f"n c {grid}, n c {space}, n {grid} d -> {', '.join(made)}"
         return instantiate(spec, call, replicated={"d", *space.split()}, linear=({0},))
 
