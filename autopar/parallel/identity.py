@@ -56,6 +56,13 @@ def check_identity(model: nn.Module) -> list[str]:
 
 
 def _check_one(name: str, parameter: torch.Tensor) -> None:
+    if parameter.layout is not torch.strided:
+        raise AutoparError(f"the parameter '{name}' is {parameter.layout}, but only strided tensors can be split.")
+    if parameter.is_inference():
+        raise AutoparError(
+            f"the parameter '{name}' was made under torch.inference_mode(), and cannot be trained: build the model "
+            f"outside of it."
+        )
     keeps = "parallelize makes each parameter parallel in place, so that optimizers and lists that hold it stay right"
     why = fixed_by(parameter)
     if why == "class":
@@ -155,7 +162,8 @@ def _stale(what: str) -> Callable[[], AutoparError]:
 def tell_held(model: nn.Module) -> set[str]:
     """Say which parameters share their memory with other tensors, which it gives, and which are of a class of the
     user's: neither follows what they become."""
-    entries = [(entry, tensor) for entry, tensor in state_of(model).entries if tensor.device.type != "meta"]
+    known = [pair for pair in state_of(model).entries if storage_of(pair[1]) is not None]
+    entries = [(entry, tensor) for entry, tensor in known if tensor.device.type != "meta"]
     own = Counter(storage_of(tensor) for _, tensor in entries)
     parameters = [(entry, tensor) for entry, tensor in entries if entry.kind == "parameter"]
     held = [entry.name for entry, tensor in parameters if tensors_in_memory_of(tensor) > own[storage_of(tensor)]]

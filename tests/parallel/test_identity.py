@@ -73,6 +73,15 @@ def _memory(model: nn.Sequential) -> Any:
     model[1].weight.data = model[0].weight.data
 
 
+def _sparse(model: nn.Sequential) -> Any:
+    model[1].weight = nn.Parameter(model[1].weight.detach().to_sparse())
+
+
+def _inference(model: nn.Sequential) -> Any:
+    with torch.inference_mode():
+        model[1].weight = nn.Parameter(torch.ones(3, 6))
+
+
 KEEPS = "parallelize makes each parameter parallel in place, so that optimizers and lists that hold it stay right"
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "slots": (_slots, (
@@ -90,6 +99,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "attribute": (_attribute, (
         "the parameter '1.weight' has an attribute 'place', a name that parallel parameters use for themselves. Give "
         "it another name.")),
+    "sparse": (_sparse, "the parameter '1.weight' is torch.sparse_coo, but only strided tensors can be split."),
+    "inference": (_inference, (
+        "the parameter '1.weight' was made under torch.inference_mode(), and cannot be trained: build the model "
+        "outside of it.")),
     "memory of another": (_memory, (
         "the parameters '0.weight' and '1.weight' lie in the same memory, but are two objects: parallel ones would be "
         "two values. Tie them as one nn.Parameter, as in `b.weight = a.weight`; or give one of them memory of its own "
@@ -107,7 +120,7 @@ def test_what_cannot_become_parallel_is_refused_unharmed(name: str) -> None:
         parallel(model)
     assert str(caught.value) == text
     assert list(map(type, model.parameters())) == kinds
-    if name != "memory of another":
+    if name not in ("memory of another", "sparse", "inference"):
         loss_fn(model, X).backward()
         assert all(p.grad is not None for p in model.parameters())
     del kept
