@@ -103,7 +103,8 @@ class World:
             raise RankError(
                 f"'{what}' of a distributed tensor and a plain tensor of shape {mine}: the plain one must be the same "
                 f"on every rank, but rank {', '.join(map(str, different))} has other values than rank 0. "
-                f"Make it alike on all ranks (the same seed, or a broadcast)."
+                f"Make it alike on all ranks (the same seed, or a broadcast); for data of each rank's own there is "
+                f"`with model.gathered() as plain`."
             )
 
 

@@ -77,7 +77,7 @@ def _plain(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
     for _ in range(count):
-        if isinstance(model, Fused):
+        if not isinstance(model, autopar.ParallelModule):
             _loss(model, *_batch()).backward()
         else:
             model.forward_backward(*_batch())
