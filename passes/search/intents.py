@@ -71,6 +71,7 @@ class Intent:
     only_heads: bool = False  # and nothing else
     no_heads: bool = False  # attention splits none, even where other ops would
     only_positions: bool = False  # of the batch's dims the second alone is a sequence
+    in_time: bool = False  # one rank computes all parts: what is added up early is not computed again for each
 
     def states(self, role: Role) -> list[tuple[State, float]]:
         """The states that a placeholder may have, with their costs in bytes."""
@@ -149,16 +150,16 @@ class Intent:
         moves = source is not None and source != target
         if self.weights_split and moves:
             return None
-        return 1.0 if to_gradient else BEFORE_IT_LEAVES
+        return 1.0 if to_gradient or self.in_time else BEFORE_IT_LEAVES
 
 
 _DATA = Intent(batch_split=True, weights_split=False)
 _SEQUENCE = Intent(batch_split=False, weights_split=False, sequence_split=True, context=True)
 _CONTEXT = replace(_SEQUENCE, mirrored=2)
-_SLICES = replace(_SEQUENCE, only_positions=True)
+_SLICES = replace(_SEQUENCE, only_positions=True, in_time=True)
 INTENTS = {
     **dict.fromkeys(DATA_AXES, _DATA),
-    MICROBATCH: _DATA,
+    MICROBATCH: replace(_DATA, in_time=True),
     SLICE: _SLICES,
     CONTEXT: _CONTEXT,
     ULYSSES: replace(_CONTEXT, only_heads=True),
