@@ -14,6 +14,7 @@ from itertools import combinations
 import torch
 from torch import nn
 
+from autopar.capture import tables
 from autopar.capture.capture import state_of
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
@@ -211,7 +212,7 @@ def tell_moved(parameters: Mapping[str, nn.Parameter], known: Set[str]) -> None:
 def _is_computed(model: nn.Module, name: str) -> bool:
     """Whether a hook computes a plain attribute before each forward, as that of torch.nn.utils.spectral_norm."""
     path, _, attribute = name.rpartition(".")
-    hooks = model.get_submodule(path)._forward_pre_hooks.values()
+    hooks = tables.submodule(model, path)._forward_pre_hooks.values()
     return any(getattr(hook, "name", None) == attribute for hook in hooks)
 
 

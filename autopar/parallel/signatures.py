@@ -19,9 +19,8 @@ from autopar.parallel.agreement import difference
 from autopar.parallel.batches import PADDED, in_order, numbers_of, off_host, signature_lines, signature_of, tell_apart
 from autopar.parallel.digests import Digests
 from autopar.parallel.execution import Running
-from autopar.parallel.local_batch import Portion
 from autopar.parallel.partners import describe, flags_of
-from autopar.parallel.portions import Given, Portions
+from autopar.parallel.portions import Given, Portion, Portions
 from autopar.parallel.session import Session
 from autopar.parallel.variants import Variants
 from autopar.torch_compat import no_torch_function

@@ -91,7 +91,7 @@ class ParameterStore:
         """Move parameters to other layouts and stages, in place. Every rank must call this."""
         wanted = {name: (layout, owners.get(name)) for name, layout in layouts.items()}
         moved = {name: to for name, to in wanted.items() if to != (self.layouts[name], self.owners[name])}
-        parameters = {name: self.model.get_parameter(name) for name in moved}
+        parameters = {name: tables.parameter(self.model, name) for name in moved}
         if dist.get_rank() == 0:
             tell_moved(parameters, self.told)
         for name, (layout, owner) in moved.items():

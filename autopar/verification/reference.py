@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from autopar.capture import tables
-from autopar.capture.capture import LossFn
 from autopar.capture.containers import map_tensors, take_apart
 from autopar.capture.explain import line_of
 from autopar.capture.lines import quoted
-from autopar.capture.losses import split_result
+from autopar.capture.losses import LossFn, split_result
 from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
 from autopar.errors import AutoparError, CaptureError
