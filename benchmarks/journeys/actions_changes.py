@@ -61,6 +61,17 @@ def set_scale(side: Side, value: float) -> None:
     _first(side, Scale).scale = value
 
 
+@action("ready", "scale", "training", power=st.sampled_from([0, 9, 31]))
+def count_tokens(side: Side, power: int) -> list[Tensor]:
+    """An integer of a submodule, which grows before each of four steps until its square has no 64 bits."""
+    losses = []
+    for i in range(4):
+        _first(side, Scale).tokens = (i + 1) * 2**power
+        losses.append(side.forward_backward(*side.batch(ROWS, i)))
+    _first(side, Scale).tokens = 1
+    return losses
+
+
 @action("ready", "scale")
 def flip(side: Side) -> None:
     """A bool that decides which code runs."""

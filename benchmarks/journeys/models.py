@@ -141,14 +141,15 @@ class Average(nn.Module):
 
 
 class Scale(nn.Module):
-    """Reads a float attribute, a plain tensor attribute and a bool: what loops change."""
+    """Reads a float and an integer attribute, a plain tensor attribute and a bool: what loops change."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale, self.flipped, self.table = 1.5, False, torch.linspace(0.5, 1.5, width)
+        self.tokens = 1  # a count whose square has no 64 bits
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD = self.scale * x_BTD * self.table.to(x_BTD.dtype)
+        y_BTD = self.scale * x_BTD * self.table.to(x_BTD.dtype) * (1 + self.tokens * self.tokens / 1e20)
         return -y_BTD if self.flipped else y_BTD
 
 
@@ -214,7 +215,7 @@ class Chain(nn.Module):
 
 @dataclass
 class Built:
-    """A plain model in float64 with its loss. `set_beta` changes the number in the loss's closure."""
+    """A plain model with its loss. `set_beta` changes the number in the loss's closure."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -289,8 +290,13 @@ def build(setup: Values) -> Built:
     generators = [model]
     if setup.get("gan"):
         critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())
-    model = model if setup["options"].get("precision") else model.double()
+    model = model if is_single(setup) else model.double()
     return Built(model, loss_fn, set_beta, critics, generators, critic_loss)
+
+
+def is_single(setup: Values) -> bool:
+    """True for models in float32, under a precision or as they are; others are in float64."""
+    return bool(setup["options"].get("precision") or setup.get("float32"))
 
 
 def set_temperature(value: float) -> None:
@@ -306,6 +312,6 @@ def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, Tensor]:
         x, y = (torch.randint(VOCABULARY, (rows, TIME), generator=random) for _ in range(2))
         y[::3, 0] = -100  # ignored, unevenly
         return x, y
-    dtype = torch.float32 if setup["options"].get("precision") else torch.float64
+    dtype = torch.float32 if is_single(setup) else torch.float64
     x = torch.randn(rows, TIME, setup["width"], generator=random, dtype=dtype)
     return x, torch.randn(rows, TIME, 3, generator=random, dtype=dtype) + 1

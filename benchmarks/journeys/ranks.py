@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import ACTIONS, Action
-from benchmarks.journeys.compare import EXACT, HALF, ROUNDED, SHORT, ZERO, differences, unequal
+from benchmarks.journeys.compare import EXACT, HALF, ROUNDED, SHORT, SINGLE, ZERO, differences, unequal
+from benchmarks.journeys.models import is_single
 from benchmarks.journeys.side import Side, Stopped, parallel
 from benchmarks.journeys.table import load_actions
 
@@ -92,7 +93,8 @@ class Pair:
     def tolerance(self) -> float:
         setup = self.ours.setup
         precision = setup["options"].get("precision")
-        return {"bf16": SHORT, "fp16": HALF, None: ROUNDED if setup["head"] == "llama" else EXACT}[precision]
+        plain = SINGLE if setup.get("float32") else ROUNDED if setup["head"] == "llama" else EXACT
+        return {"bf16": SHORT, "fp16": HALF, None: plain}[precision]
 
     def facts(self) -> frozenset[str]:
         """What actions ask for."""
@@ -103,7 +105,7 @@ class Pair:
         axes = store.distributor.mesh.names  # of a mesh that is planned, those of the plan
         known = {
             "ready": True,
-            "exact": not setup["options"].get("precision"),
+            "exact": not is_single(setup),
             "foreign": "pp" in axes and _has_foreign_states(self.ours),
             "fp16": setup["options"].get("precision") == "fp16",
             "ranks": ranks,

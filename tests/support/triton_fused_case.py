@@ -254,6 +254,7 @@ def step() -> None:
     want = loss_fn(model, *batch)
     want.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()  # a parallel model adds to what is there
     parallel = autopar.parallelize(model, "dp=1", loss_fn=loss_fn, compile="triton")
     torch.testing.assert_close(parallel.forward_backward(*batch), want.detach())
     for name, gradient in parallel.full_gradients().items():
