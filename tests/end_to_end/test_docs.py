@@ -50,7 +50,11 @@ def test_dead_links_are_seen() -> None:
 
 def test_the_menu_has_every_page() -> None:
     menu = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
-    outside = {"index.md", "ARCHITECTURE.md", *(f"benchmarks/{page}.md" for page in ("COVERAGE", "LIBRARIES", "RESULTS"))}
+    outside = {
+        "index.md",
+        "ARCHITECTURE.md",
+        *(f"benchmarks/{page}.md" for page in ("COVERAGE", "LIBRARIES", "RESULTS")),
+    }
     assert menu - outside == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
