@@ -86,12 +86,14 @@ _KEPT = (
 
 @dataclass(slots=True)
 class Leftovers:
-    """The tensors of the runs of a capture, none of which is held here."""
+    """The tensors of the runs of a capture, none of which is held here: each by a number of its own, for an id may be
+    that of another tensor in a later run."""
 
     refs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    recipes: list[_Recipe] = field(default_factory=list)
-    values: dict[int, Tensor] = field(default_factory=dict)  # data that is known, and the user's own
-    free: set[int] = field(default_factory=set)  # of those that hang on no input
+    recipes: list[_Recipe] = field(default_factory=list)  # calls that are still to be run on data, in their order
+    known: dict[int, Tensor] = field(default_factory=dict)  # data before those calls, the user's own among it
+    free: set[int] = field(default_factory=set)  # those that hang on no input
+    _numbers: dict[int, int] = field(default_factory=dict)  # by id
 
     def dismiss(self, origins: Sequence[Origins], graphs: Iterable[torch.fx.Graph]) -> None:
         """Take over what is known of the tensors of some runs, in their order, which then know nothing any more.
@@ -100,24 +102,33 @@ class Leftovers:
             for node in graph.nodes:
                 self._note(node.meta.pop("val", None))
         found = [origin.dismiss() for origin in origins]
-        for known, _ in found:
-            for each in known:
-                self._note(each.tensor)
-                data = each.value if each.value is not None else each.original
-                if each.kinds == 0:
-                    self.free.add(id(each.tensor))
-                if each.kinds == 0 and data is not None:
-                    self.values[id(each.tensor)] = data.detach()
-        for _, calls in found:
-            for call in calls:
-                ids = tuple(map(id, call.results)), frozenset(map(id, call.written))
-                function, args, kwargs = call.asked or (call.function, call.args, call.kwargs)
-                self.recipes.append(_Recipe(function, _told(args), _told(kwargs), *ids))
+        for each in (each for known, _ in found for each in known):
+            self._note(each.tensor)
+            data = each.value if each.value is not None else each.original
+            if each.kinds == 0:
+                self.free.add(self._number(each.tensor))
+            if each.kinds == 0 and data is not None:
+                self.known[self._number(each.tensor)] = data.detach()
+        for call in (call for _, calls in found for call in calls):
+            results, written = (tuple(map(self._number, tensors)) for tensors in (call.results, call.written))
+            function, args, kwargs = call.asked or (call.function, call.args, call.kwargs)
+            self.recipes.append(_Recipe(function, self._told(args), self._told(kwargs), results, frozenset(written)))
 
     def _note(self, value: Any) -> None:
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, FakeTensor):
-                self.refs[id(tensor)] = weakref.ref(tensor)
+                self._number(tensor)
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._numbers.get(id(tensor), -1)
+        if number < 0 or self.refs[number]() is not tensor:
+            number = self._numbers[id(tensor)] = len(self.refs)
+            self.refs[number] = weakref.ref(tensor)
+        return number
+
+    def _told(self, value: Any) -> Any:
+        """Arguments with tokens for tensors without data."""
+        return _Token(self._number(value)) if isinstance(value, FakeTensor) else mapped(self._told, value)
 
     def settle(self, dtypes: tuple[torch.dtype, torch.dtype] | None, is_over: bool) -> tuple[int, int]:
         """Give data to what lives on, and take what has none out of use; how many there are of each.
@@ -160,31 +171,34 @@ class Leftovers:
 
     def _data_of(self, wanted: Iterable[int]) -> dict[int, Tensor]:
         """The values of tensors, as far as calls give them that hang on no input."""
-        due = [key for key in wanted if key not in self.values]
-        needed, calls = set(due), list[_Recipe]()
-        for recipe in reversed(self.recipes if due else []):
+        needed, calls = set(wanted), list[_Recipe]()
+        for recipe in reversed(self.recipes if needed else []):
             if not needed.isdisjoint(recipe.results) or not needed.isdisjoint(recipe.written):
                 calls.append(recipe)
                 needed.update(_tokens_in((recipe.args, recipe.kwargs)))
+        values = {key: self.known[key].clone() for key in needed if key in self.known}  # which calls may write
         for recipe in reversed(calls):
-            self._run(recipe)
-        return {key: self.values[key] for key in wanted if key in self.values}
+            _run(recipe, values)
+        return {key: values[key] for key in wanted if key in values}
 
-    def _run(self, recipe: _Recipe) -> None:
-        state = torch.default_generator.get_state()
-        try:
-            with on_data():
-                result = recipe.function(*self._given(recipe.args), **self._given(recipe.kwargs))
-        except Exception:  # what a capture could not know either
-            return
-        finally:
-            torch.default_generator.set_state(state)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        if len(made) == len(recipe.results):
-            self.values.update(zip(recipe.results, made, strict=True))
 
-    def _given(self, value: Any) -> Any:
-        return self.values[value.key] if isinstance(value, _Token) else mapped(self._given, value)
+def _run(recipe: _Recipe, values: dict[int, Tensor]) -> None:
+    """Run a call on data, and add what it gives; what has no data stays so."""
+
+    def given(value: Any) -> Any:
+        return values[value.key] if isinstance(value, _Token) else mapped(given, value)
+
+    state = torch.default_generator.get_state()
+    try:
+        with on_data():
+            result = recipe.function(*given(recipe.args), **given(recipe.kwargs))
+    except Exception:  # what a capture could not know either
+        return
+    finally:
+        torch.default_generator.set_state(state)
+    made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+    if len(made) == len(recipe.results):
+        values.update(zip(recipe.results, made, strict=True))
 
 
 def _in_tables(wanted: Mapping[int, Tensor]) -> set[int]:
@@ -197,11 +211,6 @@ def _in_tables(wanted: Mapping[int, Tensor]) -> set[int]:
             found.update(id(item) for item in inside if id(item) in wanted)
             inside = [x for item in inside if isinstance(item, (dict, tuple, list)) for x in gc.get_referents(item)]
     return found
-
-
-def _told(value: Any) -> Any:
-    """Arguments with tokens for tensors without data."""
-    return _Token(id(value)) if isinstance(value, FakeTensor) else mapped(_told, value)
 
 
 def _tokens_in(value: Any) -> set[int]:

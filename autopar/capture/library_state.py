@@ -11,6 +11,7 @@ import collections
 import ctypes
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextvars import ContextVar
@@ -104,8 +105,8 @@ def content_of(value: Any) -> Callable[[], Any] | None:
 
 
 def is_value_of_module(value: Any) -> bool:
-    """True for what is data among what a module of Python's own library holds."""
-    return not (callable(value) or isinstance(value, ModuleType))
+    """True for what is data among what a module of Python's own library holds; the table of modules is none."""
+    return not (callable(value) or isinstance(value, ModuleType) or value is sys.modules)
 
 
 def names_called(values: Mapping[str, Any], names: Set[str]) -> set[str]:

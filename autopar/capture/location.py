@@ -128,9 +128,7 @@ class Locator:
 
     def adopt(self, result: Any, place: Place) -> None:
         """Charge the backward of all autograd nodes behind `result` that are new to `place`."""
-        own = weakref.ref(
-            self
-        )  # a hook that held it would keep all nodes, and their tensors, for ever: C++ holds hooks
+        own = weakref.ref(self)  # C++ holds hooks: one that held the locator would keep all nodes for ever
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(item, torch.Tensor) or item.grad_fn is None:
                 continue

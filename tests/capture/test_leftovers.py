@@ -102,6 +102,17 @@ def in_dict(x: Tensor, tables: dict[Any, Any] = TABLES) -> Tensor:
     return x @ tables[8, x.dtype][0] + tables[8, x.dtype][1][0]
 
 
+def written_after_a_read(x: Tensor) -> Tensor:
+    """A number is read between the making of a table and a write into it."""
+    is_first = "read" not in TABLES
+    if is_first:
+        TABLES["read"] = made()
+    count = int(torch.ones(2).sum())
+    if is_first:
+        TABLES["read"].mul_(count)
+    return x @ TABLES["read"]
+
+
 def in_function(x: Tensor) -> Tensor:
     if not hasattr(in_function, "table"):
         in_function.table = made()  # type: ignore[attr-defined]
@@ -111,6 +122,7 @@ def in_function(x: Tensor) -> Tensor:
 USES: dict[str, Callable[[Tensor], Tensor]] = {
     "lru_cache": lambda x: x @ of_dtype(8, x.dtype)[0] * of_dtype(8, x.dtype)[1]["ones"],
     "cache": lambda x: x @ of_size(8)[0],
+    "written after a read": written_after_a_read,
     "cached_property": lambda x: x @ LAZY.table,
     "lru_cache of a method": lambda x: x @ LAZY.method(8),
     "global": in_global,
