@@ -42,6 +42,9 @@ def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtyp
     count = 1
     for d in dims if x.ndim else ():
         count = operator.mul(count, x.shape[d])
+    given = dtype or x.dtype
+    if given in (torch.float16, torch.bfloat16):  # as torch's kernel: the sum of many would overflow, or round twice
+        return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(given)
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
 

@@ -304,14 +304,17 @@ class RMSNorm(Function):
 class BatchNorm(Function):
     """Normalisation over all dims but 1 with the statistics of the whole batch (arXiv 1502.03167).
 
-    Returns (y, mean, biased variance). Sums and element counts are apart, so that a split batch sums right.
+    Returns (y, mean, biased variance). Sums and element counts are apart, so that a split batch sums right. Short
+    floats are computed in float32 and rounded once, as torch's kernels do: a sum of many would overflow in float16,
+    and one rounded mean is an error of the same sign in all rows.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
         dims, shape, count = _per_channel(x)
-        mean = x.sum(dims) / count
-        centred = x - mean.reshape(shape)
+        wide = widened(x)
+        mean = wide.sum(dims) / count
+        centred = wide - mean.reshape(shape)
         variance = (centred * centred).sum(dims) / count
         rstd = (variance + eps).rsqrt()
         normal = centred * rstd.reshape(shape)
@@ -320,23 +323,33 @@ class BatchNorm(Function):
             y = y * weight.reshape(shape)
         if bias is not None:
             y = y + bias.reshape(shape)
-        ctx.save_for_backward(normal, rstd, weight)
+        # What is kept of a short float is short.
+        ctx.save_for_backward(*((x, mean) if x.dtype != wide.dtype else (normal, None)), rstd, weight)
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        return y.to(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         _once("batch norm")
-        grad = grads[0]
-        normal, rstd, weight = ctx.saved_tensors
-        dims, shape, count = _per_channel(normal)
+        kept, mean, rstd, weight = ctx.saved_tensors
+        dims, shape, count = _per_channel(kept)
+        grad = widened(grads[0])
+        normal = kept if mean is None else (widened(kept) - mean.reshape(shape)) * rstd.reshape(shape)
         grad_bias = grad.sum(dims)
         grad_weight = (grad * normal).sum(dims)
         scale = rstd if weight is None else rstd * weight
         inner = grad - (grad_bias / count).reshape(shape) - normal * (grad_weight / count).reshape(shape)
-        grad_x = inner * scale.reshape(shape) if ctx.needs_input_grad[0] else None
-        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None
+        grad_x = (inner * scale.reshape(shape)).to(grads[0].dtype) if ctx.needs_input_grad[0] else None
+        if weight is None:
+            return grad_x, None, None, None
+        grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias.to(weight.dtype) if ctx.has_bias else None, None
+
+
+def widened(x: Tensor) -> Tensor:
+    """A short float in float32, in which torch's kernels add and normalise; any other tensor as it is."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < torch.float32.itemsize else x
 
 
 def _per_channel(x: Tensor) -> tuple[list[int], list[int], int]:

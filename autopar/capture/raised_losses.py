@@ -20,6 +20,7 @@ from autopar.capture.functions import (
     Pick,
     RMSNorm,
     SmoothedCrossEntropy,
+    widened,
 )
 from autopar.capture.raised_products import linear
 from autopar.ir.ops import op
@@ -171,9 +172,9 @@ def batch_norm(
     if not training:
         assert running_mean is not None and running_var is not None
         shape = [input.shape[1] if dim == 1 else 1 for dim in range(input.ndim)]
-        y = (input - running_mean.reshape(shape)) * (running_var + eps).rsqrt().reshape(shape)
+        y = (widened(input) - running_mean.reshape(shape)) * (widened(running_var) + eps).rsqrt().reshape(shape)
         y = y if weight is None else y * weight.reshape(shape)
-        return y if bias is None else y + bias.reshape(shape)
+        return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
     y, mean, variance = BatchNorm.apply(input, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         count = input.numel() // input.shape[1]
@@ -194,15 +195,16 @@ def instance_norm(
         return NotImplemented
     inner = list(range(2, input.ndim))
     count = math.prod(input.shape[2:])
-    mean = input.sum(inner, keepdim=True) / count
-    variance = (input - mean).square().sum(inner, keepdim=True) / count
+    wide = widened(input)
+    mean = wide.sum(inner, keepdim=True) / count
+    variance = (wide - mean).square().sum(inner, keepdim=True) / count
     # torch keeps the mean over the batch of what each instance would keep
     _move(running_mean, mean.flatten(1).sum(0) / len(input), momentum)
     _move(running_var, variance.flatten(1).sum(0) * (count / (count - 1) / len(input)), momentum)
     shape = [input.shape[1], *(1 for _ in inner)]
-    y = (input - mean) * (variance + eps).rsqrt()
+    y = (wide - mean) * (variance + eps).rsqrt()
     y = y if weight is None else y * weight.reshape(shape)
-    return y if bias is None else y + bias.reshape(shape)
+    return (y if bias is None else y + bias.reshape(shape)).to(input.dtype)
 
 
 def _move(running: Tensor, value: Tensor, momentum: float) -> None:
