@@ -1,5 +1,8 @@
 """Monte Carlo arithmetic: a run whose results are off by one unit in the last place, at random (Parker, 1997).
 
+A kernel rounds once what a program's ops round each: a mean over all rows that is off by one unit is the same error in
+every row, which adds up in the gradients before it. So BatchNorm, which programs take apart, is taken apart here too.
+
 What is changed is what was rounded. A whole number is exact (a mask, a count, a target of 0 or 1, a probability that
 reached 1), so it stays, and nothing becomes one: no value leaves its domain, [0, 1] or what a logarithm takes. Infinity
 and NaN stay as well, and nothing becomes infinite.
@@ -7,14 +10,17 @@ and NaN stay as well, and nothing becomes infinite.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.ir.aliasing import is_view, may_return_operand
-from autopar.torch_compat import TorchDispatchMode, no_function_modes, tree_map
+from autopar.torch_compat import TorchDispatchMode, decompositions_of, no_function_modes, tree_map
 
+aten = torch.ops.aten
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a float of so many bytes
 
 
@@ -28,10 +34,18 @@ class Rounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_function_modes():  # no cast of torch's own is the model's, nor are the numbers drawn here
+            if func in _taken_apart():
+                with self:
+                    return _taken_apart()[func](*args, **(kwargs or {}))
             found = func(*args, **(kwargs or {}))
             if not is_view(func) and not may_return_operand(func):
                 tree_map(self.units.add_to, found)
         return found
+
+
+@cache
+def _taken_apart() -> Mapping[Any, Callable[..., Any]]:
+    return decompositions_of([aten.native_batch_norm, aten.native_batch_norm_backward])
 
 
 class Units:
