@@ -61,3 +61,9 @@ class Borrowed:
             for name, (data, grad) in saved.items():
                 self.tensors[name].data = data
                 self.tensors[name].grad = grad
+
+    def take_buffers(self, other: Borrowed) -> None:
+        """Take the buffers of another side."""
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                self.values[name] = other.values[name].clone()

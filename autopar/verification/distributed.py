@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,29 +12,35 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.containers import map_tensors
-from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
 from autopar.ir.program import PARTNER
 from autopar.job import Job
 from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
+from autopar.settings import Settings
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Row, Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.noise import Trained, judged, move_away
-from autopar.verification.reference import SCALE, Plain, Reference, optimized, short_of, values_of
+from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
+from autopar.verification.reference import SCALE, Plain, Reference, Replicas, optimized, short_of, values_of
 from autopar.verification.sums import wrong_sums
 
 
-def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
+def verify_on_ranks(
+    job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64, ddp: bool = False
+) -> Report | None:
     """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
-    batch, model = job.batch, job.model
-    is_exact = short_of(options_of(**job.step)) is None
+    batch, model, options = job.batch, job.model, options_of(**job.step)
+    parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else Settings.read().world_size)
+    is_exact = short_of(options) is None
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    trial = _Trial(model, job, mesh, batch_arguments(batch), steps, seed, dtype if is_exact else None)
+    function, behind = (model.forward, 0) if job.loss_fn is None else (job.loss_fn, 1)
+    batches = batches_of(batch, parsed, options, function, behind, ddp)
+    trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_exact else None)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
         plain, trained, sums = trial.run()
         rows = trained.table.rows()
@@ -42,7 +48,7 @@ def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dty
     if dist.get_rank() != 0:
         return None
     where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
-    shown = f"{mesh_of(mesh, dist.get_world_size())} {where}"
+    shown = f"{parsed}{', as DistributedDataParallel' * (len(batches) > 1)} {where}"
     return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note, sums)
 
 
@@ -56,7 +62,7 @@ class _Trial:
     model: nn.Module
     job: Job
     mesh: str
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]  # of the loss function, behind the model
+    batches: Batches
     steps: int
     seed: int
     lift: torch.dtype | None
@@ -64,10 +70,10 @@ class _Trial:
     def run(self, is_away: bool = False) -> tuple[Reference, Trained, tuple[str, ...]]:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
-        job, (args, kwargs) = self.job, self.arguments
-        plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step))
+        job, places = self.job, len(self.batches)
+        plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places)
         parallel = self._parallel()
-        parallel.prepare(*args, **kwargs)
+        self._prepare(parallel)
         plain.borrow(parallel.programs[-1].captured.partners)
         optimizer = job.make_optimizer(optimized(parallel))
         steps, failed = [], False
@@ -75,7 +81,7 @@ class _Trial:
             given = self._step(parallel, optimizer)
             if dist.get_rank() == 0 and not failed:
                 try:
-                    steps.append(plain.step(args, kwargs, drawn))
+                    steps.append(plain.step(self.batches, drawn))
                     plain.compare(*_of_both(steps[-1], given), {})
                 except Exception:
                     if not is_away:
@@ -88,8 +94,11 @@ class _Trial:
         def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
             model = copied(self.model)
             change(model)
-            other = Plain(model, job.loss_fn, job.make_optimizer, low if is_short else None, partners)
-            return [other.step(args, kwargs, drawn) for drawn in self._seeds()]
+            short = low if is_short else None
+            other = Replicas(
+                lambda made: Plain(made, job.loss_fn, job.make_optimizer, short, partners), model, places
+            )  # fmt: skip
+            return [other.step(self.batches, drawn) for drawn in self._seeds()]
 
         if failed:
             raise ArithmeticError("the plain module takes no such numbers")
@@ -116,7 +125,7 @@ class _Trial:
 
     def _train_away(self) -> Trained | None:
         model = copied(self.model)
-        away = replace(self, model=model, arguments=move_away(model, self.arguments))
+        away = replace(self, model=model, batches=move_away(model, self.batches))
         try:
             return away.run(is_away=True)[1]
         except Exception:
@@ -134,6 +143,7 @@ class _Trial:
             copied(self.model), self.mesh, job.step,
             loss_fn=job.loss_fn, seed=self.seed, device="cpu",
             cuda_graphs="dry-run" if job.cuda_graphs else False, lift=self.lift,
+            batch="ddp" if len(self.batches) > 1 else "global",
         )  # fmt: skip
         parallel = ParallelModule(asked)
         if parallel.loss_scale is not None:
@@ -142,13 +152,41 @@ class _Trial:
 
     def _step(self, parallel: ParallelModule, optimizer: torch.optim.Optimizer) -> Values:
         """What a step on all ranks gives, with the state behind it."""
-        (args, kwargs), has_loss = self.arguments, self.job.loss_fn is not None
+        args, kwargs = self._own()
         optimizer.zero_grad()
         found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
-        found.update(values_of(parallel.last_aux if has_loss else None))
+        found.update(self._aux(values_of(parallel.last_aux if self.job.loss_fn is not None else None)))
         found.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
         optimizer.step()
         return {**found, **{("state", name): value for name, value in parallel.full_state_dict().items()}}
+
+    def _places(self) -> list[int]:
+        """The place of each rank, of whose batch it computes the step."""
+        parsed = mesh_of(self.mesh, dist.get_world_size())
+        return places_of(parsed) if len(self.batches) > 1 else [0] * parsed.size
+
+    def _own(self) -> Arguments:
+        return self.batches[self._places()[dist.get_rank()]]
+
+    def _prepare(self, parallel: ParallelModule) -> None:
+        """Make the first program: of batches of other shapes that of the first place decides how parameters lie."""
+        args, kwargs = self._own()
+        if len({shapes_of(batch) for batch in self.batches}) > 1:
+            args, kwargs = on_meta(self.batches[0])
+        parallel.prepare(*args, **kwargs)
+
+    def _aux(self, own: Values) -> Values:
+        """What comes beside the loss, of each place on every rank."""
+        if len(self.batches) == 1:
+            return own
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        places = self._places()
+        return {
+            aux_at(key, place): value
+            for place in range(len(self.batches))
+            for key, value in every[places.index(place)].items()
+        }
 
     def _seeds(self) -> list[torch.Tensor]:
         return [torch.tensor([self.seed, step]) for step in range(self.steps)]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autopar.capture.containers import take_call_apart
-from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Input, Program
 from autopar.parallel.padding import padded_part
-from autopar.runtime.inputs import StepInputs, inputs_of, slots_of
+from autopar.runtime.inputs import Source, StepInputs, inputs_of, slots_of
+from autopar.verification.places import places_of
 from autopar.verification.reference import SCALE
 
 Whole = Callable[[Input], torch.Tensor]
@@ -37,10 +37,15 @@ def whole_inputs(
     return value_of
 
 
-def scattered(program: Program, pipeline: Pipeline | None, mesh: Mesh, whole: Whole) -> list[StepInputs]:
-    """What the step of each rank begins with."""
+def scattered(program: Program, pipeline: Pipeline | None, mesh: Mesh, every: Sequence[Whole]) -> list[StepInputs]:
+    """What the step of each rank begins with. every: the whole values, or those of each place of the data axes."""
 
-    def part_of(entry: Input, layout: Layout, coord: Mapping[str, int]) -> torch.Tensor:
-        return padded_part(whole(entry), layout, program.mesh, coord)
+    def source(whole: Whole) -> Source:
+        return lambda entry, layout, coord: padded_part(whole(entry), layout, program.mesh, coord)
 
-    return [inputs_of(slots_of(program, pipeline, coord), part_of) for coord in mesh.coords()]
+    sources = [source(whole) for whole in every]
+    at = places_of(mesh) if len(every) > 1 else [0] * mesh.size
+    return [
+        inputs_of(slots_of(program, pipeline, coord), sources[place])
+        for coord, place in zip(mesh.coords(), at, strict=True)
+    ]

@@ -18,12 +18,14 @@ from autopar.capture.partners import Partner
 from autopar.capture.raising import Raise, default_dtype
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.options import StepOptions
+from autopar.parallel.own_batch import seed_of
 from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Table, Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
 from autopar.verification.noise import Limits
+from autopar.verification.places import Batches, aux_at
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SCALE = 256.0  # of the loss, where gradients in fp16 are compared
@@ -59,12 +61,17 @@ class Plain:
         self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """What a step gives."""
+        return {**self.forward_backward(args, kwargs, seed), **self.update()}
+
+    def forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """The loss, what comes beside it, and gradients."""
         of_partners: Values = {}
         with self.borrowed.used(of_partners):
-            found = self._step(args, kwargs, seed)
+            found = self._forward_backward(args, kwargs, seed)
         return {**found, **of_partners}
 
-    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+    def _forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
         self.optimizer.zero_grad()
         args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
         parameter = next(tables.parameters(self.model))
@@ -79,13 +86,33 @@ class Plain:
             if parameter.grad is not None:
                 parameter.grad /= scale
                 found["gradient", name] = parameter.grad.clone()
+        return found
+
+    def update(self) -> Values:
+        """Step the optimizer: the new weights, and the buffers."""
         self.optimizer.step()
+        found: Values = {}
         for name, parameter in tables.named_parameters(self.model):
             found["weight", name] = parameter.detach().clone()
         for name, tensor in tables.named_buffers(self.model):
             if name in self.buffers:
                 found["buffer", name] = tensor.clone()
         return found
+
+    def take_buffers(self, other: Plain) -> None:
+        """Take the buffers of another replica, as DistributedDataParallel sends them before a forward pass."""
+        known = dict(tables.named_buffers(other.model))
+        with torch.no_grad():
+            for name, tensor in tables.named_buffers(self.model):
+                if name in known:
+                    tensor.copy_(known[name])
+        self.borrowed.take_buffers(other.borrowed)
+
+    def take_gradients(self, found: Values) -> None:
+        """Take gradients in place of those of the last backward pass."""
+        for name, parameter in tables.named_parameters(self.model):
+            if ("gradient", name) in found:
+                parameter.grad = found["gradient", name].clone()
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
         """The loss, and what is returned beside it. Raises CaptureError where the module does not run in this dtype."""
@@ -105,6 +132,36 @@ class Plain:
             ) from error
 
 
+class Replicas:
+    """A module that is trained on a batch for each place, as DistributedDataParallel trains its replicas: of their
+    losses and gradients all take the mean, and they begin with the buffers of the first. A global batch has one place.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], Plain], model: nn.Module, places: int) -> None:
+        self.all = [make(model if place == 0 else copied(model)) for place in range(places)]
+
+    def step(self, batches: Batches, seed: torch.Tensor) -> Values:
+        """What a step gives; what comes beside the loss is of each place."""
+        first, *others = self.all
+        if not others:
+            return first.step(*batches[0], seed)
+        for other in others:
+            other.take_buffers(first)
+        every = [
+            replica.forward_backward(*batch, seed_of(seed, place))
+            for place, (replica, batch) in enumerate(zip(self.all, batches, strict=True))
+        ]
+        found = {key: value for key, value in every[0].items() if key[0] == "buffer"}  # of other models in the loss
+        for key in dict.fromkeys(key for values in every for key in values if key[0] in ("loss", "gradient")):
+            found[key] = torch.stack([values[key] for values in every if key in values]).sum(0) / len(every)
+        for place, values in enumerate(every):
+            found.update({aux_at(key, place): value for key, value in values.items() if key[0] == "aux"})
+        for replica in self.all:
+            replica.take_gradients(found)
+        updated = [replica.update() for replica in self.all]
+        return {**found, **updated[0]}
+
+
 class Reference:
     """What a step should give, and how far from it a step may be.
 
@@ -114,15 +171,17 @@ class Reference:
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
-        partners: tuple[Partner, ...] = (),
+        partners: tuple[Partner, ...] = (), places: int = 1,
     ) -> None:  # fmt: skip
         self.short = short_of(options)
-        exact = copied(model)
-        self.plain = Plain(
-            exact if self.short is None else module_in(exact, torch.float64), loss_fn, make, None, partners
-        )
-        low = options.low_dtype
-        self.other = Plain(copied(model), loss_fn, make, low, partners) if low else None
+        exact, low = copied(model), options.low_dtype
+        self.plain = Replicas(
+            lambda made: Plain(made, loss_fn, make, None, partners),
+            exact if self.short is None else module_in(exact, torch.float64), places,
+        )  # fmt: skip
+        self.other = None
+        if low:
+            self.other = Replicas(lambda made: Plain(made, loss_fn, make, low, partners), copied(model), places)
         self.dtype = dtype_of(model)
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
@@ -132,7 +191,8 @@ class Reference:
     def borrow(self, partners: tuple[Partner, ...]) -> None:
         """Give each side values of its own for the other models in the loss."""
         for side in filter(None, (self.plain, self.other)):
-            side.borrowed = Borrowed(partners, dtype_of(side.model))
+            for replica in side.all:
+                replica.borrowed = Borrowed(partners, dtype_of(replica.model))
 
     @property
     def note(self) -> str:
@@ -142,17 +202,17 @@ class Reference:
         told = ", or twice the error of torch.autocast" if self.other else ""
         return f"{str(self.short).removeprefix('torch.')} against float64{told}"
 
-    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+    def step(self, batches: Batches, seed: torch.Tensor) -> Values:
         """What the plain module gives."""
         self.allowed = {}
         if self.other is not None:
             try:
-                self.allowed = self.other.step(args, kwargs, seed)
+                self.allowed = self.other.step(batches, seed)
             except Exception:
                 self.other = None
         if self.short is not None:
-            args, kwargs = map_tensors(lambda leaf: cast(leaf, torch.float64), (args, dict(kwargs)))
-        return self.plain.step(args, kwargs, seed)
+            batches = map_tensors(lambda leaf: cast(leaf, torch.float64), batches)
+        return self.plain.step(batches, seed)
 
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
         """Enter a step in the table."""

@@ -17,14 +17,18 @@ from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.options import options_of
-from autopar.ir.options import StepKeywords
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import StepKeywords, StepOptions
+from autopar.ir.plan import Fixed
 from autopar.parallel.compilers import check_in_one_process
 from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, module_in
+from autopar.verification.places import Batches, batches_of, bound_by, shapes_of
 from autopar.verification.reference import OptimizerFactory, Plain, short_of
 from autopar.verification.trial import Trial
+from autopar.verification.virtual import Made
 
 __all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
 
@@ -39,6 +43,7 @@ def verify(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
+    ddp: bool = False,
     **options: Unpack[StepKeywords],
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
@@ -56,6 +61,11 @@ def verify(
     What lies within some times that is right, if it leaves something to compare, here or from other weights and another
     batch (see `noise.py`); in a short float, and where it leaves nothing, the same has to be right in float64. On a
     difference the report names the first node that differs.
+
+    ddp: compare what `parallelize(batch="ddp")` does with what DistributedDataParallel does: each place of the data
+    axes computes the loss of a batch of its own, of losses and gradients all take the mean, and buffers are those of
+    the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
+    that count samples (`batch_dims`; dim 0 where nothing is said).
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
@@ -64,18 +74,18 @@ def verify(
     given, example, model = model, batch, copied(model)
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    args, kwargs = batch_arguments(batch)
+    function, behind = (model.forward, 0) if loss_fn is None else (loss_fn, 1)
+    batches = batches_of(batch, parsed, chosen, function, behind, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, chosen, lift=lift)
-    report = verify_compiled(
-        model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
-    )
+        made = _programs(model, loss_fn, batches, parsed, chosen, lift)
+    trial = Trial(model, *made[0], loss_fn, batches, steps, optimizer or descent, seed, others=tuple(made[1:]))
+    report = _tried(trial)
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
         return report
     plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
     exact = verify(
-        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, **plainly
+        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, ddp=ddp, **plainly
     )  # fmt: skip
     rows = tuple(replace(row, ok=exact.ok if row.noise is not None else row.ok) for row in report.rows)
     return replace(report, rows=rows, mismatch=exact.mismatch)
@@ -94,7 +104,12 @@ def verify_compiled(
 ) -> Report:
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
-    trial = Trial(model, captured, compiled, loss_fn, batch_arguments(batch), steps, optimizer or descent, seed)
+    batches = (batch_arguments(batch),)
+    return _tried(Trial(model, captured, compiled, loss_fn, batches, steps, optimizer or descent, seed))
+
+
+def _tried(trial: Trial) -> Report:
+    """Compare both sides, and judge what differs."""
     reference, given = trial.compare()
     table = reference.table
     rows = table.rows()
@@ -102,7 +117,23 @@ def verify_compiled(
         rows = trial.judged_by_noise(rows, reference, given)
     mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
     dtype = reference.dtype
-    return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
+    told = f"{trial.compiled.mesh}{', as DistributedDataParallel' * bool(trial.others)}"
+    return Report(told, dtype, trial.steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
+
+
+def _programs(
+    model: nn.Module, loss_fn: LossFn | None, batches: Batches, mesh: Mesh, options: StepOptions,
+    lift: torch.dtype | None,
+) -> list[Made]:  # fmt: skip
+    """The program of each place; batches of the same shapes share one. The first one decides the layouts."""
+    fixed = Fixed(is_own=len(batches) > 1)
+    found: dict[tuple[torch.Size, ...], Made] = {}
+    for batch in batches:
+        if shapes_of(batch) not in found:
+            made = compile_step(model, loss_fn, *batch, mesh, options, lift=lift, fixed=fixed)
+            found[shapes_of(batch)] = made
+            options, fixed = bound_by(made[1], options, fixed)
+    return [found[shapes_of(batch)] for batch in batches]
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
