@@ -35,8 +35,8 @@ def verify(
         arguments += options.arguments()
 
         def verify_here() -> None:
-            job = job_of(target, running_mesh(mesh), options)
-            _finish(verify_on_ranks(job, mesh, steps, options.seed, ddp=ddp))
+            known = running_mesh(mesh)
+            _finish(verify_on_ranks(job_of(target, known, options), str(known), steps, options.seed, ddp=ddp))
 
         on_ranks(mesh, arguments, verify_here)
         return

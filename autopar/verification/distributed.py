@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,14 +17,13 @@ from autopar.ir.program import PARTNER
 from autopar.job import Job
 from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
-from autopar.settings import Settings
-from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report, Row, Values
 from autopar.verification.copies import copied
-from autopar.verification.dtypes import cast, module_in
+from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.noise import Trained, judged, move_away
 from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
-from autopar.verification.reference import SCALE, Plain, Reference, Replicas, optimized, short_of, values_of
+from autopar.verification.plain import SCALE, optimized, values_of
+from autopar.verification.reference import Reference, short_of
 from autopar.verification.sums import wrong_sums
 
 
@@ -34,12 +32,11 @@ def verify_on_ranks(
 ) -> Report | None:
     """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
     batch, model, options = job.batch, job.model, options_of(**job.step)
-    parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else Settings.read().world_size)
+    parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
     is_exact = short_of(options) is None
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    function, behind = (model.forward, 0) if job.loss_fn is None else (job.loss_fn, 1)
-    batches = batches_of(batch, parsed, options, function, behind, ddp)
+    batches = batches_of(batch, parsed, options, model, job.loss_fn, ddp)
     trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_exact else None)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
         plain, trained, sums = trial.run()
@@ -87,22 +84,9 @@ class _Trial:
                     if not is_away:
                         raise
                     failed = True  # the other ranks go on, and this one with them
-        partners = parallel.programs[-1].captured.partners
-
-        low = options_of(**job.step).low_dtype
-
-        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
-            model = copied(self.model)
-            change(model)
-            short = low if is_short else None
-            other = Replicas(
-                lambda made: Plain(made, job.loss_fn, job.make_optimizer, short, partners), model, places
-            )  # fmt: skip
-            return [other.step(self.batches, drawn) for drawn in self._seeds()]
-
         if failed:
             raise ArithmeticError("the plain module takes no such numbers")
-        trained = Trained(plain.table, steps, again, plain.limits, low)
+        trained = plain.trained(self.model, self.batches, self._seeds(), steps)
         return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
     def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -18,10 +18,11 @@ from autopar.verification.comparison import Mismatch, Row, Values
 from autopar.verification.copies import copied
 from autopar.verification.locate import locate
 from autopar.verification.noise import Trained, judged, move_away
-from autopar.verification.places import Batches
-from autopar.verification.reference import OptimizerFactory, Plain, Reference, Replicas
+from autopar.verification.places import Batches, Made
+from autopar.verification.plain import OptimizerFactory
+from autopar.verification.reference import Reference
 from autopar.verification.sums import wrong_sums
-from autopar.verification.virtual import Made, Virtual
+from autopar.verification.virtual import Virtual
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,7 @@ class Trial:
         return None
 
     def _trained(self, reference: Reference, steps: Sequence[Values]) -> Trained:
-        low = self.compiled.plan.options.low_dtype
-
-        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
-            model = copied(self.model)
-            change(model)
-            plain = Replicas(
-                lambda made: Plain(made, self.loss_fn, self.make, low if is_short else None, self.captured.partners),
-                model, len(self.batches),
-            )  # fmt: skip
-            return [plain.step(self.batches, drawn) for drawn in self._seeds()]
-
-        return Trained(reference.table, steps, again, reference.limits, low)
+        return reference.trained(self.model, self.batches, self._seeds(), steps)
 
     def _virtual(self) -> Virtual:
         kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)

@@ -12,25 +12,21 @@ from torch import nn
 
 from autopar.capture import Captured, LossFn
 from autopar.capture.containers import map_tensors
-from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.options import options_of
-from autopar.ir.mesh import Mesh
-from autopar.ir.options import StepKeywords, StepOptions
-from autopar.ir.plan import Fixed
+from autopar.ir.options import StepKeywords
 from autopar.parallel.compilers import check_in_one_process
-from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.copies import copied
-from autopar.verification.dtypes import cast, module_in
-from autopar.verification.places import Batches, batches_of, bound_by, shapes_of
-from autopar.verification.reference import OptimizerFactory, Plain, short_of
+from autopar.verification.dtypes import cast, in_dtype, module_in
+from autopar.verification.places import batches_of, programs_of, whole_batch
+from autopar.verification.plain import OptimizerFactory
+from autopar.verification.reference import short_of
 from autopar.verification.trial import Trial
-from autopar.verification.virtual import Made
 
-__all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
+__all__ = ["Report", "cast", "descent", "verify", "verify_compiled"]
 
 
 def verify(
@@ -74,11 +70,10 @@ def verify(
     given, example, model = model, batch, copied(model)
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    function, behind = (model.forward, 0) if loss_fn is None else (loss_fn, 1)
-    batches = batches_of(batch, parsed, chosen, function, behind, ddp)
+    batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        made = _programs(model, loss_fn, batches, parsed, chosen, lift)
+        made = programs_of(model, loss_fn, batches, parsed, chosen, lift)
     trial = Trial(model, *made[0], loss_fn, batches, steps, optimizer or descent, seed, others=tuple(made[1:]))
     report = _tried(trial)
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
@@ -104,8 +99,7 @@ def verify_compiled(
 ) -> Report:
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
-    batches = (batch_arguments(batch),)
-    return _tried(Trial(model, captured, compiled, loss_fn, batches, steps, optimizer or descent, seed))
+    return _tried(Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed))
 
 
 def _tried(trial: Trial) -> Report:
@@ -119,21 +113,6 @@ def _tried(trial: Trial) -> Report:
     dtype = reference.dtype
     told = f"{trial.compiled.mesh}{', as DistributedDataParallel' * bool(trial.others)}"
     return Report(told, dtype, trial.steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
-
-
-def _programs(
-    model: nn.Module, loss_fn: LossFn | None, batches: Batches, mesh: Mesh, options: StepOptions,
-    lift: torch.dtype | None,
-) -> list[Made]:  # fmt: skip
-    """The program of each place; batches of the same shapes share one. The first one decides the layouts."""
-    fixed = Fixed(is_own=len(batches) > 1)
-    found: dict[tuple[torch.Size, ...], Made] = {}
-    for batch in batches:
-        if shapes_of(batch) not in found:
-            made = compile_step(model, loss_fn, *batch, mesh, options, lift=lift, fixed=fixed)
-            found[shapes_of(batch)] = made
-            options, fixed = bound_by(made[1], options, fixed)
-    return [found[shapes_of(batch)] for batch in batches]
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -8,27 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.raising import default_dtype
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
-from autopar.ir.mesh import DATA_AXES, PIPELINE, Mesh
 from autopar.ir.program import record
-from autopar.parallel.own_batch import Together, seed_of
 from autopar.parallel.padding import beginning
-from autopar.runtime.executor import Executable, Kernels, Outputs
-from autopar.runtime.pipeline import compile_rank, outputs_of
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor import Kernels, Outputs
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
-from autopar.verification.inputs import Whole, scattered, whole_inputs
-from autopar.verification.places import Batches, aux_at, places_of
-from autopar.verification.reference import SCALE, OptimizerFactory, optimized
+from autopar.verification.inputs import Whole, outputs_on, whole_inputs
+from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
+from autopar.verification.plain import SCALE, OptimizerFactory, optimized
 
-Made = tuple[Captured, Lowered]  # a program, and what it was captured from
 OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
 
 
@@ -87,14 +81,9 @@ class Virtual:
 
     def _run(self, compiled: Lowered, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, None for those that other stages have."""
-        mesh, program, pipeline = compiled.mesh, compiled.program, compiled.pipeline
-        every = [self.whole(*batch, seed_of(seed, place)) for place, batch in enumerate(batches)]
-        inputs = scattered(program, pipeline, mesh, every)
-        if pipeline is None:
-            executable = Executable(program.graph, device=self.device, kernels=self.kernels)
-            return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
-        codes = [compile_rank(pipeline, place, None, self.device, self.kernels) for place in range(pipeline.flow.size)]
-        return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
+        seeds = seeds_of(seed, len(batches))
+        every = [self.whole(*batch, drawn) for batch, drawn in zip(batches, seeds, strict=True)]
+        return outputs_on(compiled, every, self.device, self.kernels)
 
     def _run_own(self, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, of the program and the batch of its place, with what all places have together."""
@@ -109,7 +98,7 @@ class Virtual:
             for rank, outputs in enumerate(self._run(compiled, given, seed)):
                 if by_rank[rank] in alike:
                     found[rank] = outputs
-        return _with_means(found, self.compiled, by_rank)
+        return with_means(found, self.compiled, by_rank)
 
     def _of_places(self, outputs: Sequence[Outputs]) -> Values:
         """What comes beside the loss at each place; what the program of the place reads of its batch is checked."""
@@ -117,8 +106,7 @@ class Virtual:
         by_rank = places_of(self.compiled.mesh)
         for place, (captured, compiled) in enumerate(self.programs):
             layouts = record(compiled.program.graph.output_node()).operands
-            mesh = Mesh(tuple((axis, 1 if axis in DATA_AXES else size) for axis, size in compiled.mesh.axes))
-            stage = Mesh(tuple(axis for axis in mesh.axes if axis[0] != PIPELINE))
+            mesh, stage = meshes_of_place(compiled.mesh)
             for i, (out, layout) in enumerate(zip(compiled.program.outputs, layouts, strict=True)):
                 if out.kind not in OF_A_PLACE:
                     continue
@@ -150,20 +138,3 @@ class Virtual:
         """The whole values of the inputs of a step."""
         tensors = {entry.name: tensor.detach() for entry, tensor in state_of(self.model).entries}
         return whole_inputs({**tensors, **self.partners, **self.captured.constants}, args, kwargs, seed)
-
-
-def _with_means(outputs: Sequence[Outputs], compiled: Lowered, by_rank: Sequence[int]) -> list[Outputs]:
-    """The outputs of every rank with what all places have together in them: see `own_batch.py`."""
-    together, places = Together.of(compiled.program.outputs), max(by_rank) + 1
-    groups: dict[tuple[int, ...], list[int]] = {}  # the ranks that differ in their places alone
-    for rank, coord in enumerate(compiled.mesh.coords()):
-        groups.setdefault(tuple(at for axis, at in coord.items() if axis not in DATA_AXES), []).append(rank)
-    found = [list(one) for one in outputs]
-    for ranks in groups.values():
-        shares = [together.shares(outputs[rank], places) for rank in ranks]
-        sums = [torch.stack(every).sum(0) for every in zip(*shares, strict=True)]
-        for rank in ranks:
-            together.write(outputs[rank], sums)
-            for at in together.buffers:
-                found[rank][at] = outputs[ranks[0]][at]
-    return [tuple(one) for one in found]

@@ -124,7 +124,7 @@ def test_the_mean_is_named_where_every_program_is_right(monkeypatch: pytest.Monk
 
 
 def test_one_seed_for_all_places_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "seed_of", lambda seed, place: seed)
+    monkeypatch.setattr(virtual, "seeds_of", lambda seed, count: [seed] * count)
     assert not verified("own masks", "dp=2", (4, 4), steps=1).ok
 
 
