@@ -13,11 +13,11 @@ from torch import nn
 from autopar.capture.containers import map_tensors
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
-from autopar.ir.program import PARTNER
+from autopar.errors import first_sentence
 from autopar.job import Job
 from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
-from autopar.verification.comparison import Report, Row, Values
+from autopar.verification.comparison import Exact, Report, Row, Values, of_both
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.noise import Trained, judged, move_away
@@ -30,7 +30,38 @@ from autopar.verification.sums import wrong_sums
 def verify_on_ranks(
     job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64, ddp: bool = False
 ) -> Report | None:
-    """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
+    """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere.
+
+    In a shorter float the same job runs in float64 as well: what is wrong by less than its resolution shows there.
+    """
+    example = replace(job, model=copied(job.model))
+    report = _report(job, mesh, steps, seed, dtype, ddp)
+    if _agreed(report is not None and report.is_longest):
+        return report
+    try:
+        plainly = replace(example, precision=None, reduce_dtype=torch.float32)
+        longer = _report(plainly, mesh, steps, seed, torch.float64, ddp, is_away=True)
+        exact = Exact() if longer is None else Exact(longer.rows)
+    except Exception as error:  # on rank 0 alone where the plain module does not run in float64
+        exact = Exact(failed=first_sentence(str(error)))
+    return report and replace(report, exact=exact).settled()
+
+
+class _Refused(Exception):
+    """The plain module, on rank 0, takes no such numbers or dtype."""
+
+
+def _agreed(value: bool) -> bool:
+    """What rank 0 says, on every rank."""
+    said = [value]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def _report(
+    job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype, ddp: bool, is_away: bool = False
+) -> Report | None:
+    """As `verify_on_ranks`, in one dtype. is_away: the plain module may refuse it."""
     batch, model, options = job.batch, job.model, options_of(**job.step)
     parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
     is_exact = short_of(options) is None
@@ -39,7 +70,11 @@ def verify_on_ranks(
     batches = batches_of(batch, parsed, options, model, job.loss_fn, ddp)
     trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_exact else None)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
-        plain, trained, sums = trial.run()
+        try:
+            plain, trained, sums = trial.run(is_away)
+        except _Refused:
+            _agreed(False)  # the other ranks wait for what more there is to train
+            raise
         rows = trained.table.rows()
         rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:
@@ -73,19 +108,19 @@ class _Trial:
         self._prepare(parallel)
         plain.borrow(parallel.programs[-1].captured.partners)
         optimizer = job.make_optimizer(optimized(parallel))
-        steps, failed = [], False
+        steps, failed = [], None
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
-            if dist.get_rank() == 0 and not failed:
+            if dist.get_rank() == 0 and failed is None:
                 try:
                     steps.append(plain.step(self.batches, drawn))
-                    plain.compare(*_of_both(steps[-1], given), {})
-                except Exception:
+                    plain.compare(*of_both(steps[-1], given), {})
+                except Exception as error:
                     if not is_away:
                         raise
-                    failed = True  # the other ranks go on, and this one with them
-        if failed:
-            raise ArithmeticError("the plain module takes no such numbers")
+                    failed = error  # the other ranks go on, and this one with them
+        if failed is not None:
+            raise _Refused(first_sentence(str(failed))) from failed
         trained = plain.trained(self.model, self.batches, self._seeds(), steps)
         return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
@@ -96,15 +131,15 @@ class _Trial:
         if dist.get_rank() == 0:
             if not all(row.ok for row in rows):
                 found = judged(rows, trained, self._elsewhere)
-            self._ask(False)  # nothing more
+            _agreed(False)  # nothing more
         else:
-            while self._ask(False):
+            while _agreed(False):
                 self._train_away()
         return found
 
     def _elsewhere(self) -> Trained | None:
         """What both sides give away from here, asked for by rank 0; None if the model takes no other numbers."""
-        self._ask(True)
+        _agreed(True)
         return self._train_away()
 
     def _train_away(self) -> Trained | None:
@@ -114,12 +149,6 @@ class _Trial:
             return away.run(is_away=True)[1]
         except Exception:
             return None
-
-    def _ask(self, value: bool) -> bool:
-        """Whether rank 0 asks for one more run, on every rank."""
-        said = [value]
-        dist.broadcast_object_list(said, src=0)
-        return said[0]
 
     def _parallel(self) -> ParallelModule:
         job = self.job
@@ -174,16 +203,3 @@ class _Trial:
 
     def _seeds(self) -> list[torch.Tensor]:
         return [torch.tensor([self.seed, step]) for step in range(self.steps)]
-
-
-def _of_both(expected: Values, given: Values) -> tuple[Values, Values]:
-    """What both sides have: the state under the names of weights and buffers. A buffer that is not persistent is in no
-    state dict, and plain modules in the loss are compared on the virtual mesh."""
-    found = {key: value for key, value in given.items() if key[0] != "state"}
-    found.update({
-        (kind, name): given["state", name]
-        for kind, name in expected
-        if kind in ("weight", "buffer") and ("state", name) in given
-    })  # fmt: skip
-    kept = {key for key in expected if key[0] != "buffer" or key in found}
-    return {key: expected[key] for key in expected if key in kept and not key[1].startswith(PARTNER)}, found

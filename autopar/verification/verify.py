@@ -75,7 +75,7 @@ def verify(
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
         made = programs_of(model, loss_fn, batches, parsed, chosen, lift)
     trial = Trial(model, *made[0], loss_fn, batches, steps, optimizer or descent, seed, others=tuple(made[1:]))
-    report = _tried(trial)
+    report = trial.report()
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
         return report
     plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
@@ -99,20 +99,8 @@ def verify_compiled(
 ) -> Report:
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
-    return _tried(Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed))
-
-
-def _tried(trial: Trial) -> Report:
-    """Compare both sides, and judge what differs."""
-    reference, given = trial.compare()
-    table = reference.table
-    rows = table.rows()
-    if not all(row.ok for row in rows):
-        rows = trial.judged_by_noise(rows, reference, given)
-    mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
-    dtype = reference.dtype
-    told = f"{trial.compiled.mesh}{', as DistributedDataParallel' * bool(trial.others)}"
-    return Report(told, dtype, trial.steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
+    trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
+    return trial.report().settled()
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
