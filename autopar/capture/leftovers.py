@@ -18,10 +18,11 @@ import torch
 
 from autopar.capture.captured import Captured
 from autopar.capture.origins import Origins, leaves, mapped
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.torch_compat import FakeTensor, fill_in, on_data
 
 Tensor = torch.Tensor
+Dtypes = tuple[torch.dtype, torch.dtype] | None  # captured in, and without that
 _DEPTH = 4  # of containers in tables
 _LARGE = 1 << 24  # elements of tensors that are given data though nobody may keep them: those that an error holds
 
@@ -65,9 +66,11 @@ def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype 
     dtypes = None if lift is None else (lift, torch.get_default_dtype())
     try:
         made = capture()
-    except BaseException:
-        left.settle(dtypes, is_over=False)
-        raise
+    except BaseException as error:
+        filled, _ = left.settle(dtypes, is_over=False)
+        if not filled or not isinstance(error, CaptureError):
+            raise
+        made = _again(capture, left, dtypes)
     filled, others = left.settle(dtypes, is_over=True)
     if filled:
         made = capture()
@@ -76,6 +79,16 @@ def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype 
         note = f"{others} tensor{'s' * (others > 1)} of the captured step {_KEPT}"
         made = replace(made, program=made.program.with_(notes=(*made.program.notes, note)))
     return made
+
+
+def _again(capture: Callable[[], Captured], left: Leftovers, dtypes: Dtypes) -> Captured:
+    """Capture once more what failed while the model made tables, which are there now: a number that it read of one as
+    it made that was none of a batch, and is not read again."""
+    try:
+        return capture()
+    except BaseException:
+        left.settle(dtypes, is_over=False)
+        raise
 
 
 _KEPT = (

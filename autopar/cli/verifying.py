@@ -24,16 +24,19 @@ def verify(
     mesh: MeshOption,
     steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 2,
     backend: Annotated[str, typer.Option(help="virtual (one process) or gloo (local processes)")] = "virtual",
+    ddp: Annotated[bool, typer.Option("--ddp", help='compare batch="ddp" with DistributedDataParallel')] = False,
     *,
     options: Options,
 ) -> None:
     """Compare loss, every gradient and every updated weight with one device, in float64. Exit code 1 on a mismatch."""
     check_run(options, steps)
     if backend == "gloo":
-        arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *options.arguments()]
+        arguments = ["verify", target, "--mesh", mesh, "--steps", str(steps), "--backend", "gloo", *["--ddp"] * ddp]
+        arguments += options.arguments()
 
         def verify_here() -> None:
-            _finish(verify_on_ranks(job_of(target, running_mesh(mesh), options), mesh, steps, options.seed))
+            known = running_mesh(mesh)
+            _finish(verify_on_ranks(job_of(target, known, options), str(known), steps, options.seed, ddp=ddp))
 
         on_ranks(mesh, arguments, verify_here)
         return
@@ -51,6 +54,7 @@ def verify(
             steps=steps,
             optimizer=job.optimizer,
             seed=options.seed,
+            ddp=ddp,
             **job.step,
         )
     )

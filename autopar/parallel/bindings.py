@@ -17,6 +17,7 @@ from torch import nn
 from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import padded_shape
 from autopar.ir.program import PARTNER
+from autopar.parallel.own_batch import Together
 from autopar.parallel.partners import Owners
 from autopar.parallel.store import ParameterStore
 from autopar.runtime.executor import Outputs
@@ -38,6 +39,7 @@ class Bindings:
         self._given = [(at, slot) for at, slot in enumerate(slots) if slot.entry.kind in _GIVEN]
         self._reads = [self._read(slot) for slot in slots]
         outputs = list(enumerate(compiled.program.outputs))
+        self.together = Together.of(compiled.program.outputs)
         self.losses = [at for at, out in outputs if out.kind == "loss"]
         self.guards = [at for at, out in outputs if out.kind == "guard"]
         self._buffers = [(at, out.name) for at, out in outputs if out.kind == "buffer"]
@@ -68,11 +70,6 @@ class Bindings:
             for at, name in self._foreign:
                 trained[at], values[at] = known[name], self._owners.taken(name, values[at])
         return trained, values
-
-    @property
-    def of_all(self) -> tuple[list[int], list[int]]:
-        """The outputs that are means over ranks with batches of their own: the loss and gradients; and new buffers."""
-        return [*self.losses, *self._gradients], [at for at, _ in self._buffers]
 
     def write_buffers(self, outputs: Outputs) -> None:
         """Buffers take the values that the step gave them."""

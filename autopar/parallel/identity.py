@@ -132,15 +132,16 @@ def make_parallel(name: str, tensor: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def lay_out(name: str, parameter: torch.Tensor, made: torch.Tensor) -> None:
-    """Let a parallel parameter become the same in another layout. Its gradient stays where it lies: the next one is
-    added to it there."""
+    """Let a parallel parameter become the same in another layout, and with it a gradient that every rank holds whole:
+    each keeps its part. One that lies split already stays where it lies, since no rank may have to wait for others that
+    have none: the next one is added to it there."""
     if hooked_together(parameter):
         raise AutoparError(
             f"register_multi_grad_hook was called on the parameter '{name}' before its layout was decided: it keeps "
             f"autograd nodes that the parameter has no more. Register it after the first step, or after prepare()."
         )
     made.requires_grad_(parameter.requires_grad)
-    made.grad = parameter.grad
+    made.grad = _laid_out(parameter.grad, made)
     try:
         become(parameter, made, _stale(f"from '{name}' before its layout was decided"))
     except RuntimeError as error:
@@ -148,6 +149,19 @@ def lay_out(name: str, parameter: torch.Tensor, made: torch.Tensor) -> None:
             f"the parameter '{name}' cannot take its layout in place: torch holds a weak reference to it "
             f"(torch._C._WeakTensorRef). Delete it, or use weakref.ref of Python."
         ) from error
+
+
+def _laid_out(grad: torch.Tensor | None, made: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter as that becomes `made`: the same object, as far as torch lets it become another."""
+    if not isinstance(grad, ParameterTensor) or not isinstance(made, ParameterTensor) or grad.place is made.place:
+        return grad
+    if not grad.place.is_replicated:
+        return grad
+    part = made.around(made.place.part(local_of(grad)), made.place, made.shape)
+    if fixed_by(grad) is not None:
+        return part
+    become(grad, part, RuntimeError)
+    return grad
 
 
 def _stale(what: str) -> Callable[[], AutoparError]:

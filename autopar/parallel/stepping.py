@@ -16,14 +16,12 @@ from autopar.ir.layout import Layout, local_part
 from autopar.ir.program import Input, record
 from autopar.parallel.execution import Running
 from autopar.parallel.gradients import finished, guarded
-from autopar.parallel.own_batch import means
+from autopar.parallel.own_batch import means, seed_of
 from autopar.parallel.parameter import accumulate, drop_gradients
 from autopar.parallel.portions import Given
 from autopar.parallel.session import Session
 from autopar.runtime import host
 from autopar.runtime.inputs import StepInputs
-
-_APART = 1 << 32  # between the seeds of ranks that draw numbers of their own
 
 
 def train_step(
@@ -78,7 +76,7 @@ def run_step(session: Session, running: Running, given: Given, is_step: bool) ->
     with default_dtype(lift) if lift is not None else nullcontext():
         outputs = running.run(_inputs(session, running, given, is_step))
     check_reads(running.captured.reads, [outputs[at] for at in running.bound.guards])
-    return means(outputs, running.bound, session.world) if session.settings.is_own else outputs
+    return means(outputs, running.bound.together, session.world) if session.settings.is_own else outputs
 
 
 def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> StepInputs:
@@ -97,7 +95,7 @@ def _inputs(session: Session, running: Running, given: Given, is_step: bool) -> 
             return torch.full((), scale.scale if scale else 1.0, device=device)  # no copy: it would wait for the device
         if entry.kind == "seed":
             drawn = random.tensor(device, is_step)
-            return drawn + drawn.new_tensor([world.place, 0]) * _APART if session.settings.is_own else drawn
+            return seed_of(drawn, world.place) if session.settings.is_own else drawn
         leaf = int(entry.name)
         if portion is not None and leaf not in gathered and leaf in portion.leaves:
             layout = portion.within(layout, world)

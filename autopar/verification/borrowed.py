@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture.capture import state_of
-from autopar.capture.partners import Inlined, Partner, check_plain, variables
+from autopar.capture.partners import Partner
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import cast
-
-
-@contextmanager
-def in_dtype(model: nn.Module, loss_fn: Callable[..., Any] | None, dtype: torch.dtype) -> Iterator[None]:
-    """As long as the context lasts, the modules that a loss function knows beside the model are in a dtype."""
-    own = {id(tensor) for _, tensor in state_of(model).entries}
-    known = {id(value): value for _, value in variables(loss_fn) if isinstance(value, nn.Module)}
-    saved = []
-    for module in known.values():
-        if isinstance(module, Inlined):
-            check_plain(module)
-        for _, tensor in state_of(module).entries:
-            if id(tensor) not in own and (tensor.is_floating_point() or tensor.is_complex()):
-                saved.append((tensor, tensor.data))
-                tensor.data = cast(tensor.data, dtype)
-    try:
-        yield
-    finally:
-        for tensor, data in reversed(saved):
-            tensor.data = data
 
 
 class Borrowed:
@@ -61,3 +40,9 @@ class Borrowed:
             for name, (data, grad) in saved.items():
                 self.tensors[name].data = data
                 self.tensors[name].grad = grad
+
+    def take_buffers(self, other: Borrowed) -> None:
+        """Take the buffers of another side."""
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                self.values[name] = other.values[name].clone()

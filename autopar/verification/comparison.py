@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+from autopar.ir.program import PARTNER
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 Key = tuple[str, str]
@@ -64,6 +66,29 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Exact:
+    """What the programs give in float64. failed: why they did not run there."""
+
+    rows: tuple[Row, ...] = ()
+    failed: str = ""
+    mismatch: Mismatch | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        return not all(row.ok for row in self.rows)
+
+    def lines(self, width: int) -> list[str]:
+        """What a report says of it."""
+        if self.failed:
+            return [f"not compared in float64, where the programs do not run: {self.failed}"]
+        wrong = [
+            f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  WRONG in float64" for row in self.rows if not row.ok
+        ]
+        most = max((row.error for row in self.rows), default=0.0)
+        return [*wrong, f"the same in float64: {'NOT EQUAL' if wrong else 'all equal'}, max error {most:.2e}"]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found; prints as a table."""
 
@@ -75,18 +100,34 @@ class Report:
     mismatch: Mismatch | None = None
     note: str = ""  # what was compared with what, if not equals in one dtype
     sums: tuple[str, ...] = ()  # a line for each sum of gradients in a dtype that was not asked for
+    exact: Exact | None = None  # of the same programs in float64, where the dtype is shorter
 
     @property
     def ok(self) -> bool:
-        return all(row.ok for row in self.rows) and not self.sums
+        return all(row.ok for row in self.rows) and not self._is_wrong and not self.sums
+
+    @property
+    def _is_wrong(self) -> bool:
+        return self.exact is not None and self.exact.is_wrong
+
+    @property
+    def is_longest(self) -> bool:
+        """Whether the programs compute in float64. Any other hides what is wrong by less than its resolution."""
+        return self.dtype == torch.float64 and not self.note
 
     @property
     def asks_longer_float(self) -> bool:
         """True where a longer float has to tell: of all that is wrong noise leaves nothing to compare, or it excused
-        something in a short float, of which a sum that is left out may be as little."""
-        is_short = self.dtype.itemsize < torch.float32.itemsize or bool(self.note)
-        asks = not self.ok or (is_short and any(row.noise is not None for row in self.rows))
-        return asks and not self.sums and all(row.ok or row.is_open for row in self.rows)
+        something in a short float whose programs do not run in float64."""
+        is_left = self.exact is not None and bool(self.exact.failed) and any(row.noise is not None for row in self.rows)
+        asks = is_left or not all(row.ok for row in self.rows)
+        return asks and all(row.ok or row.is_open for row in self.rows) and not self._is_wrong and not self.sums
+
+    def settled(self) -> Report:
+        """The same, with what noise left open decided by the programs in float64."""
+        if not self.asks_longer_float or self.exact is None or self.exact.failed:
+            return self
+        return replace(self, rows=tuple(replace(row, ok=True) for row in self.rows), mismatch=None)
 
     @property
     def max_error(self) -> float:
@@ -103,6 +144,7 @@ class Report:
             if row.noise is not None:
                 told += f"{': as exact as the model allows,' if row.ok else ''}  rounding alone gives {row.noise:.2e}"
             lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
+        lines += [] if self.exact is None else self.exact.lines(width)
         excused = sum(row.ok and row.noise is not None for row in self.rows)
         equal = "all within it" if self.note else "all equal"
         equal += f", {excused} of {len(self.rows)} as exactly as the model allows" if excused else ""
@@ -220,3 +262,16 @@ def _wide(value: torch.Tensor) -> torch.dtype:
 def _worse(a: float, b: float) -> float:
     """The larger one; NaN is the worst."""
     return a if a != a or a > b else b
+
+
+def of_both(expected: Values, given: Values) -> tuple[Values, Values]:
+    """What both sides have: the state under the names of weights and buffers. A buffer that is not persistent is in no
+    state dict, and plain modules in the loss are compared on the virtual mesh."""
+    found = {key: value for key, value in given.items() if key[0] != "state"}
+    found.update({
+        (kind, name): given["state", name]
+        for kind, name in expected
+        if kind in ("weight", "buffer") and ("state", name) in given
+    })  # fmt: skip
+    kept = {key for key in expected if key[0] != "buffer" or key in found}
+    return {key: expected[key] for key in expected if key in kept and not key[1].startswith(PARTNER)}, found

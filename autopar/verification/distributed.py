@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,37 +11,76 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.containers import map_tensors
-from autopar.compiler.compile import batch_arguments
 from autopar.compiler.meshes import mesh_of
 from autopar.compiler.options import options_of
-from autopar.ir.program import PARTNER
+from autopar.errors import first_sentence
 from autopar.job import Job
 from autopar.parallel.joining import Asked
 from autopar.parallel.module import ParallelModule
-from autopar.verification.borrowed import in_dtype
-from autopar.verification.comparison import Report, Row, Values
+from autopar.verification.comparison import Exact, Report, Row, Values, of_both
 from autopar.verification.copies import copied
-from autopar.verification.dtypes import cast, module_in
+from autopar.verification.dtypes import cast, in_dtype, module_in
 from autopar.verification.noise import Trained, judged, move_away
-from autopar.verification.reference import SCALE, Plain, Reference, optimized, short_of, values_of
+from autopar.verification.places import Arguments, Batches, aux_at, batches_of, on_meta, places_of, shapes_of
+from autopar.verification.plain import SCALE, optimized, values_of
+from autopar.verification.reference import Reference, short_of
 from autopar.verification.sums import wrong_sums
 
 
-def verify_on_ranks(job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64) -> Report | None:
-    """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere."""
-    batch, model = job.batch, job.model
-    is_exact = short_of(options_of(**job.step)) is None
+def verify_on_ranks(
+    job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype = torch.float64, ddp: bool = False
+) -> Report | None:
+    """As `autopar.verify`, on this process's rank; call it on all of them. The report is rank 0's, None elsewhere.
+
+    In a shorter float the same job runs in float64 as well: what is wrong by less than its resolution shows there.
+    """
+    example = replace(job, model=copied(job.model))
+    report = _report(job, mesh, steps, seed, dtype, ddp)
+    if _agreed(report is not None and report.is_longest):
+        return report
+    try:
+        plainly = replace(example, precision=None, reduce_dtype=torch.float32)
+        longer = _report(plainly, mesh, steps, seed, torch.float64, ddp, is_away=True)
+        exact = Exact() if longer is None else Exact(longer.rows)
+    except Exception as error:  # on rank 0 alone where the plain module does not run in float64
+        exact = Exact(failed=first_sentence(str(error)))
+    return report and replace(report, exact=exact).settled()
+
+
+class _Refused(Exception):
+    """The plain module, on rank 0, takes no such numbers or dtype."""
+
+
+def _agreed(value: bool) -> bool:
+    """What rank 0 says, on every rank."""
+    said = [value]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def _report(
+    job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype, ddp: bool, is_away: bool = False
+) -> Report | None:
+    """As `verify_on_ranks`, in one dtype. is_away: the plain module may refuse it."""
+    batch, model, options = job.batch, job.model, options_of(**job.step)
+    parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
+    is_exact = short_of(options) is None
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    trial = _Trial(model, job, mesh, batch_arguments(batch), steps, seed, dtype if is_exact else None)
+    batches = batches_of(batch, parsed, options, model, job.loss_fn, ddp)
+    trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_exact else None)
     with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
-        plain, trained, sums = trial.run()
+        try:
+            plain, trained, sums = trial.run(is_away)
+        except _Refused:
+            _agreed(False)  # the other ranks wait for what more there is to train
+            raise
         rows = trained.table.rows()
         rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:
         return None
     where = "over gloo" if job.compile is None else f"over gloo, compiled by {job.compile}"
-    shown = f"{mesh_of(mesh, dist.get_world_size())} {where}"
+    shown = f"{parsed}{', as DistributedDataParallel' * (len(batches) > 1)} {where}"
     return Report(shown, plain.dtype, steps, trained.table.tolerance, rows, None, plain.note, sums)
 
 
@@ -56,7 +94,7 @@ class _Trial:
     model: nn.Module
     job: Job
     mesh: str
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]  # of the loss function, behind the model
+    batches: Batches
     steps: int
     seed: int
     lift: torch.dtype | None
@@ -64,36 +102,26 @@ class _Trial:
     def run(self, is_away: bool = False) -> tuple[Reference, Trained, tuple[str, ...]]:
         """Train both sides. The table, and what the plain module gave, are rank 0's; with the sums of gradients that
         have another dtype than was asked for. is_away: where the model may refuse the numbers."""
-        job, (args, kwargs) = self.job, self.arguments
-        plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step))
+        job, places = self.job, len(self.batches)
+        plain = Reference(self.model, job.loss_fn, job.make_optimizer, options_of(**job.step), places=places)
         parallel = self._parallel()
-        parallel.prepare(*args, **kwargs)
+        self._prepare(parallel)
         plain.borrow(parallel.programs[-1].captured.partners)
         optimizer = job.make_optimizer(optimized(parallel))
-        steps, failed = [], False
+        steps, failed = [], None
         for drawn in self._seeds():
             given = self._step(parallel, optimizer)
-            if dist.get_rank() == 0 and not failed:
+            if dist.get_rank() == 0 and failed is None:
                 try:
-                    steps.append(plain.step(args, kwargs, drawn))
-                    plain.compare(*_of_both(steps[-1], given), {})
-                except Exception:
+                    steps.append(plain.step(self.batches, drawn))
+                    plain.compare(*of_both(steps[-1], given), {})
+                except Exception as error:
                     if not is_away:
                         raise
-                    failed = True  # the other ranks go on, and this one with them
-        partners = parallel.programs[-1].captured.partners
-
-        low = options_of(**job.step).low_dtype
-
-        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
-            model = copied(self.model)
-            change(model)
-            other = Plain(model, job.loss_fn, job.make_optimizer, low if is_short else None, partners)
-            return [other.step(args, kwargs, drawn) for drawn in self._seeds()]
-
-        if failed:
-            raise ArithmeticError("the plain module takes no such numbers")
-        trained = Trained(plain.table, steps, again, plain.limits, low)
+                    failed = error  # the other ranks go on, and this one with them
+        if failed is not None:
+            raise _Refused(first_sentence(str(failed))) from failed
+        trained = plain.trained(self.model, self.batches, self._seeds(), steps)
         return plain, trained, wrong_sums(parallel.programs[-1].compiled)
 
     def judged_by_noise(self, rows: tuple[Row, ...], trained: Trained) -> tuple[Row, ...]:
@@ -103,30 +131,24 @@ class _Trial:
         if dist.get_rank() == 0:
             if not all(row.ok for row in rows):
                 found = judged(rows, trained, self._elsewhere)
-            self._ask(False)  # nothing more
+            _agreed(False)  # nothing more
         else:
-            while self._ask(False):
+            while _agreed(False):
                 self._train_away()
         return found
 
     def _elsewhere(self) -> Trained | None:
         """What both sides give away from here, asked for by rank 0; None if the model takes no other numbers."""
-        self._ask(True)
+        _agreed(True)
         return self._train_away()
 
     def _train_away(self) -> Trained | None:
         model = copied(self.model)
-        away = replace(self, model=model, arguments=move_away(model, self.arguments))
+        away = replace(self, model=model, batches=move_away(model, self.batches))
         try:
             return away.run(is_away=True)[1]
         except Exception:
             return None
-
-    def _ask(self, value: bool) -> bool:
-        """Whether rank 0 asks for one more run, on every rank."""
-        said = [value]
-        dist.broadcast_object_list(said, src=0)
-        return said[0]
 
     def _parallel(self) -> ParallelModule:
         job = self.job
@@ -134,6 +156,7 @@ class _Trial:
             copied(self.model), self.mesh, job.step,
             loss_fn=job.loss_fn, seed=self.seed, device="cpu",
             cuda_graphs="dry-run" if job.cuda_graphs else False, lift=self.lift,
+            batch="ddp" if len(self.batches) > 1 else "global",
         )  # fmt: skip
         parallel = ParallelModule(asked)
         if parallel.loss_scale is not None:
@@ -142,26 +165,41 @@ class _Trial:
 
     def _step(self, parallel: ParallelModule, optimizer: torch.optim.Optimizer) -> Values:
         """What a step on all ranks gives, with the state behind it."""
-        (args, kwargs), has_loss = self.arguments, self.job.loss_fn is not None
+        args, kwargs = self._own()
         optimizer.zero_grad()
         found: Values = {("loss", "loss"): parallel.forward_backward(*args, **kwargs).detach()}
-        found.update(values_of(parallel.last_aux if has_loss else None))
+        found.update(self._aux(values_of(parallel.last_aux if self.job.loss_fn is not None else None)))
         found.update({("gradient", name): value for name, value in parallel.full_gradients().items()})
         optimizer.step()
         return {**found, **{("state", name): value for name, value in parallel.full_state_dict().items()}}
 
+    def _places(self) -> list[int]:
+        """The place of each rank, of whose batch it computes the step."""
+        parsed = mesh_of(self.mesh, dist.get_world_size())
+        return places_of(parsed) if len(self.batches) > 1 else [0] * parsed.size
+
+    def _own(self) -> Arguments:
+        return self.batches[self._places()[dist.get_rank()]]
+
+    def _prepare(self, parallel: ParallelModule) -> None:
+        """Make the first program: of batches of other shapes that of the first place decides how parameters lie."""
+        args, kwargs = self._own()
+        if len({shapes_of(batch) for batch in self.batches}) > 1:
+            args, kwargs = on_meta(self.batches[0])
+        parallel.prepare(*args, **kwargs)
+
+    def _aux(self, own: Values) -> Values:
+        """What comes beside the loss, of each place on every rank."""
+        if len(self.batches) == 1:
+            return own
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        places = self._places()
+        return {
+            aux_at(key, place): value
+            for place in range(len(self.batches))
+            for key, value in every[places.index(place)].items()
+        }
+
     def _seeds(self) -> list[torch.Tensor]:
         return [torch.tensor([self.seed, step]) for step in range(self.steps)]
-
-
-def _of_both(expected: Values, given: Values) -> tuple[Values, Values]:
-    """What both sides have: the state under the names of weights and buffers. A buffer that is not persistent is in no
-    state dict, and plain modules in the loss are compared on the virtual mesh."""
-    found = {key: value for key, value in given.items() if key[0] != "state"}
-    found.update({
-        (kind, name): given["state", name]
-        for kind, name in expected
-        if kind in ("weight", "buffer") and ("state", name) in given
-    })  # fmt: skip
-    kept = {key for key in expected if key[0] != "buffer" or key in found}
-    return {key: expected[key] for key in expected if key in kept and not key[1].startswith(PARTNER)}, found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 from autopar.capture import tables
+from autopar.capture.capture import state_of
+from autopar.capture.partners import Inlined, check_plain, variables
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
@@ -35,3 +39,23 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype that a model computes in, of its first parameter; of a complex one that of its parts."""
     dtype = next(tables.parameters(model)).dtype
     return dtype.to_real() if dtype.is_complex else dtype
+
+
+@contextmanager
+def in_dtype(model: nn.Module, loss_fn: Callable[..., Any] | None, dtype: torch.dtype) -> Iterator[None]:
+    """As long as the context lasts, the modules that a loss function knows beside the model are in a dtype."""
+    own = {id(tensor) for _, tensor in state_of(model).entries}
+    known = {id(value): value for _, value in variables(loss_fn) if isinstance(value, nn.Module)}
+    saved = []
+    for module in known.values():
+        if isinstance(module, Inlined):
+            check_plain(module)
+        for _, tensor in state_of(module).entries:
+            if id(tensor) not in own and (tensor.is_floating_point() or tensor.is_complex()):
+                saved.append((tensor, tensor.data))
+                tensor.data = cast(tensor.data, dtype)
+    try:
+        yield
+    finally:
+        for tensor, data in reversed(saved):
+            tensor.data = data

@@ -69,7 +69,7 @@ def _parts(final: Program, whole: Whole, expected: Mapping[str, torch.Tensor], d
         if isinstance(value, torch.Tensor) and record(node).origin in expected:
             found.setdefault(node, [None] * final.mesh.size)[rank] = value  # type: ignore[list-item]
 
-    inputs = [given.values() for given in scattered(final, None, final.mesh, whole)]
+    inputs = [given.values() for given in scattered(final, None, final.mesh, [whole])]
     with suppress(RuntimeError):  # the values up to there say enough
         VirtualMesh(final.mesh).run(Executable(final.graph, device=device), inputs, collect)
     return found

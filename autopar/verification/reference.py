@@ -1,108 +1,23 @@
-"""The plain module on one device, as the other side of `verify`: in one dtype, or as torch.autocast runs it."""
+"""The other side of `verify`: what a step should give, and how far from it a step may be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from autopar.capture import tables
-from autopar.capture.containers import map_tensors, take_apart
-from autopar.capture.explain import line_of
-from autopar.capture.lines import quoted
-from autopar.capture.losses import LossFn, split_result
+from autopar.capture.containers import map_tensors
+from autopar.capture.losses import LossFn
 from autopar.capture.partners import Partner
-from autopar.capture.raising import Raise, default_dtype
-from autopar.errors import AutoparError, CaptureError
 from autopar.ir.options import StepOptions
-from autopar.torch_compat import backward
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Table, Values
 from autopar.verification.copies import copied
 from autopar.verification.dtypes import cast, dtype_of, module_in
-from autopar.verification.noise import Limits
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SCALE = 256.0  # of the loss, where gradients in fp16 are compared
-
-
-_DTYPE = (
-    "Where it runs without autopar: verify computes in {}, so give what the model makes itself the dtype of its "
-    "operands (dtype=x.dtype), or compare in {}: verify(..., dtype=torch.{})."
-)
-
-
-def optimized(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module that an optimizer steps."""
-    return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
-
-
-def values_of(aux: Any) -> Values:
-    """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
-    tensors = take_apart(aux, lenient=True).tensors()
-    return {("aux", str(i)): tensor.detach().clone() for i, tensor in tensors}
-
-
-class Plain:
-    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
-        partners: tuple[Partner, ...] = (),
-    ) -> None:  # fmt: skip
-        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
-        self.optimizer = make(optimized(model))
-        self.borrowed = Borrowed(partners, dtype_of(model))
-        self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
-
-    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
-        of_partners: Values = {}
-        with self.borrowed.used(of_partners):
-            found = self._step(args, kwargs, seed)
-        return {**found, **of_partners}
-
-    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
-        self.optimizer.zero_grad()
-        args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
-        parameter = next(tables.parameters(self.model))
-        dtype, low = dtype_of(self.model), self.autocast
-        scale = SCALE if low is torch.float16 else 1.0
-        with default_dtype(dtype), Raise(None, seed, None if low else dtype):
-            with torch.autocast(parameter.device.type, low) if low else nullcontext():
-                loss, aux = self._forward(args, kwargs, dtype)
-            backward(loss * scale if scale != 1.0 else loss)
-        found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
-        for name, parameter in tables.named_parameters(self.model):
-            if parameter.grad is not None:
-                parameter.grad /= scale
-                found["gradient", name] = parameter.grad.clone()
-        self.optimizer.step()
-        for name, parameter in tables.named_parameters(self.model):
-            found["weight", name] = parameter.detach().clone()
-        for name, tensor in tables.named_buffers(self.model):
-            if name in self.buffers:
-                found["buffer", name] = tensor.clone()
-        return found
-
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-        """The loss, and what is returned beside it. Raises CaptureError where the module does not run in this dtype."""
-        function = self.loss_fn or nn.Module.__call__
-        try:
-            return split_result(function(self.model, *args, **kwargs), self.loss_fn)
-        except AutoparError:
-            raise
-        except Exception as error:
-            line = line_of(error)
-            where = f", at {quoted(line)}" if line else ": "
-            first = str(error).strip().split("\n")[0]
-            name, other = str(dtype).removeprefix("torch."), "float32" if dtype is torch.float64 else "float64"
-            raise CaptureError(
-                f"the plain model fails in {name}{where}{type(error).__name__}: {first}. "
-                f"{_DTYPE.format(name, 'its own' if dtype is torch.float64 else other, other)}"
-            ) from error
+from autopar.verification.noise import Limits, Trained
+from autopar.verification.places import Batches
+from autopar.verification.plain import OptimizerFactory, Plain, Replicas
 
 
 class Reference:
@@ -114,15 +29,13 @@ class Reference:
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, options: StepOptions,
-        partners: tuple[Partner, ...] = (),
+        partners: tuple[Partner, ...] = (), places: int = 1,
     ) -> None:  # fmt: skip
-        self.short = short_of(options)
+        self.short, self.low = short_of(options), options.low_dtype
+        self.loss_fn, self.make, self.partners, self.places = loss_fn, make, partners, places
         exact = copied(model)
-        self.plain = Plain(
-            exact if self.short is None else module_in(exact, torch.float64), loss_fn, make, None, partners
-        )
-        low = options.low_dtype
-        self.other = Plain(copied(model), loss_fn, make, low, partners) if low else None
+        self.plain = self.anew(exact if self.short is None else module_in(exact, torch.float64), None)
+        self.other = self.anew(copied(model), self.low) if self.low else None
         self.dtype = dtype_of(model)
         sums_are_short = options.reduce_dtype.itemsize < 4
         self.table = Table.of(self.dtype) if self.short is None else Table.of(self.short, 1 + sums_are_short)
@@ -131,8 +44,27 @@ class Reference:
 
     def borrow(self, partners: tuple[Partner, ...]) -> None:
         """Give each side values of its own for the other models in the loss."""
+        self.partners = partners
         for side in filter(None, (self.plain, self.other)):
-            side.borrowed = Borrowed(partners, dtype_of(side.model))
+            for replica in side.all:
+                replica.borrowed = Borrowed(partners, dtype_of(replica.model))
+
+    def anew(self, model: nn.Module, low: torch.dtype | None) -> Replicas:
+        """A module to train as this side does, under torch.autocast in a dtype if there is one."""
+        return Replicas(lambda one: Plain(one, self.loss_fn, self.make, low, self.partners), model, self.places)
+
+    def trained(
+        self, model: nn.Module, batches: Batches, seeds: Sequence[torch.Tensor], steps: Sequence[Values]
+    ) -> Trained:
+        """The table so far, with what measures how far rounding moves it. steps: what the plain module gave."""
+
+        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
+            changed = copied(model)
+            change(changed)
+            plain = self.anew(changed, self.low if is_short else None)
+            return [plain.step(batches, drawn) for drawn in seeds]
+
+        return Trained(self.table, steps, again, self.limits, self.low)
 
     @property
     def note(self) -> str:
@@ -142,17 +74,17 @@ class Reference:
         told = ", or twice the error of torch.autocast" if self.other else ""
         return f"{str(self.short).removeprefix('torch.')} against float64{told}"
 
-    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+    def step(self, batches: Batches, seed: torch.Tensor) -> Values:
         """What the plain module gives."""
         self.allowed = {}
         if self.other is not None:
             try:
-                self.allowed = self.other.step(args, kwargs, seed)
+                self.allowed = self.other.step(batches, seed)
             except Exception:
                 self.other = None
         if self.short is not None:
-            args, kwargs = map_tensors(lambda leaf: cast(leaf, torch.float64), (args, dict(kwargs)))
-        return self.plain.step(args, kwargs, seed)
+            batches = map_tensors(lambda leaf: cast(leaf, torch.float64), batches)
+        return self.plain.step(batches, seed)
 
     def compare(self, expected: Values, given: Values, replicas: Mapping[tuple[str, str], float]) -> None:
         """Enter a step in the table."""

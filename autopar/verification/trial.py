@@ -2,91 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import nn
 
-from autopar.capture import Captured, tables
-from autopar.capture.capture import LossFn
+from autopar.capture import Captured, LossFn, tables
 from autopar.compiler.lowered import Lowered
+from autopar.errors import first_sentence
 from autopar.parallel.compilers import kernels_of
-from autopar.verification.comparison import Mismatch, Row, Values
+from autopar.verification.comparison import Exact, Mismatch, Report, Values
 from autopar.verification.copies import copied
+from autopar.verification.lifted import Single, all_lifted
 from autopar.verification.locate import locate
 from autopar.verification.noise import Trained, judged, move_away
-from autopar.verification.reference import OptimizerFactory, Plain, Reference
+from autopar.verification.places import Batches, Made, seeds_of
+from autopar.verification.plain import OptimizerFactory
+from autopar.verification.reference import Reference
 from autopar.verification.sums import wrong_sums
 from autopar.verification.virtual import Virtual
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What both sides are given. The model is copied by each run, and not changed."""
+    """What both sides are given. The model is copied by each run, and not changed. others: the programs of the places
+    behind the first one, where each place has a batch of its own."""
 
     model: nn.Module
     captured: Captured
     compiled: Lowered
     loss_fn: LossFn | None
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]  # of the loss function, behind the model
+    batches: Batches
     steps: int
     make: OptimizerFactory
     seed: int
+    _: KW_ONLY
+    others: tuple[Made, ...] = ()
+    is_lifted: bool = False  # to float64: beside the captured programs, see `lifted.py`
 
-    def compare(self) -> tuple[Reference, list[Values]]:
+    def lifted(self) -> Trial:
+        """The same programs in float64, beside the captured ones."""
+        programs = [(self.captured, self.compiled), *self.others]
+        model, (first, *others), batches = all_lifted(self.model, programs, self.batches)
+        return Trial(
+            model, *first, self.loss_fn, batches, self.steps, self.make, self.seed,
+            others=tuple(others), is_lifted=True,
+        )  # fmt: skip
+
+    def report(self) -> Report:
+        """Compare both sides, and judge what differs. Programs of a shorter float run in float64 as well: what is wrong
+        by less than its resolution shows there alone."""
+        reference, steps = self.compare()
+        rows, table = reference.table.rows(), reference.table
+        told = f"{self.compiled.mesh}{', as DistributedDataParallel' * bool(self.others)}"
+        found = Report(told, reference.dtype, self.steps, table.tolerance, rows, None, reference.note, self._sums())
+        if not found.is_longest:
+            found = replace(found, exact=self._exact())
+        if found.exact is not None and found.exact.is_wrong:  # no noise excuses that
+            return replace(found, mismatch=found.exact.mismatch)
+        if not all(row.ok for row in rows):
+            found = replace(found, rows=judged(rows, self._trained(reference, steps), self._elsewhere))
+        is_right = all(row.ok for row in found.rows)
+        return found if is_right else replace(found, mismatch=self.locate(table.of_nodes))
+
+    def _exact(self) -> Exact:
+        try:
+            found = self.lifted().report()
+        except Exception as error:
+            return Exact(failed=f"{type(error).__name__}: {first_sentence(str(error))}")
+        return Exact(found.rows, mismatch=found.mismatch)
+
+    def compare(self) -> tuple[Reference | Single, list[Values]]:
         """Train both sides; the reference holds the table, and beside it is what the plain module gave."""
-        options, partners = self.compiled.plan.options, self.captured.partners
-        plain = Reference(self.model, self.loss_fn, self.make, options, partners)
+        plain = self._other_side()
         virtual = self._virtual()
         steps = []
         for drawn in self._seeds():
-            expected, given = plain.step(*self.arguments, drawn), virtual.step(*self.arguments, drawn)
+            expected, given = plain.step(self.batches, drawn), virtual.step_on(self.batches, drawn)
             plain.compare(expected, given, virtual.replicas)
             steps.append(expected)
         return plain, steps
 
-    def judged_by_noise(self, rows: Sequence[Row], reference: Reference, steps: Sequence[Values]) -> tuple[Row, ...]:
-        """The rows, of which those are right that differ by rounding alone, here and elsewhere. reference, steps: what
-        `compare` gave."""
-        return judged(rows, self._trained(reference, steps), self._elsewhere)
-
-    def wrong_sums(self) -> tuple[str, ...]:
+    def _sums(self) -> tuple[str, ...]:
         """A line for each sum of gradients in another dtype than was asked for."""
-        return wrong_sums(self.compiled)
+        return () if self.is_lifted else wrong_sums(self.compiled)
 
-    def locate(self, tolerance: float) -> Mismatch | None:
-        """The first node of the first step that differs."""
+    def locate(self, tolerance: float) -> Mismatch:
+        """The first node of the first step that differs, in the program of a place after the other."""
         first = self._virtual()
-        whole = first.whole(*self.arguments, self._seeds()[0])
-        return locate(self.captured.program, self.compiled, whole, tolerance, first.dtype, first.device)
+        seeds = seeds_of(self._seeds()[0], len(self.batches))
+        for (captured, compiled), batch, seed in zip(first.programs, self.batches, seeds, strict=True):
+            whole = first.whole(*batch, seed)
+            found = locate(captured.program, compiled, whole, tolerance, first.dtype, first.device)
+            if found.node:
+                return found
+        return replace(found, text=found.text + ", or the means over all places are wrong") if self.others else found
 
     def _elsewhere(self) -> Trained | None:
         """What both sides give away from here; None if the model takes no other numbers: with specialize=True it is
         another program there, and a model may check what it is given."""
         for is_batch_fixed in (False, True):
             model = copied(self.model)
-            away = replace(self, model=model, arguments=move_away(model, self.arguments, is_batch_fixed))
+            away = replace(self, model=model, batches=move_away(model, self.batches, is_batch_fixed))
             with suppress(Exception):
                 return away._trained(*away.compare())
         return None
 
-    def _trained(self, reference: Reference, steps: Sequence[Values]) -> Trained:
-        low = self.compiled.plan.options.low_dtype
+    def _trained(self, reference: Reference | Single, steps: Sequence[Values]) -> Trained:
+        return reference.trained(self.model, self.batches, self._seeds(), steps)
 
-        def again(change: Callable[[nn.Module], None], is_short: bool) -> list[Values]:
-            model = copied(self.model)
-            change(model)
-            plain = Plain(model, self.loss_fn, self.make, low if is_short else None, self.captured.partners)
-            return [plain.step(*self.arguments, drawn) for drawn in self._seeds()]
-
-        return Trained(reference.table, steps, again, reference.limits, low)
+    def _other_side(self) -> Reference | Single:
+        if self.is_lifted:
+            return Single(self.model, [(self.captured, self.compiled), *self.others], self.make)
+        options, partners = self.compiled.plan.options, self.captured.partners
+        return Reference(self.model, self.loss_fn, self.make, options, partners, len(self.batches))
 
     def _virtual(self) -> Virtual:
+        if self.is_lifted:
+            return Virtual(copied(self.model), self.captured, self.compiled, self.make, None, self.others)
         kernels = kernels_of(self.compiled.plan.options.compile, next(tables.parameters(self.model)).device)
-        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels)
+        return Virtual(copied(self.model), self.captured, self.compiled, self.make, kernels, self.others)
 
     def _seeds(self) -> list[torch.Tensor]:
         device = next(tables.parameters(self.model)).device

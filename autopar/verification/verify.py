@@ -12,21 +12,21 @@ from torch import nn
 
 from autopar.capture import Captured, LossFn
 from autopar.capture.containers import map_tensors
-from autopar.compiler.compile import batch_arguments, compile_step
 from autopar.compiler.lowered import Lowered
 from autopar.compiler.meshes import MeshLike, mesh_of
 from autopar.compiler.models import check_model
 from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.parallel.compilers import check_in_one_process
-from autopar.verification.borrowed import in_dtype
 from autopar.verification.comparison import Report
 from autopar.verification.copies import copied
-from autopar.verification.dtypes import cast, module_in
-from autopar.verification.reference import OptimizerFactory, Plain, short_of
+from autopar.verification.dtypes import cast, in_dtype, module_in
+from autopar.verification.places import batches_of, programs_of, whole_batch
+from autopar.verification.plain import OptimizerFactory
+from autopar.verification.reference import short_of
 from autopar.verification.trial import Trial
 
-__all__ = ["Plain", "Report", "cast", "descent", "verify", "verify_compiled"]
+__all__ = ["Report", "cast", "descent", "verify", "verify_compiled"]
 
 
 def verify(
@@ -39,6 +39,7 @@ def verify(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
+    ddp: bool = False,
     **options: Unpack[StepKeywords],
 ) -> Report:
     """Train `steps` steps twice from the same weights: plainly, and with the programs of every rank of `mesh`.
@@ -54,8 +55,14 @@ def verify(
     what compile="inductor" writes runs on processes alone (`autopar verify --backend gloo`).
     Where a model enlarges rounding beyond the tolerance, the report says how far rounding alone moves the plain module.
     What lies within some times that is right, if it leaves something to compare, here or from other weights and another
-    batch (see `noise.py`); in a short float, and where it leaves nothing, the same has to be right in float64. On a
-    difference the report names the first node that differs.
+    batch (see `noise.py`); where it leaves nothing, the same has to be right in float64. In any shorter dtype than
+    float64 the programs run once more in float64, beside the captured ones (see `lifted.py`): a short float hides what
+    is wrong by less than its resolution. On a difference the report names the first node that differs.
+
+    ddp: compare what `parallelize(batch="ddp")` does with what DistributedDataParallel does: each place of the data
+    axes computes the loss of a batch of its own, of losses and gradients all take the mean, and buffers are those of
+    the first place. A list as `batch` has a batch for each place, of any sizes; any other is cut into them, on the dims
+    that count samples (`batch_dims`; dim 0 where nothing is said).
     """
     check_model(model)
     parsed, chosen = mesh_of(mesh), options_of(**options)  # what is cheap to find is found first
@@ -64,18 +71,17 @@ def verify(
     given, example, model = model, batch, copied(model)
     if is_exact:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
-    args, kwargs = batch_arguments(batch)
+    batches = batches_of(batch, parsed, chosen, model, loss_fn, ddp)
     lift = dtype if is_exact else None
     with in_dtype(model, loss_fn, dtype) if is_exact else nullcontext():
-        captured, compiled = compile_step(model, loss_fn, args, kwargs, parsed, chosen, lift=lift)
-    report = verify_compiled(
-        model, captured, compiled, loss_fn=loss_fn, batch=batch, steps=steps, optimizer=optimizer, seed=seed
-    )
+        made = programs_of(model, loss_fn, batches, parsed, chosen, lift)
+    trial = Trial(model, *made[0], loss_fn, batches, steps, optimizer or descent, seed, others=tuple(made[1:]))
+    report = trial.report()
     if not report.asks_longer_float or (is_exact and dtype is torch.float64):
         return report
     plainly: Any = {key: value for key, value in options.items() if key not in ("precision", "reduce_dtype")}
     exact = verify(
-        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, **plainly
+        given, mesh, loss_fn=loss_fn, batch=example, steps=steps, optimizer=optimizer, seed=seed, ddp=ddp, **plainly
     )  # fmt: skip
     rows = tuple(replace(row, ok=exact.ok if row.noise is not None else row.ok) for row in report.rows)
     return replace(report, rows=rows, mismatch=exact.mismatch)
@@ -94,15 +100,8 @@ def verify_compiled(
 ) -> Report:
     """As `verify`, for a program that is compiled already; `model` and `batch` have the dtype to compare in, or under a
     precision their own."""
-    trial = Trial(model, captured, compiled, loss_fn, batch_arguments(batch), steps, optimizer or descent, seed)
-    reference, given = trial.compare()
-    table = reference.table
-    rows = table.rows()
-    if not all(row.ok for row in rows):
-        rows = trial.judged_by_noise(rows, reference, given)
-    mismatch = None if all(row.ok for row in rows) else trial.locate(table.of_nodes)
-    dtype = reference.dtype
-    return Report(str(compiled.mesh), dtype, steps, table.tolerance, rows, mismatch, reference.note, trial.wrong_sums())
+    trial = Trial(model, captured, compiled, loss_fn, whole_batch(batch), steps, optimizer or descent, seed)
+    return trial.report().settled()
 
 
 def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

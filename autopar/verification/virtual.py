@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-import autopar.runtime.kernels  # noqa: F401  registers the kernels of our ops
 from autopar.capture import Captured
 from autopar.capture.capture import state_of
 from autopar.capture.raising import default_dtype
@@ -16,25 +15,28 @@ from autopar.compiler.lowered import Lowered
 from autopar.ir.layout import combine, replica_error
 from autopar.ir.program import record
 from autopar.parallel.padding import beginning
-from autopar.runtime.executor import Executable, Kernels, Outputs
-from autopar.runtime.pipeline import compile_rank, outputs_of
-from autopar.runtime.virtual import VirtualMesh
+from autopar.runtime.executor import Kernels, Outputs
 from autopar.verification.borrowed import Borrowed
 from autopar.verification.comparison import Values
 from autopar.verification.dtypes import dtype_of
-from autopar.verification.inputs import Whole, scattered, whole_inputs
-from autopar.verification.reference import SCALE, OptimizerFactory, optimized
+from autopar.verification.inputs import Whole, outputs_on, whole_inputs
+from autopar.verification.places import Batches, Made, aux_at, meshes_of_place, places_of, seeds_of, with_means
+from autopar.verification.plain import SCALE, OptimizerFactory, optimized
+
+OF_A_PLACE = ("aux", "guard")  # outputs that are not of all places together
 
 
 class Virtual:
     """The programs of all ranks on a virtual mesh; the optimizer steps on the whole parameters, as on DTensors.
-    kernels: of the programs' groups."""
+    kernels: of the programs' groups. others: the programs of the places behind the first one, where each place has a
+    batch of its own."""
 
     def __init__(
         self, model: nn.Module, captured: Captured, compiled: Lowered, make: OptimizerFactory,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None = None, others: Sequence[Made] = (),
     ) -> None:  # fmt: skip
         self.model, self.captured, self.compiled = model, captured, compiled
+        self.programs: list[Made] = [(captured, compiled), *others]
         self.optimizer = make(optimized(model))
         self.replicas: dict[tuple[str, str], float] = {}
         self.parameters, self.buffers = (
@@ -46,17 +48,24 @@ class Virtual:
         self.partners = Borrowed(captured.partners, self.dtype).values
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """What a step on a global batch gives."""
+        return self.step_on(((args, kwargs),), seed)
+
+    def step_on(self, batches: Batches, seed: torch.Tensor) -> Values:
+        """What a step gives, on one batch or on one for each place."""
         self.optimizer.zero_grad()
-        program, mesh = self.compiled.program, self.compiled.mesh
+        program, plan = self.compiled.program, self.compiled.plan
         with default_dtype(self.dtype):  # a number and a bool add up to it
-            outputs = self._run(self.whole(args, kwargs, seed))
+            outputs = self._run(self.compiled, batches, seed) if len(batches) == 1 else self._run_own(batches, seed)
         found: Values = {}
         layouts = record(program.graph.output_node()).operands
         shapes = {name: tensor.shape for name, tensor in (*self.parameters.items(), *self.partners.items())}
         for i, (out, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
-            parts = [rank[i] for rank in outputs if rank[i] is not None]
+            if out.kind in OF_A_PLACE and len(batches) > 1:
+                continue
             # the gradient of a parameter is on the ranks of one stage
-            held = mesh if len(parts) == mesh.size else self.compiled.plan.mesh_of_stage
+            parts = [rank[i] for rank in outputs if rank[i] is not None]
+            held = self.compiled.mesh if len(parts) == self.compiled.mesh.size else plan.mesh_of_stage
             if out.kind == "guard":
                 self.captured.reads[int(out.name)].check(combine(parts, layout, held))
                 continue
@@ -65,18 +74,51 @@ class Virtual:
             self.replicas[out.kind, out.name] = replica_error(parts, layout, held)
             if out.kind == "gradient" and any(entry.kind == "scale" for entry in program.inputs):
                 found[out.kind, out.name] /= SCALE
+        if len(batches) > 1:
+            found.update(self._of_places(outputs))
         self._update(found)
         return found
 
-    def _run(self, whole: Whole) -> list[Outputs]:
+    def _run(self, compiled: Lowered, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
         """The outputs of every rank, None for those that other stages have."""
-        mesh, program, pipeline = self.compiled.mesh, self.compiled.program, self.compiled.pipeline
-        inputs = scattered(program, pipeline, mesh, whole)
-        if pipeline is None:
-            executable = Executable(program.graph, device=self.device, kernels=self.kernels)
-            return VirtualMesh(mesh).run(executable, [given.values() for given in inputs])
-        codes = [compile_rank(pipeline, place, None, self.device, self.kernels) for place in range(pipeline.flow.size)]
-        return [outputs_of(finals, program.outputs) for finals in VirtualMesh(mesh).run_pipeline(codes, inputs)]
+        seeds = seeds_of(seed, len(batches))
+        every = [self.whole(*batch, drawn) for batch, drawn in zip(batches, seeds, strict=True)]
+        return outputs_on(compiled, every, self.device, self.kernels)
+
+    def _run_own(self, batches: Batches, seed: torch.Tensor) -> list[Outputs]:
+        """The outputs of every rank, of the program and the batch of its place, with what all places have together."""
+        by_rank = places_of(self.compiled.mesh)
+        found: list[Outputs] = [()] * len(by_rank)
+        for first, (_, compiled) in enumerate(self.programs):
+            if found[by_rank.index(first)]:
+                continue  # as an earlier place
+            alike = [place for place, (_, other) in enumerate(self.programs) if other is compiled]
+            # Ranks of other places, whose batches have other shapes, compute the first of these alike meanwhile.
+            given = tuple(batches[place if place in alike else first] for place in range(len(batches)))
+            for rank, outputs in enumerate(self._run(compiled, given, seed)):
+                if by_rank[rank] in alike:
+                    found[rank] = outputs
+        return with_means(found, self.compiled, by_rank)
+
+    def _of_places(self, outputs: Sequence[Outputs]) -> Values:
+        """What comes beside the loss at each place; what the program of the place reads of its batch is checked."""
+        found: Values = {}
+        by_rank = places_of(self.compiled.mesh)
+        for place, (captured, compiled) in enumerate(self.programs):
+            layouts = record(compiled.program.graph.output_node()).operands
+            mesh, stage = meshes_of_place(compiled.mesh)
+            for i, (out, layout) in enumerate(zip(compiled.program.outputs, layouts, strict=True)):
+                if out.kind not in OF_A_PLACE:
+                    continue
+                own = [rank[i] for rank, at in zip(outputs, by_rank, strict=True) if at == place]
+                parts = [part for part in own if part is not None]
+                held = mesh if len(parts) == mesh.size else stage
+                if out.kind == "guard":
+                    captured.reads[int(out.name)].check(combine(parts, layout, held))
+                    continue
+                key = aux_at((out.kind, out.name), place)
+                found[key], self.replicas[key] = combine(parts, layout, held), replica_error(parts, layout, held)
+        return found
 
     def _update(self, found: Values) -> None:
         for name, parameter in self.parameters.items():

@@ -245,6 +245,21 @@ def refused(x: Tensor) -> Tensor:
     return in_global(x) * float(x.mean())
 
 
+@functools.lru_cache
+def _of_its_sum(size: int) -> Tensor:
+    made = torch.arange(float(size)) + 1
+    return made * int(made.sum())
+
+
+def test_a_table_that_reads_a_number_as_it_is_made_is_taken() -> None:
+    x, model = torch.randn(12, 8), net(lambda x: x @ _of_its_sum(8))
+    want = loss_fn(model, x).detach()
+    _of_its_sum.cache_clear()
+    parallel = autopar.parallelize(model, "dp=1", loss_fn=loss_fn, device="cpu")
+    torch.testing.assert_close(parallel.forward_backward(x).detach(), want)
+    torch.testing.assert_close(_of_its_sum(8), (torch.arange(8.0) + 1) * 36)
+
+
 def test_a_capture_that_is_refused_leaves_data() -> None:
     forget()
     x, model = torch.randn(12, 8), net(refused)

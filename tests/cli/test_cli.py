@@ -138,6 +138,11 @@ def test_verify(jobs: Path):
     assert "all equal" in done.stdout and "gradient  0.weight" in done.stdout
 
 
+def test_verify_as_ddp(jobs: Path):
+    done = here("verify", f"{jobs}:job", "--mesh", "dp=2", "--ddp")
+    assert done.returncode == 0 and "dp=2, as DistributedDataParallel" in done.stdout, done.stderr
+
+
 def test_groups_of_ops_run_on_the_virtual_mesh(jobs: Path):
     done = here("verify", f"{jobs}:job", "--mesh", "dp=2,tp=2", "--compile", "triton")
     assert done.returncode == 0 and "all equal" in done.stdout, done.stderr

@@ -86,7 +86,7 @@ def difference(step: Step, tolerance: float) -> str:
                 found.append(f"{node.target} gives {one.dtype}, and is recorded as {type_.dtype}")
 
     program, mesh = compiled.program, compiled.mesh
-    given = scattered(program, None, mesh, run.whole((x,), {}, torch.tensor([0, 0])))
+    given = scattered(program, None, mesh, [run.whole((x,), {}, torch.tensor([0, 0]))])
     executable = Executable(program.graph, device=torch.device("cpu"))
     (outputs,) = VirtualMesh(mesh).run(executable, [one.values() for one in given], observe)
     for out, value in zip(program.outputs, outputs, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +22,12 @@ from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, record, set_record
 from autopar.passes import run_passes
+from autopar.verification import places
 from autopar.verification.comparison import Table
 from autopar.verification.copies import copied
 from autopar.verification.noise import Limits, Trained
 from autopar.verification.rounding import Rounded
 from autopar.verification.verify import verify_compiled
-
-verify_module = importlib.import_module("autopar.verification.verify")  # the package has the function under this name
 
 INF, KEY = float("inf"), ("gradient", "w")
 
@@ -220,7 +218,7 @@ def test_what_is_too_little_for_a_short_float_is_found(
     form: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sum over tp that changes gradients by next to nothing is lost: noise excuses it, and float64 tells."""
-    compile_step = verify_module.compile_step
+    compile_step = places.compile_step
 
     def broken(*args: object, **kwargs: object) -> tuple[object, Compiled]:
         captured, compiled = compile_step(*args, **kwargs)  # type: ignore[arg-type]
@@ -232,7 +230,7 @@ def test_what_is_too_little_for_a_short_float_is_found(
     torch.manual_seed(3)
     model, batch = uneven(GPT(GPTConfig(24, 4, layers=1, heads=2, width=8))), (tokens(6, 4, 24), labels(6, 4, 24))
     assert autopar.verify(model, "dp=2,tp=2", loss_fn=token_loss, batch=batch, **form).ok  # type: ignore[arg-type]
-    monkeypatch.setattr(verify_module, "compile_step", broken)
+    monkeypatch.setattr(places, "compile_step", broken)
     report = autopar.verify(model, "dp=2,tp=2", loss_fn=token_loss, batch=batch, **form)  # type: ignore[arg-type]
     assert not report.ok, report
 

@@ -176,6 +176,45 @@ def test_backward_of_what_was_computed_before_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Unread(nn.Module):
+    """A parameter that no program reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.unread = nn.Linear(6, 4), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(x)
+
+
+def _gradients_from_before(rank: int) -> list[str]:
+    wrong = []
+    for zero in (0, 1, 2, 3):
+        torch.manual_seed(0)
+        base = Unread().double()
+        for parameter in base.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        values = {name: p.grad.clone() for name, p in base.named_parameters()}  # type: ignore[union-attr]
+        held = {name: p.grad for name, p in base.named_parameters()}
+        model = autopar.parallelize(base, "dp=2", zero=zero, loss_fn=lambda m, x: m(x).sum())
+        x = torch.ones(4, 6).double()
+        model.prepare(x)
+        for name, p in model.named_parameters():
+            if p.grad is not held[name] or p.grad.to_local().shape != p.to_local().shape:
+                wrong.append(f"zero={zero}: {name} has {p.grad.to_local().numel()}, not {p.to_local().numel()}")
+            torch.testing.assert_close(p.grad.full_tensor(), values[name])
+        model.forward_backward(x)
+        for name, p in model.named_parameters():
+            added = 4.0 if name.startswith("read") else 0.0
+            torch.testing.assert_close(p.grad.full_tensor(), values[name] + added)
+    return wrong
+
+
+@pytest.mark.gloo
+def test_a_gradient_from_before_lies_as_its_parameter_does(two: Ranks) -> None:
+    assert two.run(_gradients_from_before) == [[], []]
+
+
 def _before_the_layout(rank: int) -> str:
     model = net()
     made = autopar.parallelize(model, "fsdp=2", loss_fn=loss_fn)

@@ -32,7 +32,7 @@ from autopar.runtime.groups import make_groups
 from autopar.runtime.inductor import Code, InductorProgram
 from autopar.runtime.recorder import Recorder
 from autopar.torch_compat import has_cpp_compiler
-from autopar.verification.verify import Plain
+from autopar.verification.plain import Plain
 
 TOLERANCE = 1e-5  # of float32
 PARTS = ("loss", "gradient", "weight")

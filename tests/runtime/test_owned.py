@@ -97,7 +97,7 @@ def _compiled(case: Callable[[], models.Case], mesh: str, **options: Any) -> tup
     history = run_passes(captured.program, plan)
     found = Compiled(plan, history, make_pipeline(history[-1][1], plan))
     whole = Virtual(model, captured, found, lambda p: torch.optim.SGD(p, lr=0.1)).whole(args, {}, SEED)
-    return found, scattered(found.program, found.pipeline, found.mesh, whole)
+    return found, scattered(found.program, found.pipeline, found.mesh, [whole])
 
 
 def _nothing(pipeline: Pipeline, one: Any) -> frozenset[fx.Node]:

@@ -19,7 +19,7 @@ from autopar.ir.options import StepOptions
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import make_pipeline, run_passes
-from autopar.verification.verify import Plain
+from autopar.verification.plain import Plain
 from autopar.verification.virtual import Virtual
 
 ROWS, TIME, VOCABULARY = 56, 4, 12  # divided by 1, 2, 4, 7 and 8

@@ -17,7 +17,7 @@ from autopar.compiler.options import options_of
 from autopar.ir.options import StepKeywords
 from autopar.ir.plan import Fixed
 from autopar.torch_compat import tree_map
-from autopar.verification.reference import OptimizerFactory
+from autopar.verification.plain import OptimizerFactory
 from autopar.verification.verify import Report, cast, verify_compiled
 
 

@@ -1,0 +1,160 @@
+"""The plain module on one device, in one dtype or as torch.autocast runs it; or one replica of it for each place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import tables
+from autopar.capture.containers import map_tensors, take_apart
+from autopar.capture.explain import line_of
+from autopar.capture.lines import quoted
+from autopar.capture.losses import LossFn, split_result
+from autopar.capture.partners import Partner
+from autopar.capture.raising import Raise, default_dtype
+from autopar.errors import AutoparError, CaptureError
+from autopar.parallel.own_batch import seed_of
+from autopar.torch_compat import backward
+from autopar.verification.borrowed import Borrowed
+from autopar.verification.comparison import Values
+from autopar.verification.copies import copied
+from autopar.verification.dtypes import dtype_of
+from autopar.verification.places import Batches, aux_at
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SCALE = 256.0  # of the loss, where gradients in fp16 are compared
+
+
+_DTYPE = (
+    "Where it runs without autopar: verify computes in {}, so give what the model makes itself the dtype of its "
+    "operands (dtype=x.dtype), or compare in {}: verify(..., dtype=torch.{})."
+)
+
+
+def optimized(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that an optimizer steps."""
+    return [parameter for parameter in tables.parameters(model) if parameter.requires_grad]
+
+
+def values_of(aux: Any) -> Values:
+    """The tensors that a loss function returned beside the loss, named as a program's outputs are."""
+    tensors = take_apart(aux, lenient=True).tensors()
+    return {("aux", str(i)): tensor.detach().clone() for i, tensor in tensors}
+
+
+class Plain:
+    """The user's module, trained as it is; with `autocast` as under torch.autocast in that dtype."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, make: OptimizerFactory, autocast: torch.dtype | None = None,
+        partners: tuple[Partner, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.optimizer = make(optimized(model))
+        self.borrowed = Borrowed(partners, dtype_of(model))
+        self.buffers = dict(tables.named_buffers(model)).keys()  # a table that a step keeps is none of the state
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """What a step gives."""
+        return {**self.forward_backward(args, kwargs, seed), **self.update()}
+
+    def forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        """The loss, what comes beside it, and gradients."""
+        of_partners: Values = {}
+        with self.borrowed.used(of_partners):
+            found = self._forward_backward(args, kwargs, seed)
+        return {**found, **of_partners}
+
+    def _forward_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: torch.Tensor) -> Values:
+        self.optimizer.zero_grad()
+        args, kwargs = map_tensors(torch.clone, (args, dict(kwargs)))  # the model may write into them
+        parameter = next(tables.parameters(self.model))
+        dtype, low = dtype_of(self.model), self.autocast
+        scale = SCALE if low is torch.float16 else 1.0
+        with default_dtype(dtype), Raise(None, seed, None if low else dtype):
+            with torch.autocast(parameter.device.type, low) if low else nullcontext():
+                loss, aux = self._forward(args, kwargs, dtype)
+            backward(loss * scale if scale != 1.0 else loss)
+        found: Values = {("loss", "loss"): loss.detach(), **values_of(aux if self.loss_fn else None)}
+        for name, parameter in tables.named_parameters(self.model):
+            if parameter.grad is not None:
+                parameter.grad /= scale
+                found["gradient", name] = parameter.grad.clone()
+        return found
+
+    def update(self) -> Values:
+        """Step the optimizer: the new weights, and the buffers."""
+        self.optimizer.step()
+        found: Values = {}
+        for name, parameter in tables.named_parameters(self.model):
+            found["weight", name] = parameter.detach().clone()
+        for name, tensor in tables.named_buffers(self.model):
+            if name in self.buffers:
+                found["buffer", name] = tensor.clone()
+        return found
+
+    def take_buffers(self, other: Plain) -> None:
+        """Take the buffers of another replica, as DistributedDataParallel sends them before a forward pass."""
+        known = dict(tables.named_buffers(other.model))
+        with torch.no_grad():
+            for name, tensor in tables.named_buffers(self.model):
+                if name in known:
+                    tensor.copy_(known[name])
+        self.borrowed.take_buffers(other.borrowed)
+
+    def take_gradients(self, found: Values) -> None:
+        """Take gradients in place of those of the last backward pass."""
+        for name, parameter in tables.named_parameters(self.model):
+            if ("gradient", name) in found:
+                parameter.grad = found["gradient", name].clone()
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+        """The loss, and what is returned beside it. Raises CaptureError where the module does not run in this dtype."""
+        function = self.loss_fn or nn.Module.__call__
+        try:
+            return split_result(function(self.model, *args, **kwargs), self.loss_fn)
+        except AutoparError:
+            raise
+        except Exception as error:
+            line = line_of(error)
+            where = f", at {quoted(line)}" if line else ": "
+            first = str(error).strip().split("\n")[0]
+            name, other = str(dtype).removeprefix("torch."), "float32" if dtype is torch.float64 else "float64"
+            raise CaptureError(
+                f"the plain model fails in {name}{where}{type(error).__name__}: {first}. "
+                f"{_DTYPE.format(name, 'its own' if dtype is torch.float64 else other, other)}"
+            ) from error
+
+
+class Replicas:
+    """A module that is trained on a batch for each place, as DistributedDataParallel trains its replicas: of their
+    losses and gradients all take the mean, and they begin with the buffers of the first. A global batch has one place.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], Plain], model: nn.Module, places: int) -> None:
+        self.all = [make(model if place == 0 else copied(model)) for place in range(places)]
+
+    def step(self, batches: Batches, seed: torch.Tensor) -> Values:
+        """What a step gives; what comes beside the loss is of each place."""
+        first, *others = self.all
+        if not others:
+            return first.step(*batches[0], seed)
+        for other in others:
+            other.take_buffers(first)
+        every = [
+            replica.forward_backward(*batch, seed_of(seed, place))
+            for place, (replica, batch) in enumerate(zip(self.all, batches, strict=True))
+        ]
+        found = {key: value for key, value in every[0].items() if key[0] == "buffer"}  # of other models in the loss
+        for key in dict.fromkeys(key for values in every for key in values if key[0] in ("loss", "gradient")):
+            found[key] = torch.stack([values[key] for values in every if key in values]).sum(0) / len(every)
+        for place, values in enumerate(every):
+            found.update({aux_at(key, place): value for key, value in values.items() if key[0] == "aux"})
+        for replica in self.all:
+            replica.take_gradients(found)
+        updated = [replica.update() for replica in self.all]
+        return {**found, **updated[0]}
