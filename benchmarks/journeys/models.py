@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.torch_compat import on_data
+
 TIME, VOCABULARY = 4, 10
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Values = Mapping[str, Any]
 
 temperature = 1.0  # a global that the loss reads, and that loops change
@@ -251,6 +254,7 @@ def unpack(batch: tuple[Any, ...]) -> tuple[Tensor, Tensor, Any]:
     return torch.as_tensor(batch[0]), torch.as_tensor(batch[1]), batch[2] if len(batch) > 2 else None
 
 
+@on_data()  # what rounding does to numbers of a generator is nobody's noise
 def build(setup: Values) -> Built:
     """The model of a setup: the same weights at every call."""
     torch.manual_seed(setup.get("seed", 0))
@@ -290,13 +294,25 @@ def build(setup: Values) -> Built:
     generators = [model]
     if setup.get("gan"):
         critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())
-    model = model if is_single(setup) else model.double()
-    return Built(model, loss_fn, set_beta, critics, generators, critic_loss)
+    return Built(model.to(dtype_of(setup)), loss_fn, set_beta, critics, generators, critic_loss)
 
 
-def is_single(setup: Values) -> bool:
-    """True for models in float32, under a precision or as they are; others are in float64."""
-    return bool(setup["options"].get("precision") or setup.get("float32"))
+def dtype_of(setup: Values) -> torch.dtype:
+    """The dtype of the model of a setup: float64 but for some, and under a precision float32."""
+    if low_of(setup) is not None:
+        return torch.float32
+    return DTYPES[setup.get("dtype", "float64")]
+
+
+def low_of(setup: Values) -> torch.dtype | None:
+    """The float of the precision of a setup."""
+    name = setup["options"].get("precision")
+    return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def is_exact(setup: Values) -> bool:
+    """True for what is computed in float64 throughout."""
+    return dtype_of(setup) is torch.float64
 
 
 def set_temperature(value: float) -> None:
@@ -305,6 +321,7 @@ def set_temperature(value: float) -> None:
     temperature = value
 
 
+@on_data()
 def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """Rows that no two ranks share, the same for one seed."""
     random = torch.Generator().manual_seed(1000 * rows + seed)
@@ -312,6 +329,6 @@ def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, Tensor]:
         x, y = (torch.randint(VOCABULARY, (rows, TIME), generator=random) for _ in range(2))
         y[::3, 0] = -100  # ignored, unevenly
         return x, y
-    dtype = torch.float32 if is_single(setup) else torch.float64
+    dtype = dtype_of(setup)
     x = torch.randn(rows, TIME, setup["width"], generator=random, dtype=dtype)
     return x, torch.randn(rows, TIME, 3, generator=random, dtype=dtype) + 1

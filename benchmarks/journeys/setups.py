@@ -70,6 +70,10 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if draw(st.integers(0, 2)) == 2:
         made["options"]["compile"] = "triton"  # groups, which a CPU runs call by call
     if "precision" not in made["options"] and head != "llama" and draw(st.integers(0, 4)) == 4:
-        made |= {"float32": True, "optimizer": draw(st.sampled_from([None, "SGD"])), "gan": False}
+        made |= {
+            "dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+            "optimizer": draw(st.sampled_from([None, "SGD"])),
+            "gan": False,
+        }
     made["options"] = options_on(mesh, made["options"])
     return made

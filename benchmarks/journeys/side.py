@@ -46,11 +46,16 @@ class Stopped(Exception):
 
 @dataclass
 class Side:
-    """`is_parallel`: the model is autopar's. `folder` is one for all ranks, in which each file has one writer."""
+    """`is_parallel`: the model is autopar's. `folder` is one for all ranks, in which each file has one writer.
+
+    change: of the plain model before anything else. low: the float of torch.autocast, under which its steps run.
+    """
 
     setup: Mapping[str, Any]
     is_parallel: bool
     folder: Path
+    change: Callable[[nn.Module], None] | None = None
+    low: torch.dtype | None = None
     built: Built = field(init=False)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer | None = None
@@ -71,9 +76,16 @@ class Side:
 
     def __post_init__(self) -> None:
         built = build(self.setup)
+        if self.change is not None:
+            self.change(built.model)
         if self.setup.get("before"):
             self._hold(built.model)
         self.renew(self.setup["mesh"], built)
+
+    def begin(self) -> None:
+        """Make the optimizer, if there is none from before."""
+        if self.setup.get("optimizer") and self.optimizer is None:
+            self.start(self.setup["optimizer"])
 
     def _hold(self, model: nn.Module) -> None:
         """What a script has by the time it makes its model parallel: parameters in lists, gradients, an optimizer."""
@@ -152,19 +164,39 @@ class Side:
             self.aux = self.model.last_aux if self.setup.get("aux") else None
         else:
             with self.drawing():
-                loss = self.built.loss_fn(self.model, *batch)
+                with self.casting():
+                    loss = self.built.loss_fn(self.model, *batch)
                 if self.setup.get("aux"):
                     loss, self.aux = loss
-                loss.backward()
+                self._backward(loss)
         self.steps += 1
         return loss.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the model, which draws its masks as autopar does."""
-        with contextlib.nullcontext() if self.is_parallel else self.drawing(-1 - self.forwards):
+        with contextlib.nullcontext() if self.is_parallel else self.drawing(-1 - self.forwards), self.casting():
             out = output_of(self.model, x)
         self.forwards += 1
         return out
+
+    def _backward(self, loss: Tensor) -> None:
+        """The backward pass of the plain module, of a scaled loss in fp16."""
+        if self.low is not torch.float16:
+            loss.backward()
+            return
+        seen = len(self.seen)
+        self._scale_gradients(SCALE)
+        (loss * SCALE).backward()
+        self._scale_gradients(1 / SCALE)
+        self.seen[seen:] = [value / SCALE for value in self.seen[seen:]]
+
+    def _scale_gradients(self, factor: float) -> None:
+        for _, p in self.trained():
+            p.grad.mul_(factor)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """What the plain module runs under beside a precision."""
+        return torch.autocast("cpu", self.low) if self.low is not None else contextlib.nullcontext()
 
     def drawing(self, number: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """The numbers of this step, or of a call of the model itself, for a model that draws some."""
