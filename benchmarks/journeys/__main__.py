@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.journeys.machine import FAILED, Row, replay, run_row
 from benchmarks.journeys.pools import Pools
-from benchmarks.journeys.sabotage import SABOTAGES
+from benchmarks.journeys.sabotage import FAULTS, SABOTAGES
 
 ROWS = 400
 sys.path += [str(Path(__file__).resolve().parents[2] / "examples")]
@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--shrink", type=float, default=20, help="seconds for making a failing journey shorter")
     parser.add_argument("--without", action="append", default=[], help="an action that is not drawn")
     parser.add_argument("--mesh", action="append", default=[], help="one to draw of: dp=2, auto=4, ...")
-    parser.add_argument("--sabotage", choices=SABOTAGES, help="a fix that is taken out; ends at the first failure")
+    parser.add_argument(
+        "--sabotage", choices=[*SABOTAGES, *FAULTS], help="a fix that is taken out; ends at the first failure"
+    )
     parser.add_argument("--replay", type=Path, help="a file with a printed journey")
     options = parser.parse_args()
     pools, found, refused = Pools(options.sabotage), Counter[str](), Counter[str]()

@@ -184,4 +184,8 @@ def replay(pools: Pools, journey: Journey) -> tuple[int, Report]:
             assert row.failure is not None
             return taken, row.failure
         print(f"  {journey[taken - 1][0]}: {report.verdict} {report.text}")
-    return len(journey), report
+        if row.is_open:
+            break
+    if row.is_open or row.is_excused:
+        row.tell()
+    return taken, row.failure or report
