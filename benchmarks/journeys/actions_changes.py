@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.models import Scale
-from benchmarks.journeys.side import ROWS, Side
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side
 
 SEEDS = st.integers(0, 5)
 VALUES = st.sampled_from([0.5, 2.0, -1.0])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.actions_steps import SEEDS
-from benchmarks.journeys.side import ROWS, Side, parallel
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side, parallel
 
 METHODS: Mapping[str, Callable[[Any, Tensor], Any]] = {
     "on a layer": lambda model, x: model.features(x),

@@ -36,7 +36,7 @@ def leaves_of(side: Side, result: Any, plain: Side) -> Leaves:
     found = {**_of_module("", side.model, plain.model), **_flat("result", "", result, side)}
     if plain.critic is not None:
         found |= _of_module("critic: ", side.critic, plain.critic)
-    found |= {**_flat("average", "", side.average, side), **_flat("seen by hooks", "", side.seen, side)}
+    found |= {**_flat("average", "", side.average, side), **_flat("gradient", "seen by hooks", side.seen, side)}
     for name in ("optimizer", "critic_optimizer"):
         mine, theirs = getattr(side, name), getattr(plain, name)
         if mine is not None and theirs is not None:
@@ -178,7 +178,9 @@ def _line(row: Row) -> str:
 def floats_of(leaves: Leaves) -> Values:
     """The floats among leaves, as tensors."""
     tensors = {
-        key: torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
+        key: torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        if isinstance(value, (float, complex))
+        else value
         for key, value in leaves.items()
     }
     return {key: value for key, value in tensors.items() if _is_float(value)}
@@ -187,7 +189,7 @@ def floats_of(leaves: Leaves) -> Values:
 def _is_float(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.is_floating_point() or value.is_complex()
-    return isinstance(value, float)
+    return False
 
 
 def _unequal(ours: Leaves, theirs: Leaves) -> Iterator[str]:
@@ -199,9 +201,9 @@ def _unequal(ours: Leaves, theirs: Leaves) -> Iterator[str]:
             ours.pop(key, None), theirs.pop(key, None)
             continue
         mine, plain = ours[key], theirs[key]
-        if isinstance(mine, Tensor) and isinstance(plain, (int, float)):
+        if isinstance(mine, Tensor) and isinstance(plain, (int, float, complex)):
             mine = mine.item()
-        elif isinstance(plain, Tensor) and isinstance(mine, (int, float)):
+        elif isinstance(plain, Tensor) and isinstance(mine, (int, float, complex)):
             plain = plain.item()
         if isinstance(plain, float) and isinstance(mine, (int, float)):
             mine = float(mine)
@@ -213,7 +215,7 @@ def _unequal(ours: Leaves, theirs: Leaves) -> Iterator[str]:
             elif not _is_float(plain) and not torch.equal(mine, plain):
                 is_same = False
                 yield f"{what}: {int((mine != plain).sum())} of {plain.numel()} elements are others"
-        elif type(mine) is float and type(plain) is float:
+        elif type(mine) is type(plain) and isinstance(plain, (float, complex)):
             continue
         else:
             is_same = type(mine) is type(plain) and mine == plain

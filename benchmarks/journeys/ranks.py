@@ -6,7 +6,7 @@ import logging
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.verification.comparison import Row, Values
+from autopar.verification.sums import wrong_sums
 from benchmarks.journeys import models
 from benchmarks.journeys.actions import ACTIONS, Action
 from benchmarks.journeys.compare import Judge, floats_of, leaves_of
@@ -87,14 +88,22 @@ class Pair:
     def _compared(self, name: str, args: Mapping[str, Any], got: Any, refusal: str) -> tuple[list[str], list[Row]]:
         """What differs after the plain module did the same, up to where the parallel one was refused."""
         found, want, stop = [], None, self.ours.marks if refusal else None
-        if stop != 0:
+        if stop == 0:
+            self.theirs.seen.clear()
+        else:
             self.taken.append(Taken(name, args, stop))
             want, is_whole = _take(self.theirs, self.taken[-1])
             if stop and is_whole:
                 found.append(f"the plain module made fewer than {stop} parts of it")
         ours = leaves_of(self.ours, None if refusal else got, self.theirs)
         more, rows = self.judge.differences(ours, leaves_of(self.theirs, want, self.theirs))
-        return found + more, rows
+        return [*found, *more, *self._wrong_sums()], rows
+
+    def _wrong_sums(self) -> Iterator[str]:
+        """Sums of gradients in another dtype than was asked for, which are within what a short float may be off."""
+        if self.judge.short is not None:
+            for running in parallel(self.ours).programs:
+                yield from wrong_sums(running.compiled)
 
     @property
     def judge(self) -> Judge:
@@ -141,7 +150,9 @@ class Pair:
             "replicated": ranks
             and any(store.layouts[n].is_replicated and store.owners[n] is None for n in store.layouts),
             "pp": "pp" in axes,
-            "local": setup.get("batch") == "local",
+            "local": side.has_parts,
+            "ddp": side.batch_kind == "ddp",
+            "odd": "odd" in setup,
             "stepped": side.steps > 0,
             "gradients": any(True for _ in side.trained()),
             "optimizer": side.optimizer is not None,
@@ -204,6 +215,7 @@ def act(rank: int, name: str, args: Mapping[str, Any]) -> Report:
 
 def _run(run: Any, side: Side, args: Mapping[str, Any], stop: int | None = None) -> Any:
     side.marks, side.stop = 0, stop
+    side.seen.clear()
     torch.manual_seed(len(args) + side.steps)
     return run(side, **args)
 

@@ -94,7 +94,7 @@ def _of_the_steps_alone(self: RandomState, device: Any, is_step: bool) -> Any:
     return _numbers(dataclasses.replace(self, forwards=0), device, is_step)
 
 
-# -- faults in numbers, which every dtype must show ---------------------------------------------------------------------
+# -- faults in numbers, which every dtype must show -----------------------------------------------------------------
 
 
 def _one_left_out(move: Move, group: Any, later: bool) -> Any:
