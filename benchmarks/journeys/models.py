@@ -48,6 +48,17 @@ class Attention(nn.Module):
         return x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class Multihead(nn.Module):
+    """Attention of torch, which sees its weights through views. The bias of its keys has no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.attention(x_BTD, x_BTD, x_BTD, need_weights=False)[0]
+
+
 class Mixer(nn.Module):
     """A token shift and a causal convolution: each position reads some before it."""
 
@@ -198,6 +209,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "odd": lambda width: MLP(width, 2 * width - 1),
     "norm": nn.LayerNorm,
     "attention": Attention,
+    "multihead": Multihead,
     "mixer": Mixer,
     "recurrence": Recurrence,
     "lstm": lambda width: Core(width, nn.LSTM),

@@ -10,7 +10,7 @@ from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.sabotage import sabotage
 from tests.support.processes import Ranks
 
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 class Pools:

@@ -166,7 +166,8 @@ class Pair:
             "critic": side.critic is not None,
             "gpt": setup["head"] == "gpt",
             "llama": setup["head"] == "llama",
-            "smooth": setup["head"] not in ("gpt", "llama") and not {"batchnorm", "norm"} & set(setup["blocks"]),
+            "smooth": setup["head"] not in ("gpt", "llama")
+            and not {"batchnorm", "norm", "multihead"} & set(setup["blocks"]),
             "frozen": any(not p.requires_grad for p in side.model.parameters()),
             "chain": isinstance(side.model, models.Chain),
             "dropout": any(isinstance(m, nn.Dropout) for m in modules),

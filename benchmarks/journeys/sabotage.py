@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
+
 from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
 from autopar.parallel.place import Place
@@ -40,6 +42,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _true(*args: Any, **kwargs: Any) -> bool:
     return True
+
+
+def _false(*args: Any, **kwargs: Any) -> bool:
+    return False
 
 
 _gather, _first, _numbers = Place.gather, _Walk._first, RandomState.tensor
@@ -92,6 +98,11 @@ def _objects_are_leaves(self: _Walk, value: Any, path: str) -> Any:
 def _of_the_steps_alone(self: RandomState, device: Any, is_step: bool) -> Any:
     """The numbers of a call of the model itself, which do not move on."""
     return _numbers(dataclasses.replace(self, forwards=0), device, is_step)
+
+
+def _in_front(said: Any, parts: Any, *names: Any) -> tuple[int | None, ...]:
+    """Samples are counted by the first dim of every tensor, whatever is said."""
+    return tuple(0 if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in parts.leaves)
 
 
 # -- faults in numbers, which every dtype must show -----------------------------------------------------------------
@@ -175,6 +186,19 @@ SABOTAGES: Mapping[str, Sabotage] = {
     ),
     "gathered": Sabotage(
         32, "what is changed in gathered() is not written", {"autopar.parallel.gathered._Plain.write": _nothing}
+    ),
+    "dims": Sabotage(32, "samples are in front, whatever is said", {"autopar.parallel.portions.dims_of": _in_front}),
+    "uneven": Sabotage(
+        32, "all ranks have as many samples as this one", {"autopar.parallel.local_batch.Portion.is_even": True}
+    ),
+    "dtype of sums": Sabotage(
+        32,
+        "gradients are summed before the cast to the dtype of sums",
+        {
+            "autopar.passes.search.items.Classes.is_short_term": _false,
+            "autopar.passes.reshard._Reshard._is_rounded": _false,
+            "autopar.passes.check_sums": _nothing,
+        },
     ),
     "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
     "calls": Sabotage(

@@ -38,6 +38,17 @@ SHORT = {
     "hooks": journey("dp=1", ("gradient_hook", {"which": 0, "factor": 0.5}), STEP),
     "draws": journey("dp=1", ("roll_out", {"seed": 1, "calls": 2}), block="dropout"),
     "gathered": journey("dp=1", ("gather", {"write": True, "on_one": False})),
+    "dims": journey(
+        "dp=2",
+        STEP,
+        options={"batch_dims": (0, 0, None)},
+        batch="local",
+        share=0.5,
+        odd="as long by chance",
+        warm=False,
+    ),
+    "uneven": journey("dp=2", STEP, options={"batch_dims": 0}, batch="local", share=0.625),
+    "dtype of sums": journey("dp=2", STEP, options={"precision": "bf16"}, block="multihead", optimizer="SGD"),
     "replicas": journey("dp=2", ("other_weight_on_one_rank", {})),
     "calls": journey("dp=2", ("another_call_on_one_rank", {"seed": 1})),
 }
