@@ -143,7 +143,8 @@ class Machine(RuleBasedStateMachine):
         """
         if "ready" in self.facts:
             drawn = {name: action for name, action in ACTIONS.items() if name not in self.row.without}
-            name = data.draw(st.sampled_from([name for name in drawn if drawn[name].allowed(self.facts)]))
+            allowed = [name for name in drawn for _ in range(drawn[name].weight) if drawn[name].allowed(self.facts)]
+            name = data.draw(st.sampled_from(allowed))
             self._take(name, {key: data.draw(values) for key, values in drawn[name].draws.items()})
 
     def _take(self, name: str, args: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, BatchError, RankError
 from autopar.verification.comparison import Row, Values
 from autopar.verification.sums import wrong_sums
 from benchmarks.journeys import models
@@ -67,6 +67,8 @@ class Pair:
             if report.verdict == "BROKEN":
                 return report
             refusal, is_due = report.text, bool(action.must_refuse and isinstance(error, action.must_refuse))
+            if self._is_said(error) and not is_due:
+                return Report("WRONG", f"it is said which dims count samples: {refusal}")
         except BaseException as error:  # some of torch's are no Exception
             return self._failed(action, args, error)
         if action.must_refuse and not refusal:
@@ -104,6 +106,11 @@ class Pair:
         if self.judge.short is not None:
             for running in parallel(self.ours).programs:
                 yield from wrong_sums(running.compiled)
+
+    def _is_said(self, error: AutoparError) -> bool:
+        """True for an error about parts of batches whose dims the user has said, as they are."""
+        is_about = isinstance(error, (BatchError, RankError)) or "batch_dims" in str(error)
+        return "batch_dims" in self.ours.setup["options"] and is_about
 
     @property
     def judge(self) -> Judge:

@@ -17,6 +17,7 @@ SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 CHUNKS = (True, "auto", 300)  # bytes of logits
 LENGTHS = [TIME - TIME // 3, TIME // 3]  # of slices
+OFTEN = ("dropout", "dropout")  # blocks that are drawn once more
 SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
 
@@ -46,7 +47,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         "options": options_on(mesh, options),
         "head": head,
         "width": draw(st.sampled_from([6, 12] if "tp=3" in mesh else [6, 8, 12] if "tp" in mesh else [6, 8, 10])),
-        "blocks": [] if head in ("gpt", "llama") else draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=3)),
+        "blocks": []
+        if head in ("gpt", "llama")
+        else draw(st.lists(st.sampled_from([*allowed, *OFTEN]), min_size=1, max_size=3)),
         "aux": draw(st.integers(0, 5)) == 5,
         "gan": head == "regress" and "pp" not in mesh and draw(st.integers(0, 7)) == 7,
         "optimizer": draw(st.sampled_from([None, *(name for name in OPTIMIZERS if name not in ("LBFGS", "Rprop"))])),
