@@ -19,7 +19,7 @@ from autopar.verification.rounding import Rounded
 from benchmarks.journeys import ranks
 from benchmarks.journeys.actions import ACTIONS, Action
 from benchmarks.journeys.compare import floats_of, leaves_of
-from benchmarks.journeys.machine import Journey, run_row
+from benchmarks.journeys.machine import Journey, replay, run_row
 from benchmarks.journeys.pools import Pools
 from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.side import Side
@@ -44,6 +44,13 @@ def pools() -> Iterator[Pools]:
 def test_a_journey_equals_the_plain_module(pools: Pools, number: int) -> None:
     row = run_row(pools, 0, number, shrink_s=10, meshes=MESHES, most=12)
     assert row.failure is None, f"{row.failure}\n{pprint.pformat(list(row.shortest), width=120)}"
+
+
+def test_what_follows_a_refused_call_is_none_of_it(pools: Pools) -> None:
+    """An optimizer from before compares its groups at its first step, in a call of its own."""
+    actions = (("another_call_on_one_rank", {"seed": 1}), ("optimizer_step", {}))
+    _, report = replay(pools, (("begin", {**SETUP, "mesh": "dp=2", "before": "states"}), *actions))
+    assert report.verdict == "ok", report
 
 
 # -- rows are the same everywhere -------------------------------------------------------------------------------------
