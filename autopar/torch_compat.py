@@ -218,8 +218,9 @@ def _run_backward(loss: torch.Tensor, tensors: tuple[torch.Tensor, ...] | None) 
 def unscale_and_check(gradients: Sequence[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply gradients by `factor`, in place; `overflow` becomes 1 if any was not finite. What GradScaler calls: one
     pass over the memory, where public functions take three."""
-    if gradients:
-        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), overflow, factor)
+    parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]  # the kernel takes floats
+    if parts:
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, overflow, factor)
 
 
 def coalesced(group: ProcessGroup) -> AbstractContextManager[Any]:

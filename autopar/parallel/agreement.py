@@ -93,6 +93,16 @@ class Agreement:
         self.call = Call("parallelize")
         self._group = _host_group()
 
+    @contextmanager
+    def called(self, call: Call) -> Iterator[None]:
+        """What is compared inside belongs to a call of its own, and not to the last one, which ranks may have made
+        unlike and been told so."""
+        around, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = around
+
     def check(
         self, what: str, lines: Sequence[str], data: Sequence[int] | None = None, fault: Fault | None = None
     ) -> bool:

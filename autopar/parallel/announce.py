@@ -48,11 +48,8 @@ class Announcer:
 
     def operation(self, name: str) -> None:
         """As `call`, for an operation on a parameter or gradient, which may stand in the middle of an update."""
-        around, self._agreement.call = self._agreement.call, Call(name)
-        try:
+        with self._agreement.called(Call(name)):  # a step moves parameters, too
             self._agreement.check("arguments", ())
-        finally:
-            self._agreement.call = around  # a step moves parameters, too
 
     def stepped(self) -> None:
         """Count a step that added to the gradients."""

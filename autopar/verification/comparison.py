@@ -11,13 +11,14 @@ from autopar.ir.program import PARTNER
 
 Values = dict[tuple[str, str], torch.Tensor]  # by (kind, name)
 Key = tuple[str, str]
+KINDS = ("loss", "aux", "gradient", "weight", "buffer")  # of a step, in the order of a report
 # Of a short float: two roundings, for a tensor in which torch.autocast happens to be exact.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 WORSE = 2.0  # how many times torch.autocast's own error a precision may have
 # A tensor that is zero but for rounding (the gradient of a key's bias, the loss of a policy that has not moved) is
 # measured against this share of the size of all of its kind (`sizes_of`); of a node, against that of its largest
 # operand, and in the backward pass of all gradients. AdamW enlarges the rounding, so weights get more. What a loss
-# returns beside it may be small by itself.
+# returns beside it may be small by itself, and so may what else a caller compares, under kinds of its own.
 ZERO = {"gradient": 1e-5, "weight": 1e-3, "buffer": 1e-5, "loss": 1e-5, "aux": 1e-10, "node": 1e-6}
 # The least share, of every kind but aux, in shorter floats: in float32 it and the tolerance make some five roundings.
 SHORT_ZERO = {torch.float32: 5e-3, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -193,7 +194,7 @@ class Table:
 
     def zero_share(self, kind: str) -> float:
         """The least share of its kind that the error of a tensor is measured against."""
-        return ZERO[kind] if kind == "aux" else max(ZERO[kind], self.zero)
+        return max(ZERO[kind], self.zero) if kind in ZERO and kind != "aux" else ZERO["aux"]
 
     @property
     def of_nodes(self) -> float:
@@ -219,7 +220,7 @@ class Table:
                 self.shares[key] = max(share, self.shares.get(key, 0.0))
 
     def rows(self) -> tuple[Row, ...]:
-        order = ("loss", "aux", "gradient", "weight", "buffer")
+        order = [*dict.fromkeys([*KINDS, *(kind for kind, _ in self.errors)])]
         keys = sorted(self.errors, key=lambda key: order.index(key[0]))
         return tuple(
             Row(*key, self.errors[key], self.replicas[key], self._is_right(key), self.allowed.get(key)) for key in keys
@@ -233,7 +234,7 @@ class Table:
 def sizes_of(values: Values) -> dict[str, float]:
     """The size of all tensors of each kind: their norm. That of the loss is by how much it changes with the weights,
     since one that is zero on paper has none of its own; and what is returned beside it is of the same size."""
-    found = {kind: norm_of(values, kind) for kind in ("gradient", "weight", "buffer")}
+    found = {kind: norm_of(values, kind) for kind in {*KINDS, *(kind for kind, _ in values)}}
     found["loss"] = found["gradient"] * found["weight"]
     found["aux"] = max(found["loss"], norm_of(values, "loss"))
     return found

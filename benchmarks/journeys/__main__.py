@@ -3,8 +3,8 @@
     timeout 1300 .venv/bin/python -m benchmarks.journeys --seconds 1200 --seed 0
 
 A journey is a random model, mesh and options, and 8 to 20 actions: steps, hand-written clips, checkpoints, hooks. After
-every action all that both sides hold is compared in float64, on every rank. A failing journey is made short and printed
-as a list; `--only N` takes row N alone, `--replay FILE` a printed list.
+every action all that both sides hold is compared on every rank, as `verify` does. A failing journey is made short and
+printed as a list; `--only N` takes row N alone, `--replay FILE` a printed list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.journeys.machine import FAILED, Row, replay, run_row
 from benchmarks.journeys.pools import Pools
-from benchmarks.journeys.sabotage import SABOTAGES
+from benchmarks.journeys.sabotage import FAULTS, SABOTAGES
 
 ROWS = 400
 sys.path += [str(Path(__file__).resolve().parents[2] / "examples")]
@@ -32,12 +32,15 @@ def line(number: int, row: Row, seconds: float) -> tuple[str, str]:
     setup = row.first[0][1]
     is_refused = any("both fail: " not in refusal for refusal in row.refusals)  # else as the plain module
     verdict = row.failure.verdict if row.failure else "refused" if is_refused else "ok"
-    options = " ".join(f"{key}={value}" for key, value in setup["options"].items())
+    told = {key: setup[key] for key in ("batch", "odd", "dtype", "before") if key in setup} | setup["options"]
+    options = " ".join(f"{key}={value}" for key, value in told.items())
     model = "+".join([setup["head"], *setup["blocks"]])
     text = (
         f"{verdict:8} {number:4} {setup['mesh']:11} {model:32} {options} {setup['optimizer']} "
         f"{len(row.first) - 1} actions  [{seconds:.1f} s]"
     )
+    if row.is_open or row.is_excused:
+        text += "  told in float64" if row.is_excused else "  told from elsewhere"
     if row.failure:
         text += f"  {row.failure.text}\n{pprint.pformat(list(row.shortest), width=120, compact=True)}"
     elif row.refusals:
@@ -59,7 +62,9 @@ def main() -> None:
     parser.add_argument("--shrink", type=float, default=20, help="seconds for making a failing journey shorter")
     parser.add_argument("--without", action="append", default=[], help="an action that is not drawn")
     parser.add_argument("--mesh", action="append", default=[], help="one to draw of: dp=2, auto=4, ...")
-    parser.add_argument("--sabotage", choices=SABOTAGES, help="a fix that is taken out; ends at the first failure")
+    parser.add_argument(
+        "--sabotage", choices=[*SABOTAGES, *FAULTS], help="a fix that is taken out; ends at the first failure"
+    )
     parser.add_argument("--replay", type=Path, help="a file with a printed journey")
     options = parser.parse_args()
     pools, found, refused = Pools(options.sabotage), Counter[str](), Counter[str]()

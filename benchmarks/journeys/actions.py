@@ -30,6 +30,7 @@ class Action:
     needs: tuple[str, ...]
     must_refuse: type[AutoparError] | None
     torn: bool = False
+    weight: int = 1  # how often it is drawn beside others
 
     def allowed(self, facts: frozenset[str]) -> bool:
         return all((need[1:] not in facts) if need.startswith("!") else (need in facts) for need in self.needs)
@@ -40,12 +41,16 @@ ACTIONS: dict[str, Action] = {}
 
 
 def action(
-    *needs: str, must_refuse: type[AutoparError] | None = None, torn: bool = False, **draws: SearchStrategy[Any]
+    *needs: str,
+    must_refuse: type[AutoparError] | None = None,
+    torn: bool = False,
+    weight: int = 1,
+    **draws: SearchStrategy[Any],
 ) -> Registered:
     """Put a function of a side into the table, under its own name."""
 
     def register(run: Callable[[Side], Any]) -> Callable[..., Any]:
-        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, must_refuse, torn)
+        ACTIONS[run.__name__] = Action(run.__name__, run, draws, needs, must_refuse, torn, weight)
         return run
 
     return register

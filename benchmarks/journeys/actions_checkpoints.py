@@ -121,7 +121,7 @@ def move(side: Side, to: int, way: str) -> None:
         side.new_path("move.pt")
         if side.is_writer:
             torch.save(saved["m"], side.last_path)
-        if dist.is_initialized():
+        if side.is_parallel and dist.is_initialized():
             dist.barrier()
         saved["m"] = torch.load(side.last_path)
     side.mark()

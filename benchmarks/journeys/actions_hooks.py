@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import ROWS, Side
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side
 
 WHICH = st.integers(0, 20)
 FACTORS = st.sampled_from([0.5, 1.5])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.journeys.actions import action
 from benchmarks.journeys.actions_steps import SEEDS
-from benchmarks.journeys.side import ROWS, Side, parallel
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side, parallel
 
 METHODS: Mapping[str, Callable[[Any, Tensor], Any]] = {
     "on a layer": lambda model, x: model.features(x),
@@ -22,7 +23,7 @@ METHODS: Mapping[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@action("ready", seed=SEEDS, calls=st.integers(1, 3))
+@action("ready", weight=3, seed=SEEDS, calls=st.integers(1, 3))
 def roll_out(side: Side, seed: int, calls: int) -> list[Tensor]:
     """Calls of the model in its own mode: draws move on, and so do statistics."""
     found = []
@@ -33,7 +34,7 @@ def roll_out(side: Side, seed: int, calls: int) -> list[Tensor]:
     return found
 
 
-@action("ready", "chain", "!local", seed=SEEDS, kind=st.sampled_from(sorted(METHODS)))
+@action("ready", "chain", "!local", weight=2, seed=SEEDS, kind=st.sampled_from(sorted(METHODS)))
 def method(side: Side, seed: int, kind: str) -> Tensor:
     was = side.model.training
     side.model.eval()
@@ -46,7 +47,7 @@ def method(side: Side, seed: int, kind: str) -> Tensor:
         side.model.train(was)
 
 
-@action("ready", write=st.booleans(), on_one=st.booleans())
+@action("ready", weight=3, write=st.booleans(), on_one=st.booleans())
 def gather(side: Side, write: bool, on_one: bool) -> None:
     """Change all parameters of the plain module inside of the block."""
     if not side.is_parallel:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import ROWS, Side
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side
 
 SEEDS = st.integers(0, 5)
 
@@ -53,9 +54,7 @@ def backward_of_forward(side: Side, seed: int) -> None:
 @action("ready", "!dropout", seed=SEEDS)
 def forward_with_gradients_on(side: Side, seed: int) -> Tensor:
     """The outputs in whatever mode the model is, detached after that."""
-    x, _ = side.batch(ROWS, seed)
-    out = side.forward(x).detach()
-    return out if side.is_parallel else side.rows_of_rank(out)
+    return side.forward(side.batch(ROWS, seed)[0]).detach()
 
 
 @action("ready", "exact", "optimizer", "!dropout", "!pp", seed=SEEDS)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from autopar.errors import RankError
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import ROWS, Side, parallel
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import Side, parallel
 
 SEEDS = st.integers(0, 5)
 

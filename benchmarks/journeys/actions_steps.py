@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.journeys.actions import action
-from benchmarks.journeys.side import ROWS, SCALE, Side, parallel
+from benchmarks.journeys.parts import ROWS
+from benchmarks.journeys.side import SCALE, Side, parallel
 
 SEEDS = st.integers(0, 5)
 
@@ -86,13 +87,13 @@ def last_batch(side: Side, seed: int) -> Tensor:
     return side.forward_backward(*side.batch(side.setup["rows"], seed))
 
 
-@action("ready", seed=SEEDS, kind=st.sampled_from(sorted(CONTAINERS)))
+@action("ready", "!odd", "!ddp", seed=SEEDS, kind=st.sampled_from(sorted(CONTAINERS)))
 def in_a_container(side: Side, seed: int, kind: str) -> list[Tensor]:
     """Two batches of one container, one after the other."""
     return [side.forward_backward(*CONTAINERS[kind](*side.batch(ROWS, seed + i))) for i in range(2)]
 
 
-@action("ready", seed=SEEDS, kind=st.sampled_from(sorted(NUMBERS)))
+@action("ready", "!odd", seed=SEEDS, kind=st.sampled_from(sorted(NUMBERS)))
 def anneal_an_argument(side: Side, seed: int, kind: str) -> list[Tensor]:
     """A number beside the batch that each step changes, as the weight of a KL term."""
     return [side.forward_backward(*side.batch(ROWS, seed), NUMBERS[kind](i)) for i in range(3)]
@@ -122,11 +123,10 @@ def evaluate(side: Side, seed: int) -> Tensor:
     """The outputs of a batch in eval mode."""
     was = side.model.training
     side.model.eval()
-    x, _ = side.batch(ROWS, seed)
+    x = side.batch(ROWS, seed)[0]
     try:
         with torch.no_grad():
-            out = side.forward(x)
-            return out if side.is_parallel else side.rows_of_rank(out)
+            return side.forward(x)
     finally:
         side.model.train(was)
 

@@ -1,8 +1,14 @@
-"""Everything that both sides of a journey hold, compared on each rank: with no collective where that can be."""
+"""Everything that both sides of a journey hold, and what of it differs: judged on each rank as `verify` judges.
+
+A float may differ by `verify`'s tolerance for its dtype; beyond that by some times what rounding does to the plain
+module, which takes the whole journey again with every result of an op off by one unit in the last place
+(autopar/verification/noise.py). Under a precision it may differ by twice what torch.autocast does to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,60 +19,65 @@ from torch.optim import Optimizer
 from autopar.ir.layout import Layout
 from autopar.parallel.padding import padded_part, without_padding
 from autopar.torch_compat import local_of
+from autopar.verification.comparison import Key, Row, Table, Values
+from autopar.verification.noise import Limits, Run, Trained, judged
 from benchmarks.journeys.side import Side
 
-# In float64 (30 rows were right to 1e-11 too); with norms in float32, whose steps are 1.2e-7; in float32; in fp16 and
-# bf16, beside a plain module in float32, where sums that cancel lose digits. A sum left out is off by more in each.
-EXACT, ROUNDED, SINGLE, HALF, SHORT = 1e-10, 1e-5, 3e-4, 0.04, 0.05
-# A gradient that is zero on paper is rounding of the size of the others, and so are states made of it. A tensor of a
-# smaller norm, or part of the largest, is measured by this: what is off by 1e-13 is still seen. That is the rounding of
-# sums of about 1 that cancelled, which a clip or a state of theirs no longer shows.
-ZERO, SMALL = 1e-3, 1e-3
+Leaves = dict[Key, Any]  # numbers, texts and tensors by (kind, name)
+NOTHING_LEFT = "of it noise leaves nothing to compare"
 
 
-def differences(ours: Side, theirs: Side, tolerance: float) -> Iterator[str]:
-    """A line for each thing that differs: weights, gradients, buffers, flags, optimizer states."""
-    yield from _modules(ours.model, theirs.model, tolerance)
-    if theirs.critic is not None:
-        yield from (f"critic: {line}" for line in _modules(ours.critic, theirs.critic, tolerance))
-    yield from unequal("averages", ours, ours.average, theirs.average, tolerance)
-    yield from unequal("seen by hooks", ours, ours.seen, theirs.seen, tolerance, ZERO)
-    if tolerance < HALF:
-        yield from _optimizers(ours, ours.optimizer, theirs.optimizer, tolerance)
-        yield from _optimizers(ours, ours.critic_optimizer, theirs.critic_optimizer, tolerance)
+# -- what a side holds ------------------------------------------------------------------------------------------------
 
 
-def _modules(ours: Any, theirs: nn.Module, tolerance: float) -> Iterator[str]:
-    """What differs of a parallel model and a plain one."""
-    store, known = ours._store, dict(ours.named_parameters())
-    gradients = [_size(p.grad) for p in theirs.parameters() if p.grad is not None]
-    share = SMALL if tolerance < SINGLE else 0.1 if tolerance < HALF else 1  # zero on paper: rounding of the others
-    largest = max(max(gradients, default=0.0) * share, ZERO)
-    heaviest = (SMALL if tolerance < HALF else 0.1) * max(_size(p.detach()) for p in theirs.parameters())
-    for name, parameter in theirs.named_parameters():
-        mine = known[name]
-        if mine.requires_grad != parameter.requires_grad:
-            yield f"requires_grad of '{name}': {mine.requires_grad}, plain {parameter.requires_grad}"
-        if (mine.grad is None) != (parameter.grad is None):
-            yield f"gradient '{name}': {'None' if mine.grad is None else 'there'}, plain the other way round"
-        if not store.distributor.is_owner(store.owners[name]):
+def leaves_of(side: Side, result: Any, plain: Side) -> Leaves:
+    """What a side holds after an action, by its result and by name, tensors whole: DTensors are made so by all ranks.
+    plain: what other ranks hold of parameters is taken from there, so that no collective is needed for it."""
+    found = {**_of_module("", side.model, plain.model), **_flat("result", "", result, side)}
+    if plain.critic is not None:
+        found |= _of_module("critic: ", side.critic, plain.critic)
+    found |= {**_flat("average", "", side.average, side), **_flat("gradient", "seen by hooks", side.seen, side)}
+    for name in ("optimizer", "critic_optimizer"):
+        mine, theirs = getattr(side, name), getattr(plain, name)
+        if mine is not None and theirs is not None:
+            found |= _of_optimizer(f"{name}: ", side, mine, theirs)
+    return found
+
+
+def _of_module(label: str, model: Any, plain: nn.Module) -> Leaves:
+    """Parameters, gradients, buffers and flags of a model."""
+    found: Leaves = {}
+    wanted = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        key, other = label + name, wanted.get(name)
+        found["requires_grad", key], found["there", f"gradient of {key}"] = p.requires_grad, p.grad is not None
+        if other is None:
+            found["weight", key] = p.detach()
             continue
+        found["weight", key] = _whole(model, name, p, other)
+        if p.grad is not None and other.grad is not None:
+            found["gradient", key] = _whole(model, name, p.grad, other.grad)
+    found |= {("buffer", label + name): _of_all_ranks(value) for name, value in model.named_buffers()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    return found | {("training", label + name): modes.get(name) for name, _ in plain.named_modules()}
 
-        wanted = _part(parameter.detach(), store, store.layouts[name])
-        yield from _off(f"weight '{name}'", local_of(mine), wanted, tolerance, heaviest)
-        if mine.grad is not None and parameter.grad is not None:
-            # One from before the layout was decided lies as it lay, until a step adds to it.
-            wanted = _part(parameter.grad, store, mine.grad.place.layout)
-            yield from _off(f"gradient '{name}'", local_of(mine.grad), wanted, tolerance, largest)
-    buffers = dict(ours.named_buffers())
-    for name, buffer in theirs.named_buffers():
-        yield from _off(f"buffer '{name}'", buffers[name], buffer, tolerance, 0)
-    modes = {name: module.training for name, module in theirs.named_modules()}
-    yield from (
-        f"'{name}'.training: {module.training}"
-        for name, module in ours.named_modules()
-        if module.training != modes[name]
-    )
+
+def _whole(model: Any, name: str, mine: Any, plain: Tensor) -> Tensor:
+    """The whole value of a parameter or its gradient, of which other ranks' parts are the plain one's."""
+    if not hasattr(model, "_store"):
+        return mine.detach()
+    store, plain = model._store, plain.detach()
+    if not store.distributor.is_owner(store.owners[name]):
+        return plain
+    part = local_of(mine.detach())
+    # A gradient from before the layout was decided lies as it lay, until a step adds to it.
+    layout = mine.place.layout if hasattr(mine, "place") else store.layouts[name]
+    places = _part(torch.arange(plain.numel()).view(plain.shape), store, layout)
+    if places.shape != part.shape:
+        return part
+    found = plain.clone(memory_format=torch.contiguous_format).to(part.dtype)
+    found.view(-1)[places.flatten()] = part.flatten()
+    return found
 
 
 def _part(value: Tensor, store: Any, layout: Layout) -> Tensor:
@@ -75,90 +86,147 @@ def _part(value: Tensor, store: Any, layout: Layout) -> Tensor:
     return without_padding(padded_part(value, layout, where.mesh, where.coord), shape, layout, where.mesh, where.coord)
 
 
-def _optimizers(side: Side, ours: Optimizer | None, theirs: Optimizer | None, tolerance: float) -> Iterator[str]:
-    if ours is None or theirs is None:
-        return
-    counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in (ours, theirs)]
-    if counts[0] != counts[1]:
-        yield f"optimizer: groups of {counts[0]} parameters, plain {counts[1]}"
-        return
-    floors = _floors(theirs)
-    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
-    for i, (mine, plain) in enumerate(pairs):
-        numbers = {key: value for key, value in plain.items() if key != "params"}
-        yield from unequal(f"group {i}", side, {key: mine.get(key) for key in numbers}, numbers, tolerance)
-        for j, (p, q) in enumerate(zip(mine["params"], plain["params"], strict=True)):
-            held, wanted = ours.state.get(p, {}), theirs.state.get(q, {})
-            what = f"state of parameter {j} of group {i}"
-            if set(held) != set(wanted):
-                yield f"{what}: has {sorted(held)}, plain {sorted(wanted)}"
-            for key in (key for key in wanted if key in held and not _is_elsewhere(p, held[key])):
-                yield from unequal(f"{what}, {key!r}", side, held[key], wanted[key], tolerance, floors.get(key, ZERO))
+def _of_optimizer(label: str, side: Side, mine: Optimizer, plain: Optimizer) -> Leaves:
+    """Numbers of groups, and states."""
+    found: Leaves = {("there", f"{label}parameters of groups"): [len(g["params"]) for g in mine.param_groups]}
+    for i, (group, other) in enumerate(zip(mine.param_groups, plain.param_groups, strict=False)):
+        numbers = {key: group.get(key) for key in other if key != "params"}
+        found |= _flat("group", f"{label}{i}", numbers, side)
+        for j, (p, q) in enumerate(zip(group["params"], other["params"], strict=False)):
+            held, wanted = mine.state.get(p, {}), plain.state.get(q, {})
+            for key, value in held.items():
+                known = wanted.get(key) if _is_elsewhere(p, value) else value
+                found |= _flat(f"state {key!r}", f"{label}parameter {j} of group {i}", known, side)
+    return found
 
 
 def _is_elsewhere(parameter: Any, state: Any) -> bool:
     """True for a state of another stage that is a DTensor of torch's own: whole on the ranks of that stage alone."""
-    return not parameter.place.is_here and type(state) is DTensor
+    return type(state) is DTensor and not parameter.place.is_here
 
 
-def _floors(optimizer: Optimizer) -> dict[str, float]:
-    """By the name of a state, the norm below which it may be rounding alone."""
-    floors: dict[str, float] = {}
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                floors[key] = max(floors.get(key, ZERO), SMALL * _size(value))
-    return floors
+def _of_all_ranks(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def unequal(what: str, side: Side, mine: Any, plain: Any, tolerance: float, floor: float = 0.0) -> Iterator[str]:
-    """What differs in two nestings of numbers, texts and tensors. DTensors are made whole by all ranks."""
-    if isinstance(mine, Tensor) or isinstance(plain, Tensor):
-        if not (isinstance(mine, Tensor) and isinstance(plain, Tensor)):
-            mine, plain = torch.as_tensor(mine), torch.as_tensor(plain)
-        yield from _off(what, side.whole(mine.detach()), plain.detach(), tolerance, floor)
-    elif isinstance(plain, dict) and isinstance(mine, dict):
-        if set(mine) != set(plain):
-            yield f"{what}: has {sorted(map(str, mine))}, plain {sorted(map(str, plain))}"
-        for key in plain:
-            if key in mine:
-                yield from unequal(f"{what}, {key!r}", side, mine[key], plain[key], tolerance, floor)
-    elif isinstance(plain, (list, tuple)) and isinstance(mine, (list, tuple)):
-        if len(mine) != len(plain):
-            yield f"{what}: {len(mine)} items, plain {len(plain)}"
-        for i, (a, b) in enumerate(zip(mine, plain, strict=False)):
-            yield from unequal(f"{what}, item {i}", side, a, b, tolerance, floor)
-    elif isinstance(plain, float) and isinstance(mine, (int, float)):
-        if abs(mine - plain) > tolerance * max(abs(plain), floor, 1e-12) and not (mine != mine and plain != plain):
-            yield f"{what}: {mine!r}, plain {plain!r}"
-    elif type(mine) is not type(plain) or mine != plain:
-        yield f"{what}: {mine!r}, plain {plain!r}"
+def _flat(kind: str, name: str, value: Any, side: Side) -> Leaves:
+    """The leaves of a nesting, with how many each container holds."""
+    if isinstance(value, Tensor):
+        return {(kind, name): side.whole(value.detach())}
+    if not isinstance(value, (Mapping, list, tuple)):
+        return {(kind, name): value}
+    items = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+    found: Leaves = {("there", f"{kind} {name}"): len(items)}
+    for key, item in items:
+        found |= _flat(kind, f"{name}, {key!r}" if name else f"{key}", item, side)
+    return found
 
 
-def _size(value: Tensor) -> float:
-    """The norm of what is finite."""
-    return float(_finite(value.double(), value.double(), torch.zeros_like(value.double())).norm())
+# -- what differs -----------------------------------------------------------------------------------------------------
 
 
-def _finite(value: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """One of two tensors, by whether the elements of a third are finite."""
-    return torch.where(value.isfinite(), yes, no)
+@dataclass(frozen=True)
+class Judge:
+    """What sides may differ by. again: gives what the plain module holds when it has taken the journey again.
+
+    dtype: of the model; short: of a precision, if any.
+    """
+
+    dtype: torch.dtype
+    short: torch.dtype | None
+    again: Run
+
+    def rows(self, given: Values, expected: Values) -> tuple[Row, ...]:
+        """What is compared, right or wrong."""
+        dtype = self.short or self.dtype
+        table = Table.of(dtype)
+        table.compare(expected, given, {})
+        if all(row.ok for row in table.rows()):
+            return table.rows()
+        if self.short is not None:
+            table = Table.of(dtype)
+            table.compare(expected, given, {}, self._by_autocast())
+        return judged(table.rows(), Trained(table, [expected], self.again, Limits.of(dtype), self.short), _nowhere)
+
+    def _by_autocast(self) -> Values | None:
+        """What torch.autocast gives; None where it has no kernel (nn.LSTM in fp16 on a CPU): it allows nothing then."""
+        try:
+            return self.again(_nothing, True)[0]
+        except Exception:
+            return None
+
+    def differences(self, given: Leaves, expected: Leaves) -> tuple[list[str], list[Row]]:
+        """A line for each thing that is another one, and the rows of floats that are off by more than a tolerance:
+        wrong, or as exact as rounding allows."""
+        ours, theirs = dict(given), dict(expected)
+        found = list(_unequal(ours, theirs))
+        rows = self.rows(floats_of(ours), floats_of(theirs))
+        found += [_line(row) for row in rows if not row.ok and not row.is_open]
+        return found, [row for row in rows if row.noise is not None or not row.ok]
 
 
-def _off(what: str, mine: Tensor, plain: Tensor, tolerance: float, floor: float) -> Iterator[str]:
-    """One line if a tensor is another, norm-wise."""
-    if isinstance(mine, DTensor):
-        mine = mine.full_tensor()
-    if mine.shape != plain.shape or mine.dtype != plain.dtype:
-        yield f"{what}: {list(mine.shape)} {mine.dtype}, plain {list(plain.shape)} {plain.dtype}"
-        return
-    if not mine.numel() or torch.equal(mine, plain):
-        return
-    a, b = mine.double(), plain.double()
-    if not torch.equal(*(_finite(x, torch.zeros_like(x), x).nan_to_num(7.0) for x in (a, b))):
-        yield f"{what}: {int((~a.isfinite()).sum())} elements are not finite, plain {int((~b.isfinite()).sum())}"
-        return
-    a, b = (_finite(x, x, torch.zeros_like(x)) for x in (a, b))
-    error, norm = float((a - b).norm()), max(float(b.norm()), floor, 1e-12)
-    if error > tolerance * norm:
-        yield f"{what}: off by {error:.2e}, norm {norm:.2e}"
+def _nothing(_: nn.Module) -> None:
+    """Change nothing of a model."""
+
+
+def _nowhere() -> None:
+    """There is no other place: a journey that is open is taken again from there."""
+
+
+def _line(row: Row) -> str:
+    told = "".join(
+        f", {what} {value:.2e}"
+        for what, value in (("autocast", row.allowed), ("rounding alone", row.noise))
+        if value is not None
+    )
+    return f"{row.kind} '{row.name}': off by {row.error:.2e} of it{told}"
+
+
+def floats_of(leaves: Leaves) -> Values:
+    """The floats among leaves, as tensors."""
+    tensors = {
+        key: torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        if isinstance(value, (float, complex))
+        else value
+        for key, value in leaves.items()
+    }
+    return {key: value for key, value in tensors.items() if _is_float(value)}
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return False
+
+
+def _unequal(ours: Leaves, theirs: Leaves) -> Iterator[str]:
+    """What differs that is no float. Floats that cannot be compared are taken out of both."""
+    for key in list(dict.fromkeys([*theirs, *ours])):
+        what = f"{key[0]} '{key[1]}'"
+        if key not in ours or key not in theirs:
+            yield f"{what}: {'there' if key in ours else 'missing'}, plain the other way round"
+            ours.pop(key, None), theirs.pop(key, None)
+            continue
+        mine, plain = ours[key], theirs[key]
+        if isinstance(mine, Tensor) and isinstance(plain, (int, float, complex)):
+            mine = mine.item()
+        elif isinstance(plain, Tensor) and isinstance(mine, (int, float, complex)):
+            plain = plain.item()
+        if isinstance(plain, float) and isinstance(mine, (int, float)):
+            mine = float(mine)
+        ours[key], theirs[key] = mine, plain
+        if isinstance(mine, Tensor) and isinstance(plain, Tensor):
+            is_same = mine.shape == plain.shape and mine.dtype == plain.dtype
+            if not is_same:
+                yield f"{what}: {list(mine.shape)} {mine.dtype}, plain {list(plain.shape)} {plain.dtype}"
+            elif not _is_float(plain) and not torch.equal(mine, plain):
+                is_same = False
+                yield f"{what}: {int((mine != plain).sum())} of {plain.numel()} elements are others"
+        elif type(mine) is type(plain) and isinstance(plain, (float, complex)):
+            continue
+        else:
+            is_same = type(mine) is type(plain) and mine == plain
+            if not is_same:
+                yield f"{what}: {mine!r}, plain {plain!r}"
+        if not is_same:
+            del ours[key], theirs[key]

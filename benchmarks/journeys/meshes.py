@@ -15,6 +15,13 @@ RARE = ("dp=2,tp=3", "dp=3,tp=2", "fsdp=3,tp=2")
 NOT_PLANNED = ("precision", "chunked_loss", "compile")  # options that may stand beside mesh="auto"
 WHOLE_BATCH = frozenset({"batchnorm", "average"})  # blocks that micro-batches cannot have
 
+# The axes of meshes that journeys take, by whose the batch of a rank is.
+AXES = {
+    "global": frozenset(["dp", "fsdp", "tp", "pp", "cp", "auto"]),
+    "local": frozenset(["dp", "fsdp"]),
+    "ddp": frozenset(["dp"]),
+}
+
 
 def world(mesh: str) -> int:
     """The number of ranks of a mesh."""
@@ -29,11 +36,11 @@ def axes_of(mesh: str) -> set[str]:
 def meshes_for(setup: Mapping[str, Any]) -> list[str]:
     """All with as many ranks as that of a setup, and for its model."""
     staged = not WHOLE_BATCH & set(setup["blocks"])
-    whole = setup.get("batch") == "local"
+    allowed = AXES[setup.get("batch", "global")]
     return [
         mesh
         for mesh in (*MESHES, *PLANNED, *RARE)
-        if world(mesh) == world(setup["mesh"]) and (staged or "pp" not in mesh) and (not whole or "dp" in mesh)
+        if world(mesh) == world(setup["mesh"]) and (staged or "pp" not in mesh) and axes_of(mesh) <= allowed
     ]
 
 

@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.torch_compat import on_data
+from autopar.verification.dtypes import module_in
+from benchmarks.journeys.parts import third_of, weighted
+
 TIME, VOCABULARY = 4, 10
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Values = Mapping[str, Any]
 
 temperature = 1.0  # a global that the loss reads, and that loops change
@@ -41,6 +46,17 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x_BTD).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Multihead(nn.Module):
+    """Attention of torch, which sees its weights through views. The bias of its keys has no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.attention(x_BTD, x_BTD, x_BTD, need_weights=False)[0]
 
 
 class Mixer(nn.Module):
@@ -82,6 +98,41 @@ class Core(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.core(x_BTD)[0]
+
+
+class Rotary(nn.Module):
+    """Pairs of numbers turned by their position, as complex numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+        self.register_buffer("rates", torch.linspace(0.2, 1.7, width // 2), persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        turns = torch.arange(x_BTD.shape[1], device=x_BTD.device)[:, None] * self.rates
+        turned = _complex(x_BTD) * torch.exp(1j * _wide(turns))
+        return x_BTD + self.out(torch.view_as_real(turned).flatten(2).to(x_BTD.dtype))
+
+
+class Spectral(nn.Module):
+    """A complex parameter for each pair of numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(width // 2, dtype=torch.complex64))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        filtered = _complex(x_BTD) * self.filter
+        return x_BTD + torch.view_as_real(filtered).flatten(2).to(x_BTD.dtype)
+
+
+def _complex(x_BTD: Tensor) -> Tensor:
+    return torch.view_as_complex(_wide(x_BTD).unflatten(-1, (-1, 2)).contiguous())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The same in a float that has complex numbers."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class BatchNorm(nn.Module):
@@ -158,11 +209,14 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "odd": lambda width: MLP(width, 2 * width - 1),
     "norm": nn.LayerNorm,
     "attention": Attention,
+    "multihead": Multihead,
     "mixer": Mixer,
     "recurrence": Recurrence,
     "lstm": lambda width: Core(width, nn.LSTM),
     "gru both ways": lambda width: Core(width, nn.GRU, True),
     "rnn": lambda width: Core(width, nn.RNN),
+    "rotary": Rotary,
+    "spectral": Spectral,
     "batchnorm": BatchNorm,
     "dropout": lambda width: nn.Dropout(0.25),
     "frozen": Frozen,
@@ -251,10 +305,19 @@ def unpack(batch: tuple[Any, ...]) -> tuple[Tensor, Tensor, Any]:
     return torch.as_tensor(batch[0]), torch.as_tensor(batch[1]), batch[2] if len(batch) > 2 else None
 
 
+def _errors(out_BTD: Tensor, y: Tensor) -> Tensor:
+    """The error of each position, [B, T]."""
+    if y.is_floating_point():
+        return (out_BTD - y[..., :3]).square().mean(-1)
+    return F.cross_entropy(out_BTD.transpose(1, 2), y, reduction="none")
+
+
+@on_data()  # what rounding does to numbers of a generator is nobody's noise
 def build(setup: Values) -> Built:
     """The model of a setup: the same weights at every call."""
     torch.manual_seed(setup.get("seed", 0))
     beta, is_tokens, auxiliary = 0.1, setup["head"] != "regress", setup.get("aux", False)
+    odd = setup.get("odd", "")
     if setup["head"] == "gpt":
         from gpt import GPT, GPTConfig
 
@@ -270,7 +333,11 @@ def build(setup: Values) -> Built:
     def loss_fn(module: nn.Module, *batch: Any) -> Any:
         x, y, weight = unpack(batch)
         out = output_of(module, x)
-        error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y[..., :3])
+        if odd:
+            error = weighted(odd, _errors(out, y.transpose(0, 1) if odd == "time-major" else y), weight)
+            weight = None
+        else:
+            error = F.cross_entropy(out.flatten(0, 1), y.flatten()) if is_tokens else F.mse_loss(out, y[..., :3])
         loss = temperature * error + beta * out.pow(2).mean()
         if weight is not None:
             loss = loss + weight * out.mean()
@@ -290,13 +357,25 @@ def build(setup: Values) -> Built:
     generators = [model]
     if setup.get("gan"):
         critics.append(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double())
-    model = model if is_single(setup) else model.double()
-    return Built(model, loss_fn, set_beta, critics, generators, critic_loss)
+    return Built(module_in(model, dtype_of(setup)), loss_fn, set_beta, critics, generators, critic_loss)
 
 
-def is_single(setup: Values) -> bool:
-    """True for models in float32, under a precision or as they are; others are in float64."""
-    return bool(setup["options"].get("precision") or setup.get("float32"))
+def dtype_of(setup: Values) -> torch.dtype:
+    """The dtype of the model of a setup: float64 but for some, and under a precision float32."""
+    if low_of(setup) is not None:
+        return torch.float32
+    return DTYPES[setup.get("dtype", "float64")]
+
+
+def low_of(setup: Values) -> torch.dtype | None:
+    """The float of the precision of a setup."""
+    name = setup["options"].get("precision")
+    return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def is_exact(setup: Values) -> bool:
+    """True for what is computed in float64 throughout."""
+    return dtype_of(setup) is torch.float64
 
 
 def set_temperature(value: float) -> None:
@@ -305,13 +384,16 @@ def set_temperature(value: float) -> None:
     temperature = value
 
 
-def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+@on_data()
+def batch_of(setup: Values, rows: int, seed: int) -> tuple[Tensor, ...]:
     """Rows that no two ranks share, the same for one seed."""
-    random = torch.Generator().manual_seed(1000 * rows + seed)
+    random, odd = torch.Generator().manual_seed(1000 * rows + seed), setup.get("odd", "")
+    dtype = dtype_of(setup)
     if setup["head"] != "regress":
         x, y = (torch.randint(VOCABULARY, (rows, TIME), generator=random) for _ in range(2))
         y[::3, 0] = -100  # ignored, unevenly
-        return x, y
-    dtype = torch.float32 if is_single(setup) else torch.float64
-    x = torch.randn(rows, TIME, setup["width"], generator=random, dtype=dtype)
-    return x, torch.randn(rows, TIME, 3, generator=random, dtype=dtype) + 1
+    else:
+        x = torch.randn(rows, TIME, setup["width"], generator=random, dtype=dtype)
+        y = torch.randn(rows, TIME, 3, generator=random, dtype=dtype) + 1
+    third = third_of(odd, (rows, TIME), random, dtype)
+    return (x, y.transpose(0, 1).contiguous() if odd == "time-major" else y, *third)

@@ -1,4 +1,4 @@
-"""Fixes taken out, one by one, in the ranks: each must make journeys red, and soon."""
+"""Fixes taken out, and numbers made wrong, one by one, in the ranks: each must make journeys red, and soon."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
+
+import torch
 
 from autopar.capture.containers import Leaf, _Walk
 from autopar.ir.layout import Layout
@@ -17,9 +19,12 @@ from autopar.parallel.place import Place
 from autopar.parallel.random_state import RandomState
 from autopar.parallel.store import ParameterStore
 from autopar.parallel.structure import Structure
+from autopar.runtime.distributed import _PRIMITIVES
+from autopar.runtime.moves import Move
 from autopar.torch_compat import local_of
 from benchmarks.journeys.actions_steps import BatchEncoding, Rows
 from benchmarks.journeys.ranks import Report
+from benchmarks.journeys.side import Side
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,12 @@ def _true(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def _false(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
 _gather, _first, _numbers = Place.gather, _Walk._first, RandomState.tensor
-_distribute = ParameterStore.distribute
+_distribute, _forward_backward, _step = ParameterStore.distribute, Side.forward_backward, Side.step
 
 
 def _gather_in_the_order_of_the_mesh(self: Place, part: Any, shape: Any, what: str) -> Any:
@@ -91,6 +100,65 @@ def _of_the_steps_alone(self: RandomState, device: Any, is_step: bool) -> Any:
     return _numbers(dataclasses.replace(self, forwards=0), device, is_step)
 
 
+def _in_front(said: Any, parts: Any, *names: Any) -> tuple[int | None, ...]:
+    """Samples are counted by the first dim of every tensor, whatever is said."""
+    return tuple(0 if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in parts.leaves)
+
+
+# -- faults in numbers, which every dtype must show -----------------------------------------------------------------
+
+
+def _one_left_out(move: Move, group: Any, later: bool) -> Any:
+    """A sum over ranks of gradients of which a rank keeps its own part."""
+    kept = move.x.clone()
+    work, received = _PRIMITIVES["reduce"](dataclasses.replace(move, owned=False), group, later)
+    return work, (lambda: kept) if kept.numel() > 16 else received
+
+
+def _with_gradients(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Steps of the parallel model that leave other gradients."""
+
+    def step(self: Side, *batch: Any) -> Any:
+        loss = _forward_backward(self, *batch)
+        if self.is_parallel:
+            gradient = max((p.grad for _, p in self.trained()), key=lambda value: value.numel())
+            change(local_of(gradient))
+        return loss
+
+    return step
+
+
+def _with_rows_swapped(gradient: Any) -> None:
+    gradient[:2] = gradient[:2].flip(0)
+
+
+def _with_a_step_left_out(self: Side) -> None:
+    """Of the steps of the parallel model's optimizer, all but the first."""
+    if not self.is_parallel or not vars(self).get("has_stepped"):
+        _step(self)
+    vars(self)["has_stepped"] = True
+
+
+FAULTS: Mapping[str, Sabotage] = {
+    "a sum": Sabotage(
+        32,
+        "a sum over ranks is left out",
+        {"autopar.runtime.distributed._PRIMITIVES": {**_PRIMITIVES, "reduce": _one_left_out}},
+    ),
+    "a gradient": Sabotage(
+        32,
+        "a gradient is off by 1%",
+        {"benchmarks.journeys.side.Side.forward_backward": _with_gradients(lambda gradient: gradient.mul_(1.01))},
+    ),
+    "rows": Sabotage(
+        32,
+        "two rows of a gradient are swapped",
+        {"benchmarks.journeys.side.Side.forward_backward": _with_gradients(_with_rows_swapped)},
+    ),
+    "a step": Sabotage(
+        32, "a step of the optimizer is left out", {"benchmarks.journeys.side.Side.step": _with_a_step_left_out}
+    ),
+}
 SABOTAGES: Mapping[str, Sabotage] = {
     "placements": Sabotage(
         1, "axes in the order of the mesh", {"autopar.parallel.place.Place.gather": _gather_in_the_order_of_the_mesh}
@@ -119,6 +187,19 @@ SABOTAGES: Mapping[str, Sabotage] = {
     "gathered": Sabotage(
         32, "what is changed in gathered() is not written", {"autopar.parallel.gathered._Plain.write": _nothing}
     ),
+    "dims": Sabotage(32, "samples are in front, whatever is said", {"autopar.parallel.portions.dims_of": _in_front}),
+    "uneven": Sabotage(
+        32, "all ranks have as many samples as this one", {"autopar.parallel.local_batch.Portion.is_even": True}
+    ),
+    "dtype of sums": Sabotage(
+        32,
+        "gradients are summed before the cast to the dtype of sums",
+        {
+            "autopar.passes.search.items.Classes.is_short_term": _false,
+            "autopar.passes.reshard._Reshard._is_rounded": _false,
+            "autopar.passes.check_sums": _nothing,
+        },
+    ),
     "replicas": Sabotage(7, "replicas are not compared", {"autopar.parallel.replicas.Replicas.check": _nothing}),
     "calls": Sabotage(
         8,
@@ -131,7 +212,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
 def sabotage(rank: int, name: str) -> Report:
     """Take a fix out of this process, for good."""
     with contextlib.ExitStack() as stack:
-        for target, replacement in SABOTAGES[name].patches.items():
+        for target, replacement in {**SABOTAGES, **FAULTS}[name].patches.items():
             stack.enter_context(mock.patch(target, replacement))
         stack.pop_all()
     return Report("ok")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.journeys.meshes import MESHES, PLANNED, RARE, WHOLE_BATCH, axes_of, options_on
 from benchmarks.journeys.models import BLOCKS, TIME
+from benchmarks.journeys.parts import ODD
 from benchmarks.journeys.side import OPTIMIZERS
 
 COMMON = ("dp=1", "dp=1", "dp=2", "tp=2", "fsdp=2", "pp=2", "cp=2", PLANNED[0])
@@ -16,6 +17,7 @@ SLICED = ("seq1f1b", "gpipe")
 ATTENTION = ("auto", "gather", "ring", "ulysses")
 CHUNKS = (True, "auto", 300)  # bytes of logits
 LENGTHS = [TIME - TIME // 3, TIME // 3]  # of slices
+OFTEN = ("dropout", "dropout")  # blocks that are drawn once more
 SEQUENCES = ("gpt", "llama")  # heads with causal attention
 
 
@@ -45,7 +47,9 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         "options": options_on(mesh, options),
         "head": head,
         "width": draw(st.sampled_from([6, 12] if "tp=3" in mesh else [6, 8, 12] if "tp" in mesh else [6, 8, 10])),
-        "blocks": [] if head in ("gpt", "llama") else draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=3)),
+        "blocks": []
+        if head in ("gpt", "llama")
+        else draw(st.lists(st.sampled_from([*allowed, *OFTEN]), min_size=1, max_size=3)),
         "aux": draw(st.integers(0, 5)) == 5,
         "gan": head == "regress" and "pp" not in mesh and draw(st.integers(0, 7)) == 7,
         "optimizer": draw(st.sampled_from([None, *(name for name in OPTIMIZERS if name not in ("LBFGS", "Rprop"))])),
@@ -58,11 +62,8 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
         made["gan"] = False
     if draw(st.integers(0, 2)) == 2:  # what a script holds from before
         made["before"] = draw(st.sampled_from(["states", "gradients"]))
-    if mesh == "dp=2" and "microbatches" not in options and draw(st.integers(0, 3)) == 3:
-        made["batch"] = "local"
-        made["share"] = draw(st.sampled_from([0.5, 0.5, 0.625, 1.0]))  # of the rows, on rank 0
-        if draw(st.booleans()):
-            made["options"]["batch_dims"] = 0
+    if mesh == "dp=2" and "microbatches" not in options and draw(st.booleans()):
+        _add_parts(draw, made)
     if "cp" in axes_of(mesh):
         made["options"]["attention"] = draw(st.sampled_from(ATTENTION))
     if head != "regress" and draw(st.integers(0, 2)) == 2:
@@ -70,6 +71,26 @@ def setups(draw: st.DrawFn, meshes: tuple[str, ...] = ()) -> dict[str, Any]:
     if draw(st.integers(0, 2)) == 2:
         made["options"]["compile"] = "triton"  # groups, which a CPU runs call by call
     if "precision" not in made["options"] and head != "llama" and draw(st.integers(0, 4)) == 4:
-        made |= {"float32": True, "optimizer": draw(st.sampled_from([None, "SGD"])), "gan": False}
+        made |= {
+            "dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+            "optimizer": draw(st.sampled_from([None, "SGD"])),
+            "gan": False,
+        }
     made["options"] = options_on(mesh, made["options"])
     return made
+
+
+def _add_parts(draw: st.DrawFn, made: dict[str, Any]) -> None:
+    """Give each rank a part of the batch, and perhaps leaves of which samples are not in front."""
+    options = made["options"]
+    made["batch"] = draw(st.sampled_from(["local", "local", "local", "ddp"]))
+    made["share"] = draw(st.sampled_from([0.5, 0.5, 0.625, 1.0]))  # of the rows, on rank 0
+    if made["batch"] == "ddp":
+        options.pop("zero", None)
+        made["blocks"] = [name for name in made["blocks"] if name != "dropout"]  # whose masks are each rank's own
+        made |= {"gan": False, "share": min(made["share"], 0.625), "rows": max(made["rows"], 2)}
+    odd = draw(st.sampled_from([None, None, *ODD]))
+    if odd is not None:
+        made |= {"odd": odd, "gan": False}
+    if made["batch"] == "local" and (odd is not None or draw(st.booleans())) and draw(st.integers(0, 3)):
+        options["batch_dims"] = ODD[odd] if odd is not None else 0

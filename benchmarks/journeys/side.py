@@ -19,6 +19,7 @@ from autopar.compiler.meshes import AUTO
 from autopar.parallel.module import ParallelModule
 from benchmarks.journeys.meshes import PLANNED, meshes_for, options_on
 from benchmarks.journeys.models import Built, batch_of, build, output_of
+from benchmarks.journeys.parts import RANKS, ROWS, cut, part_of
 
 # eps: a gradient that is zero on paper, as of a bias before BatchNorm, is rounding, of which 1e-8 makes steps of 1e-9.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +36,6 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Rprop": {"lr": 0.005},
     "LBFGS": {"lr": 0.1, "max_iter": 2},
 }
-ROWS = 24  # of a batch: all meshes and micro-batches but a few divide them
 SCALE = 256.0  # of losses in fp16: with these models nothing overflows
 T = TypeVar("T")
 
@@ -46,11 +46,16 @@ class Stopped(Exception):
 
 @dataclass
 class Side:
-    """`is_parallel`: the model is autopar's. `folder` is one for all ranks, in which each file has one writer."""
+    """`is_parallel`: the model is autopar's. `folder` is one for all ranks, in which each file has one writer.
+
+    change: of the plain model before anything else. low: the float of torch.autocast, under which its steps run.
+    """
 
     setup: Mapping[str, Any]
     is_parallel: bool
     folder: Path
+    change: Callable[[nn.Module], None] | None = None
+    low: torch.dtype | None = None
     built: Built = field(init=False)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer | None = None
@@ -58,7 +63,7 @@ class Side:
     average: dict[str, Tensor] | None = None
     held: list[nn.Parameter] | None = None  # from before the model was made parallel
     handles: dict[str, Any] = field(default_factory=dict)
-    seen: list[float] = field(default_factory=list)  # by hooks
+    seen: list[float] = field(default_factory=list)  # of gradients, by hooks in the last action
     steps: int = 0
     forwards: int = 0  # calls of the model itself
     aux: Any = None
@@ -71,9 +76,16 @@ class Side:
 
     def __post_init__(self) -> None:
         built = build(self.setup)
+        if self.change is not None:
+            self.change(built.model)
         if self.setup.get("before"):
             self._hold(built.model)
         self.renew(self.setup["mesh"], built)
+
+    def begin(self) -> None:
+        """Make the optimizer, if there is none from before."""
+        if self.setup.get("optimizer") and self.optimizer is None:
+            self.start(self.setup["optimizer"])
 
     def _hold(self, model: nn.Module) -> None:
         """What a script has by the time it makes its model parallel: parameters in lists, gradients, an optimizer."""
@@ -108,6 +120,8 @@ class Side:
         made = autopar.parallelize(model, mesh, loss_fn=loss_fn, batch=setup.get("batch", "global"), **setup["options"])
         if made.loss_scale is not None:
             made.loss_scale.scale = SCALE
+        if self.batch_kind == "ddp":  # whose first batch must have the same shapes on all ranks
+            made.prepare(*(leaf.to("meta") for leaf in part_of({**setup, "share": 0.5}, batch_of(setup, ROWS, 0), 0)))
         return made
 
     # -- how far an action came ---------------------------------------------------------------------------------
@@ -130,19 +144,23 @@ class Side:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        """x and y; of a local batch this rank's part."""
-        return self.own(batch_of(self.setup, rows, seed))
+    @property
+    def batch_kind(self) -> str:
+        """Whose the batch of a rank is: "global", "local" or "ddp"."""
+        return self.setup.get("batch", "global")
 
-    def own(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(map(self.rows_of_rank, batch)) if self.is_parallel else batch
+    def batch(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        """x, y and what else the loss takes; of a local batch this rank's part."""
+        batch = batch_of(self.setup, rows, seed)
+        return part_of(self.setup, batch, dist.get_rank()) if self.is_parallel and self.has_parts else batch
+
+    @property
+    def has_parts(self) -> bool:
+        return self.batch_kind != "global"
 
     def rows_of_rank(self, value: Tensor) -> Tensor:
-        """Of what has a row for each sample those of this rank, if ranks have parts of a batch: on a mesh `dp=2`."""
-        if self.setup.get("batch", "global") == "global":
-            return value
-        first = round(len(value) * self.setup["share"])
-        return value.split([first, len(value) - first])[dist.get_rank()]
+        """Of what has a row for each sample those of this rank, if ranks have parts of a batch."""
+        return cut(self.setup, value, 0, dist.get_rank()) if self.batch_kind == "local" else value
 
     def forward_backward(self, *batch: Any) -> Tensor:
         """The loss; gradients are added up. The plain module draws its masks as autopar does."""
@@ -152,19 +170,64 @@ class Side:
             self.aux = self.model.last_aux if self.setup.get("aux") else None
         else:
             with self.drawing():
-                loss = self.built.loss_fn(self.model, *batch)
-                if self.setup.get("aux"):
-                    loss, self.aux = loss
-                loss.backward()
+                with self.casting():
+                    loss = self._loss(batch)
+                self._backward(loss)
         self.steps += 1
         return loss.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the model, which draws its masks as autopar does."""
-        with contextlib.nullcontext() if self.is_parallel else self.drawing(-1 - self.forwards):
+        """This rank's output of the model, which draws its masks as autopar does."""
+        if self.is_parallel:
             out = output_of(self.model, x)
+        else:
+            with self.drawing(-1 - self.forwards), self.casting():
+                out = self.rows_of_rank(self._of_parts(lambda x: output_of(self.model, x), (x,))[1])
         self.forwards += 1
         return out
+
+    def _loss(self, batch: tuple[Any, ...]) -> Tensor:
+        """The loss of the plain module: as under DDP the mean of those of all ranks."""
+        found, own = self._of_parts(lambda *part: self.built.loss_fn(self.model, *part), batch)
+        if self.setup.get("aux"):
+            self.aux, found = own[1], [loss for loss, _ in found]
+        return found[0] if len(found) == 1 else torch.stack(found).mean()
+
+    def _of_parts(self, function: Callable[..., T], batch: tuple[Any, ...]) -> tuple[list[T], T]:
+        """What a function gives of the part of each rank, and of this one's. Buffers are the first rank's, as those
+        that DDP sends."""
+        if self.batch_kind != "ddp":
+            found = function(*batch)
+            return [found], found
+        buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
+        copies = [{name: None if b is None else b.clone() for name, b in kept.items()} for _, kept in buffers]
+        each = []
+        for rank in range(RANKS):
+            each.append(function(*part_of(self.setup, batch, rank)))
+            for (held, _), copied in zip(buffers, copies, strict=True):
+                held.update({name: None if b is None else b.clone() for name, b in copied.items()})
+        for held, kept in buffers:
+            held.update(kept)
+        return each, each[dist.get_rank()]
+
+    def _backward(self, loss: Tensor) -> None:
+        """The backward pass of the plain module, of a scaled loss in fp16."""
+        if self.low is not torch.float16:
+            loss.backward()
+            return
+        seen = len(self.seen)
+        self._scale_gradients(SCALE)
+        (loss * SCALE).backward()
+        self._scale_gradients(1 / SCALE)
+        self.seen[seen:] = [value / SCALE for value in self.seen[seen:]]
+
+    def _scale_gradients(self, factor: float) -> None:
+        for _, p in self.trained():
+            p.grad.mul_(factor)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """What the plain module runs under beside a precision."""
+        return torch.autocast("cpu", self.low) if self.low is not None else contextlib.nullcontext()
 
     def drawing(self, number: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """The numbers of this step, or of a call of the model itself, for a model that draws some."""

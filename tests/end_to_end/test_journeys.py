@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.torch_compat import local_of
+from autopar.verification.rounding import Rounded
 from benchmarks.journeys import ranks
 from benchmarks.journeys.actions import ACTIONS, Action
-from benchmarks.journeys.machine import Journey, run_row
+from benchmarks.journeys.compare import floats_of, leaves_of
+from benchmarks.journeys.machine import Journey, replay, run_row
 from benchmarks.journeys.pools import Pools
 from benchmarks.journeys.ranks import Report
 from benchmarks.journeys.side import Side
@@ -42,6 +44,13 @@ def pools() -> Iterator[Pools]:
 def test_a_journey_equals_the_plain_module(pools: Pools, number: int) -> None:
     row = run_row(pools, 0, number, shrink_s=10, meshes=MESHES, most=12)
     assert row.failure is None, f"{row.failure}\n{pprint.pformat(list(row.shortest), width=120)}"
+
+
+def test_what_follows_a_refused_call_is_none_of_it(pools: Pools) -> None:
+    """An optimizer from before compares its groups at its first step, in a call of its own."""
+    actions = (("another_call_on_one_rank", {"seed": 1}), ("optimizer_step", {}))
+    _, report = replay(pools, (("begin", {**SETUP, "mesh": "dp=2", "before": "states"}), *actions))
+    assert report.verdict == "ok", report
 
 
 # -- rows are the same everywhere -------------------------------------------------------------------------------------
@@ -72,6 +81,13 @@ def test_rows_do_not_hang_on_constants_of_the_source(tmp_path: Path, monkeypatch
 
 
 # -- the tester, tested ---------------------------------------------------------------------------------------------
+
+
+ACTED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("train", {"seed": 1}), ("gradient_hook", {"which": 1, "factor": 0.5}), ("roll_out", {"seed": 2, "calls": 2}),
+    ("set_temperature", {"value": 2.0}), ("add_noise", {"scale": 0.1}), ("torch_save", {}), ("metrics", {"seed": 0}),
+    ("move", {"to": 0, "way": "dcp"}), ("train", {"seed": 3}),
+)  # fmt: skip
 
 
 def _weight(side: Side) -> None:
@@ -117,6 +133,28 @@ def _nan(side: Side) -> None:
 def _infinite(side: Side) -> None:
     with torch.no_grad():
         local_of(side.model.head.weight).view(-1)[0] = float("-inf")
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_the_plain_side_takes_its_journey_again(tmp_path: Path, precision: str | None) -> None:
+    """Without rounding to the bit, with it elsewhere: what is measured is the noise of the same journey."""
+    setup = {**SETUP, "options": {"precision": precision} if precision else {}, "optimizer": "SGD", "aux": True}
+    try:
+        assert ranks.begin(0, setup, str(tmp_path)).verdict == "ok"
+        for name, args in ACTED:
+            report = ranks.act(0, name, args)
+            assert report.verdict == "ok", (name, report)
+            pair = ranks._held["pair"]
+            expected = floats_of(leaves_of(pair.theirs, None, pair.theirs))
+            (again,) = pair._again(lambda model: None, False)
+            assert all(torch.equal(again[key], value) for key, value in expected.items()), name
+            with Rounded(0):
+                (moved,) = pair._again(lambda model: None, True)
+            key = ("weight", "head.weight")
+            assert 0 < float((moved[key] - expected[key]).norm()) < (1e-2 if precision else 1e-13), name
+    finally:
+        dist.destroy_process_group()
+        ranks._held.clear()
 
 
 HARMS = {

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.journeys.machine import FAILED, Journey, replay
 from benchmarks.journeys.pools import Pools
-from benchmarks.journeys.sabotage import SABOTAGES
+from benchmarks.journeys.sabotage import FAULTS, SABOTAGES
 
 pytestmark = pytest.mark.gloo
 HANGS = pytest.mark.slow  # until Gloo gives up, after 45 s
@@ -38,6 +38,17 @@ SHORT = {
     "hooks": journey("dp=1", ("gradient_hook", {"which": 0, "factor": 0.5}), STEP),
     "draws": journey("dp=1", ("roll_out", {"seed": 1, "calls": 2}), block="dropout"),
     "gathered": journey("dp=1", ("gather", {"write": True, "on_one": False})),
+    "dims": journey(
+        "dp=2",
+        STEP,
+        options={"batch_dims": (0, 0, None)},
+        batch="local",
+        share=0.5,
+        odd="as long by chance",
+        warm=False,
+    ),
+    "uneven": journey("dp=2", STEP, options={"batch_dims": 0}, batch="local", share=0.625),
+    "dtype of sums": journey("dp=2", STEP, options={"precision": "bf16"}, block="multihead", optimizer="SGD"),
     "replicas": journey("dp=2", ("other_weight_on_one_rank", {})),
     "calls": journey("dp=2", ("another_call_on_one_rank", {"seed": 1})),
 }
@@ -64,3 +75,28 @@ def test_a_fix_that_is_taken_out_is_missed(pools: Pools, name: str) -> None:
     finally:
         without.close()
     assert report.verdict in FAILED, report
+
+
+TRAIN = (("optimizer_step", {}), ("train", {"seed": 1}))
+FAULTY = {
+    "a sum": ("dp=2", ()),
+    "a gradient": ("dp=1", ()),
+    "rows": ("dp=1", ()),
+    "a step": ("dp=1", TRAIN),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_numbers_is_seen_in_every_dtype(pools: Pools, name: str) -> None:
+    """What rounding excuses of a short float is told in float64."""
+    mesh, actions = FAULTY[name]
+    faulty = Pools(name)
+    try:
+        for dtype in ("float64", "float32", "bfloat16"):
+            taken = journey(mesh, STEP, *actions, optimizer="SGD", dtype=dtype)
+            _, report = replay(pools, taken)
+            assert report.verdict == "ok", (dtype, report)
+            _, report = replay(faulty, taken)
+            assert report.verdict == "WRONG", (dtype, report)
+    finally:
+        faulty.close()

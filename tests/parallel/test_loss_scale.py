@@ -168,3 +168,12 @@ def test_there_is_no_scale_without_fp16(tmp_path: Any) -> None:
         assert scaled(batch()[0]).dtype is torch.float32
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_gradients_of_complex_parameters_are_unscaled_and_checked() -> None:
+    gradients = [torch.tensor([3 + 4j, 1j], dtype=torch.complex64), torch.ones(2)]
+    scale = LossScale(scale=8.0)
+    assert scale.take(gradients, torch.device("cpu"))
+    assert gradients[0].tolist() == [0.375 + 0.5j, 0.125j]
+    assert gradients[1].tolist() == [0.125, 0.125]
+    assert not scale.take([torch.tensor([complex(1, float("inf"))])], torch.device("cpu"))
