@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -142,7 +143,9 @@ class Report:
             mark = "ok" if row.ok else "WRONG"
             replicas = f"  ranks differ by {row.replicas:.1e}" if row.replicas else ""
             told = f"  autocast {row.allowed:.2e}" if row.allowed is not None else ""
-            if row.noise is not None:
+            if row.ok and math.isnan(row.error):
+                told += ": the plain module is not finite here, and float64 is right"
+            elif row.noise is not None:
                 told += f"{': as exact as the model allows,' if row.ok else ''}  rounding alone gives {row.noise:.2e}"
             lines.append(f"{row.kind:9} {row.name:{width}} {row.error:9.2e}  {mark}{told}{replicas}")
         lines += [] if self.exact is None else self.exact.lines(width)

@@ -34,17 +34,21 @@ def verify_on_ranks(
 
     In a shorter float the same job runs in float64 as well: what is wrong by less than its resolution shows there.
     """
-    example = replace(job, model=copied(job.model))
-    report = _report(job, mesh, steps, seed, dtype, ddp)
-    if _agreed(report is not None and report.is_longest):
-        return report
-    try:
-        plainly = replace(example, precision=None, reduce_dtype=torch.float32)
-        longer = _report(plainly, mesh, steps, seed, torch.float64, ddp, is_away=True)
-        exact = Exact() if longer is None else Exact(longer.rows)
-    except Exception as error:  # on rank 0 alone where the plain module does not run in float64
-        exact = Exact(failed=first_sentence(str(error)))
+    if dtype == torch.float64 and short_of(options_of(**job.step)) is None:
+        return _report(job, mesh, steps, seed, dtype, ddp)
+    exact = _exact(replace(job, model=copied(job.model)), mesh, steps, seed, ddp)
+    report = _report(job, mesh, steps, seed, dtype, ddp, is_exact=not (exact.failed or exact.is_wrong))
     return report and replace(report, exact=exact).settled()
+
+
+def _exact(job: Job, mesh: str, steps: int, seed: int, ddp: bool) -> Exact:
+    """What the ranks give in float64."""
+    plainly = replace(job, precision=None, reduce_dtype=torch.float32)
+    try:
+        longer = _report(plainly, mesh, steps, seed, torch.float64, ddp, is_away=True)
+    except Exception as error:  # on rank 0 alone where the plain module does not run in float64
+        return Exact(failed=first_sentence(str(error)))
+    return Exact() if longer is None else Exact(longer.rows)
 
 
 class _Refused(Exception):
@@ -59,22 +63,31 @@ def _agreed(value: bool) -> bool:
 
 
 def _report(
-    job: Job, mesh: str, steps: int, seed: int, dtype: torch.dtype, ddp: bool, is_away: bool = False
+    job: Job,
+    mesh: str,
+    steps: int,
+    seed: int,
+    dtype: torch.dtype,
+    ddp: bool,
+    is_away: bool = False,
+    is_exact: bool = False,
 ) -> Report | None:
-    """As `verify_on_ranks`, in one dtype. is_away: the plain module may refuse it."""
+    """As `verify_on_ranks`, in one dtype. is_away: the plain module may refuse it. is_exact: float64 is right."""
     batch, model, options = job.batch, job.model, options_of(**job.step)
     parsed = mesh_of(mesh, dist.get_world_size() if dist.is_initialized() else None)
-    is_exact = short_of(options) is None
-    if is_exact:
+    is_whole = short_of(options) is None
+    if is_whole:
         model, batch = module_in(model, dtype), map_tensors(lambda leaf: cast(leaf, dtype), batch)
     batches = batches_of(batch, parsed, options, model, job.loss_fn, ddp)
-    trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_exact else None)
-    with in_dtype(model, job.loss_fn, dtype) if is_exact else nullcontext():
+    trial = _Trial(model, job, mesh, batches, steps, seed, dtype if is_whole else None)
+    with in_dtype(model, job.loss_fn, dtype) if is_whole else nullcontext():
         try:
             plain, trained, sums = trial.run(is_away)
         except _Refused:
             _agreed(False)  # the other ranks wait for what more there is to train
             raise
+        if is_exact:
+            trained = replace(trained, limits=trained.limits.after_float64())
         rows = trained.table.rows()
         rows = trial.judged_by_noise(rows, trained)
     if dist.get_rank() != 0:

@@ -10,6 +10,11 @@ away, where the noise must leave something to compare. What is nothing but round
 bias before a normalisation, a loss that is zero on paper), and may be off by as much as rounding gives, if that is
 little beside all others of its kind. Of what is nothing but rounding and not small nothing can be said: a longer float
 has to tell.
+
+Programs of a shorter float run in float64 as well, and what is wrong with them is found there. Once they are right in
+it, the short float has only its own faults left to show, which are large: a sum or a cast in another dtype, an op that
+overflows. So noise excuses more then, what is small beside the others of its kind may be any rounding, and where the
+plain module itself is not finite there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -40,10 +45,15 @@ Run = Callable[[Callable[[nn.Module], None], bool], list[Values]]
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What noise excuses. factor: how many times the noise an error may be. clear: the share of a tensor that noise may
-    leave open: what a program does wrong changes more."""
+    leave open: what a program does wrong changes more. is_exact: the same is right in float64."""
 
     factor: float
     clear: float
+    is_exact: bool = False
+
+    def after_float64(self) -> Limits:
+        """What noise excuses where the same programs are right in float64."""
+        return Limits(8 * self.factor, self.clear, is_exact=True)
 
     @staticmethod
     def of(dtype: torch.dtype) -> Limits:
@@ -108,10 +118,16 @@ class Trained:
 
     def is_zero(self, key: Key, noise: Noise) -> bool:
         """True for what is nothing but rounding, agrees within it, and is small beside the others of its kind."""
+        share = self.table.shares.get(key, 1.0)
         within = self.limits.factor * noise.get(key, 0.0)
         is_rounding = noise.get(key, 0.0) >= ROUNDING or self.table.is_small(key)
-        is_small = within * self.table.shares.get(key, 1.0) <= self.limits.clear
-        return is_rounding and is_small and self._agrees(key, within)
+        if self.limits.is_exact:
+            return is_rounding and self._agrees(key, self.limits.clear / share)
+        return is_rounding and within * share <= self.limits.clear and self._agrees(key, within)
+
+    def is_beyond(self, key: Key) -> bool:
+        """True for what the plain module has not finite itself, though float64 has it right: the float is too short."""
+        return self.limits.is_exact and not all(bool(step[key].isfinite().all()) for step in self.steps if key in step)
 
     def is_open(self, key: Key, noise: Noise) -> bool:
         """True for what noise leaves nothing of to compare: it may be right."""
@@ -138,6 +154,7 @@ def judged(rows: Sequence[Row], here: Trained, elsewhere: Callable[[], Trained |
     if all(key in right or here.is_open(key, noise) for key in wrong):
         open_, away = set(wrong), elsewhere()
         if away is not None:
+            away = replace(away, limits=here.limits)
             right, there = _right(away, wrong)
             open_ = {key for key in wrong if away.is_open(key, there)}
     return tuple(row if row.ok else _with_noise(row, noise, right, open_) for row in rows)
@@ -152,7 +169,8 @@ def _right(trained: Trained, keys: Sequence[Key]) -> tuple[set[Key], Noise]:
     """Those that differ by rounding alone, with the noise."""
 
     def are(noise: Noise) -> set[Key]:
-        return {key for key in keys if trained.is_clear(key, noise) or trained.is_zero(key, noise)}
+        asked = (trained.is_clear, trained.is_zero)
+        return {key for key in keys if trained.is_beyond(key) or any(is_right(key, noise) for is_right in asked)}
 
     noise = trained.noise(lambda noise: are(noise) == set(keys))
     return are(noise), noise

@@ -63,7 +63,10 @@ class Trial:
         if found.exact is not None and found.exact.is_wrong:  # no noise excuses that
             return replace(found, mismatch=found.exact.mismatch)
         if not all(row.ok for row in rows):
-            found = replace(found, rows=judged(rows, self._trained(reference, steps), self._elsewhere))
+            trained = self._trained(reference, steps)
+            if found.exact is not None and not found.exact.failed:
+                trained = replace(trained, limits=trained.limits.after_float64())
+            found = replace(found, rows=judged(rows, trained, self._elsewhere))
         is_right = all(row.ok for row in found.rows)
         return found if is_right else replace(found, mismatch=self.locate(table.of_nodes))
 

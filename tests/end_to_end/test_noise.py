@@ -192,6 +192,11 @@ def is_excused(here: Trained, away: Trained | None) -> bool:
     return judged([ROW], here, lambda: away)[0].ok
 
 
+def exact(here: Trained) -> Trained:
+    """The same of a shorter float, where float64 is right."""
+    return replace(here, limits=here.limits.after_float64())
+
+
 CLEAR, ZERO = trained(1e-9, 1e-9), trained(0.5, 0.5, share=1e-9)
 
 
@@ -211,6 +216,13 @@ CLEAR, ZERO = trained(1e-9, 1e-9), trained(0.5, 0.5, share=1e-9)
         pytest.param(trained(1e-5, 1e-6, replicas=1e-3), CLEAR, False, id="ranks that differ"),
         pytest.param(trained(0.5, 0.5), trained(0.0, 0.0, value=float("nan")), False, id="NaN on both sides"),
         pytest.param(trained(1e-5, 1e-6), trained(1e-3, 1e-9), False, id="within the noise, but wrong elsewhere"),
+        pytest.param(trained(1e-7, 1e-9), None, False, id="a hundred times the noise"),
+        pytest.param(exact(trained(1e-7, 1e-9)), None, True, id="a hundred times the noise, right in float64"),
+        pytest.param(exact(trained(1e-5, 1e-9)), None, False, id="far beyond the noise, right in float64"),
+        pytest.param(exact(trained(40.0, 0.5, share=1e-9)), None, True, id="small and any rounding, right in float64"),
+        pytest.param(exact(trained(40.0, 0.5, share=1e-3)), None, False, id="any rounding, and not small"),
+        pytest.param(exact(trained(float("nan"), 1.0, value=float("nan"))), None, True, id="the plain module overflows"),
+        pytest.param(exact(trained(float("nan"), 1.0)), None, False, id="we overflow"),
     ],
 )  # fmt: skip
 def test_what_noise_excuses(here: Trained, away: Trained | None, ok: bool) -> None:

@@ -14,6 +14,7 @@ from processes import Ranks
 from test_noise import _copied, drop, scale
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import Captured, capture
 from autopar.compiler.compile import lower
 from autopar.compiler.lowered import Lowered
@@ -155,3 +156,25 @@ def test_on_ranks_too(two: Ranks) -> None:
     assert [two.run(_on_ranks, factor, False)[0][0] for factor in (1.0, 0.99)] == [True, False]
     ok, text = two.run(_on_ranks, 1.0, True)[0]
     assert ok and "not compared in float64, where the programs do not run: " in text
+
+
+class _BeforeNorm(nn.Module):
+    """A bias whose gradient is zero on paper, and of a short float nothing but rounding, of 20,000 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.norm(self.conv(x)) + 3).mean((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mean_over_many_rows_is_the_same_error_in_all_of_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, 56, 56) + 2, torch.randint(0, 5, (6,))
+    report = autopar.verify(
+        _BeforeNorm(), "dp=2", loss_fn=lambda model, x, y: nn.functional.cross_entropy(model(x).float(), y),
+        batch=(x, y), dtype=dtype,
+    )  # fmt: skip
+    assert report.ok, report
