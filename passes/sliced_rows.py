@@ -18,8 +18,8 @@ from autopar.ir.ops import op, semantic_of
 from autopar.ir.program import TensorType, operand_nodes, record
 from autopar.passes.rules import call_of, linalg, local_call, rule_of
 from autopar.passes.rules.rule import Call, Dims, Row, Rule, Table
+from autopar.passes.rules.splits import Split, choice_at, place
 from autopar.passes.search.items import source_of
-from autopar.passes.search.states import Split, choice_at, place
 
 aten = torch.ops.aten
 

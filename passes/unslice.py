@@ -21,9 +21,9 @@ from autopar.ir.program import (
     set_record,
 )
 from autopar.passes.rules import table_of
+from autopar.passes.rules.splits import Split
 from autopar.passes.search.intents import context_axes
 from autopar.passes.search.items import source_of
-from autopar.passes.search.states import Split
 from autopar.passes.sliced_rows import SlicedRows, readers, window_of
 
 aten = torch.ops.aten

@@ -13,9 +13,10 @@ from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, ope
 from autopar.passes.gradient_terms import gradient_terms, is_short
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
+from autopar.passes.rules.splits import Choice
 from autopar.passes.search.classes import classify
 from autopar.passes.search.intents import BatchDims, Role, batch_dims_of
-from autopar.passes.search.states import Choice, State
+from autopar.passes.search.states import State
 
 Entries = Mapping[fx.Node, Input]  # what the placeholders hold
 
