@@ -19,12 +19,13 @@ from autopar.ir.program import (
     operand_nodes,
     record,
     set_record,
+    source_of,
 )
 from autopar.passes.rules import table_of
+from autopar.passes.rules.follow import readers
 from autopar.passes.rules.splits import Split
 from autopar.passes.search.intents import context_axes
-from autopar.passes.search.items import source_of
-from autopar.passes.sliced_rows import SlicedRows, readers, window_of
+from autopar.passes.sliced_rows import SlicedRows, window_of
 
 aten = torch.ops.aten
 MADE_BY = "unslice"
