@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.ops import op, semantic_of
-from autopar.ir.program import TensorType, operand_nodes, record, source_of
+from autopar.ir.ops import op, op_name, semantic_of
+from autopar.ir.program import Program, TensorType, operand_nodes, record, source_of
 from autopar.passes.rules import call_of
 from autopar.passes.rules.follow import Followed, Value, follow, readers, type_of
 from autopar.passes.rules.rule import Arguments, Table
@@ -47,6 +47,10 @@ class Window:
         dropped = self.long - self.short
         return 0 < dropped < self.short and dropped <= max(1, self.long // 4)
 
+    def is_at_stake(self, size: int, lengths: Collection[int]) -> bool:
+        """True for most of the rows of a sequence of one of some lengths, which an axis of `size` divides."""
+        return self.is_most and self.long % size == 0 and self.long in lengths
+
 
 class SlicedRows:
     """The values that have the length of one slice, each with the place of its rows, and the calls between them."""
@@ -64,6 +68,17 @@ class SlicedRows:
             return False
         self._find_rests()
         return all(map(self._may_be_long, self.places)) and all(map(self._is_possible, self.calls))
+
+    def why_not(self) -> str:
+        """What is in the way of the whole length, of the first value that lacks it."""
+        if self.found.torn:
+            return "a value has them at two places"
+        for value in self.places:
+            if not self._may_be_long(value):
+                user = next((one for one in readers(value) if one not in self.calls and not self.is_end(one)), None)
+                if user is not None and user in self.found.closed:
+                    return f"{op_name(user.target)} at {record(user).source}: {self.found.closed[user]}"
+        return "what is made of them has their number, or looks up what the whole may not hold"
 
     # --- where the rows are
 
@@ -221,6 +236,24 @@ class SlicedRows:
     def arguments(self, node: fx.Node) -> Arguments:
         """Those of a call at the whole length."""
         return resize(self.calls[node], self.window.short, self.window.long).arguments
+
+
+def alone_in(program: Program) -> set[fx.Node]:
+    """The nodes that hang on no parameter: to compute them twice costs little."""
+    fed = {node for node, _ in program.parameters()}
+    for node in program.calls():
+        if any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return {node for node in program.graph.nodes if node not in fed}
+
+
+def lengths_in(program: Program, alone: set[fx.Node]) -> set[int]:
+    """The sizes of the batch's dims but the first, and of what is computed of it alone."""
+    fed = {node for node, entry in program.entries if entry.kind == "batch"}
+    for node in program.calls():
+        if node in alone and any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return {size for node in fed for type_ in record(node).types if type_ for size in type_.shape[1:]}
 
 
 def window_of(node: fx.Node) -> tuple[int, Window] | None:
