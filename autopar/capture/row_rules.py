@@ -23,6 +23,7 @@ from autopar.passes.rules import TABLE
 from autopar.passes.rules.rule import Call
 from autopar.passes.rules.splits import Split
 from autopar.passes.rules.through import through
+from autopar.torch_compat import no_function_modes
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -41,7 +42,10 @@ class Guard:
     is_needed: bool = False
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        return only_valid(grad, self.valid, self.dim) if self.is_needed else None
+        if not self.is_needed:
+            return None
+        with no_function_modes():  # no cast of the model's: a gradient has the dtype that it has
+            return only_valid(grad, self.valid, self.dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from shares import in_turns
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from verified import verified
 
 from autopar.api import compile
@@ -190,6 +191,33 @@ def test_rows_are_written_as_they_are_read() -> None:
 
     torch.manual_seed(0)
     verified(Written(), ("dp=2,tp=2", "dp=3"), None, (torch.randn(12, WIDTH),))
+
+
+class Again(nn.Module):
+    """A mixture that is computed again in the backward pass; reentrant: by an autograd function, which torch has for it."""
+
+    def __init__(self, mixture: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.mixture, self.before, self.reentrant = mixture, nn.Linear(WIDTH, WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.mixture, self.before(x), use_reentrant=self.reentrant)
+
+
+def computed_again(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor) -> None:
+    """An expert alone: its rows are known from the forward pass."""
+    y = checkpoint(expert, rows[token].abs().log(), use_reentrant=False)
+    out.index_add_(0, token, y * weights[token, which, None])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Again(Mixture(mixtral), False), Again(Mixture(divided), True), Mixture(computed_again)],
+    ids=["whole", "reentrant", "expert"],
+)
+def test_what_a_checkpoint_computes_again_sees_no_padding_either(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    verified(module, ("dp=2",), None, (torch.randn(6, 5, WIDTH),))
 
 
 # --- what must be refused: where padding would be seen, or its number
