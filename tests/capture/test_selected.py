@@ -194,7 +194,7 @@ def test_rows_are_written_as_they_are_read() -> None:
 
 
 class Again(nn.Module):
-    """A mixture that is computed again in the backward pass; reentrant: by an autograd function, which torch has for it."""
+    """A mixture that is computed again in the backward pass; reentrant: by an autograd function of torch."""
 
     def __init__(self, mixture: nn.Module, reentrant: bool) -> None:
         super().__init__()
