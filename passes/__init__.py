@@ -24,6 +24,7 @@ from autopar.passes.propagate import propagate
 from autopar.passes.recompute import recompute
 from autopar.passes.reroll import reroll
 from autopar.passes.reshard import reshard
+from autopar.passes.reslice import reslice
 from autopar.passes.ring import ring
 from autopar.passes.rowwise import rowwise
 from autopar.passes.scans import scans
@@ -42,6 +43,7 @@ PASSES: tuple[tuple[Pass, Level], ...] = (
     (shifts, Level.CAPTURED),  # so is a sequence that is moved by some rows
     (scans, Level.CAPTURED),  # and a running sum, with its gradient
     (reroll, Level.CAPTURED),  # a loop over positions, of which the trace has every step, is one op for each line
+    (reslice, Level.CAPTURED),  # rows of a sequence are taken by slices, however the model spells it
     (unslice, Level.CAPTURED),  # a slice of a sequence that cp splits is the whole with rows that weigh nothing
     (compare_masks, Level.CAPTURED),  # a mask that compares vectors is known by them, not by its elements
     (lengthen, Level.CAPTURED),  # a sequence with a class token gets rows until cp divides it

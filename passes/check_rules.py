@@ -12,7 +12,8 @@ from autopar.ir.program import Program, is_getitem, record
 from autopar.passes.partition import cuts_of
 from autopar.passes.rules import Rules, call_of, form_of, replicated_rule, table_of
 from autopar.passes.rules.rule import Dims, Rule
-from autopar.passes.search.states import Choice, choices_of
+from autopar.passes.rules.splits import Choice
+from autopar.passes.search.states import choices_of
 
 State = Choice | str | None  # of an axis: what it splits, the kind of a partial value, or nothing
 

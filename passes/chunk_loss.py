@@ -22,7 +22,8 @@ from autopar.ir.program import (
     set_record,
 )
 from autopar.passes.head_region import READS, Region, Taken, regions
-from autopar.passes.search.states import Split, State
+from autopar.passes.rules.splits import Split
+from autopar.passes.search.states import State
 
 aten = torch.ops.aten
 MADE_BY = "chunk_loss"

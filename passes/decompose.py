@@ -17,6 +17,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, TensorType, is_gathered_input, operand_nodes, record
 from autopar.passes.bucket import sums_of_gradients
 from autopar.passes.node_costs import Times
+from autopar.passes.rules import TABLE, call_of
+from autopar.passes.rules.through import through
 
 MADE_BY = "decompose"
 CHUNKS = (2, 4, 8)
@@ -292,6 +294,6 @@ def _letters(product: fx.Node) -> tuple[str, str, str]:
 
 def _row(product: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """The dim of a product's result that is a dim of an operand; None if the product sums over that."""
-    first, second, result = _letters(product)
-    letter = (first if product.args[0] is operand else second)[dim]
-    return result.index(letter) if letter in result else None
+    found = through(call_of(product), {operand_nodes(product).index(operand): (dim, 1)}, TABLE)
+    at = None if isinstance(found, str) else found.results[0]
+    return None if at is None else at[0]

@@ -15,7 +15,8 @@ from autopar.passes.partition import cuts_of
 from autopar.passes.rules import call_of, rule_of, table_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Arguments, Call, Row, Rule, Table
-from autopar.passes.search.states import Choice, State, choice_at, may_split, place
+from autopar.passes.rules.splits import Choice, choice_at, place
+from autopar.passes.search.states import State, may_split
 
 _EINSUM, _SUM_OVER_RANKS = op("einsum"), op("all_reduce")
 READS = ", another product of the forward pass, reads them"

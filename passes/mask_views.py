@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
+from autopar.ir.aliasing import is_view
 from autopar.ir.ops import op_name
 from autopar.ir.program import record
+from autopar.passes.rules import call_of, rule_of
+from autopar.passes.rules.rule import Dims, Rule
 
 # Of each dim of a tensor, the dim of the mask that it is: b, h, s or t; "" for one of size 1 that is none of them, "bh"
 # for two that are joined.
@@ -28,71 +30,45 @@ def in_order(shape: tuple[int, ...], letters: Letters) -> list[int] | None:
 
 
 def under(node: fx.Node, letters: Letters, sizes: Mapping[str, int]) -> tuple[fx.Node, Letters] | None:
-    """What a view or a broadcast shows, with the letters of its dims; None for other ops."""
+    """What a view or a broadcast shows, with the letters of its dims; None for other ops.
+
+    The rule of the op says which dims of both are one: each name of the result has letters, and the operand's dims have
+    the letters of their names. What the operand has and the result does not show (a row of many) has none.
+    """
+    stacked = _stacked(node)
+    if stacked is not None:
+        return stacked, letters
     x = node.args[0] if node.args else None
-    if not isinstance(x, fx.Node) or not record(x).is_tensor or not record(node).is_tensor:
+    if not isinstance(x, fx.Node) or not is_view(node.target) or not record(x).is_tensor or not record(node).is_tensor:
         return None
-    given, made = record(x).type.shape, record(node).type.shape
-    match op_name(node.target):
-        case "expand":
-            return x, letters[len(made) - len(given) :]
-        case "slice":
-            return (x, letters) if given == made else None
-        case "permute":
-            return x, _permuted(letters, [int(dim) % len(made) for dim in _list(node.args[1])])
-        case "transpose":
-            first, second = (int(dim) % len(made) for dim in node.args[1:])  # type: ignore[arg-type, call-overload]
-            order = list(range(len(made)))
-            order[first], order[second] = second, first
-            return x, _permuted(letters, order)
-        case "t":
-            return x, letters[::-1]
-        case "unsqueeze" | "squeeze" | "view" | "reshape" | "_unsafe_view":
-            found = _matched(given, made, letters, sizes)
-            return None if found is None else (x, found)
-    return None
+    pair = rule_of(call_of(node)) if record(x).type.dtype == record(node).type.dtype else None
+    if pair is None:
+        return None
+    rule, of_name = pair[0], dict[str, str]()
+    for dim, letter in zip(_larger(rule.results[0], rule), letters, strict=True):
+        parts = [letter] if len(dim) == 1 else [one for one in letter if sizes[one] > 1]
+        if len(dim) > 1 and [rule.sizes[name] for name in dim] != [sizes[one] for one in parts]:
+            return None  # dims of the mask that are joined here have other ends
+        of_name.update(zip(dim, parts, strict=False))  # a dim of size 1 has no name
+    operand = _larger(rule.operands[0], rule)
+    if any(name not in of_name for dim in operand for name in dim):
+        return None
+    return x, tuple("".join(of_name[name] for name in dim) for dim in operand)
 
 
-def _permuted(letters: Letters, order: list[int]) -> Letters:
-    """Of the operand of a permutation: its dim order[i] is dim i of the result."""
-    found = dict(zip(order, letters, strict=True))
-    return tuple(found[dim] for dim in range(len(letters)))
+def _larger(dims: Dims, rule: Rule) -> Dims:
+    """The names of a tensor without those of size 1."""
+    return tuple(tuple(name for name in dim if rule.sizes[name] > 1) for dim in dims)
 
 
-def _matched(
-    given: tuple[int, ...], made: tuple[int, ...], letters: Letters, sizes: Mapping[str, int]
-) -> Letters | None:
-    """The letters of a shape that is read as another one, of which the letters are known: dims of size 1 come and go,
-    and dims may be joined (samples and heads), or taken apart again."""
-    found: list[str] = []
-    rest = [(size, letter) for size, letter in zip(made, letters, strict=True) if size != 1]
-    pending: list[str] = []  # letters of a joined dim, of which this shape has each as a dim
-    for size in given:
-        letter = ""
-        if size != 1:
-            if not pending:
-                joined, pending = _next(size, rest)
-                letter = joined
-            if pending:
-                letter = pending.pop(0)
-                if sizes[letter] != size:
-                    return None
-            if not letter:
-                return None
-        found.append(letter)
-    return None if rest or pending else tuple(found)
-
-
-def _next(size: int, rest: list[tuple[int, str]]) -> tuple[str, list[str]]:
-    """(the letters of the dims of `rest` that make up one of this size, or those that one of them is made of)."""
-    product, letters = 1, ""
-    while rest and product < size:
-        of, letter = rest.pop(0)
-        product, letters = product * of, letters + letter
-    if product == size:
-        return letters, []
-    return "", list(letters)
-
-
-def _list(arg: Any) -> list[int]:
-    return list(arg)
+def _stacked(node: fx.Node) -> fx.Node | None:
+    """What is picked out of a stack."""
+    if op_name(node.target) != "select":
+        return None
+    stack, dim, index = node.args
+    if not isinstance(stack, fx.Node) or op_name(stack.target) != "stack":
+        return None
+    joined, *at = stack.args
+    ndim = len(record(stack).type.shape)
+    same = (at[0] if at else 0) % ndim == dim % ndim  # type: ignore[operator]
+    return joined[index] if same else None  # type: ignore[index, return-value]

@@ -7,10 +7,10 @@ from torch import fx
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record
+from autopar.ir.program import Builder, Level, Program, Record, operand_nodes, record, source_of
 from autopar.passes.search.axes import axis_searches, classes_of
 from autopar.passes.search.earlier import as_earlier
-from autopar.passes.search.items import Classes, source_of
+from autopar.passes.search.items import Classes
 from autopar.passes.search.notes import axis_notes, rule_notes
 from autopar.passes.search.states import compose
 

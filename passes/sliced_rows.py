@@ -5,25 +5,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.ops import op, semantic_of
-from autopar.ir.program import TensorType, operand_nodes, record
-from autopar.passes.rules import call_of, linalg, local_call, rule_of
-from autopar.passes.rules.rule import Call, Dims, Row, Rule, Table
-from autopar.passes.search.items import source_of
-from autopar.passes.search.states import Split, choice_at, place
+from autopar.ir.ops import op, op_name, semantic_of
+from autopar.ir.program import Program, TensorType, operand_nodes, record, source_of
+from autopar.passes.rules import call_of
+from autopar.passes.rules.follow import Followed, Value, follow, readers, type_of
+from autopar.passes.rules.rule import Arguments, Table
+from autopar.passes.rules.splits import Split
+from autopar.passes.rules.through import Through, gives, resize, resized, through
 
 aten = torch.ops.aten
 
-Value = tuple[fx.Node, int]  # a call or placeholder, and which of its tensor results
 NARROW = 16  # a value of so many times fewer elements than what is sliced may be cut, or padded, all the same
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _VIEWS = frozenset(
@@ -48,30 +47,9 @@ class Window:
         dropped = self.long - self.short
         return 0 < dropped < self.short and dropped <= max(1, self.long // 4)
 
-
-@dataclass(frozen=True, slots=True)
-class Lifted:
-    """A call that takes the rows one by one, or sums over them: how it may be split, and along which name."""
-
-    call: Call
-    rule: Rule
-    row: Row
-    name: str
-
-    @property
-    def sums(self) -> bool:
-        """True if it sums over the rows."""
-        return any(self.name not in _names(dims) for dims in self.rule.results)
-
-    def terms(self) -> frozenset[int] | None:
-        """The operands that decide about a sum: rows that are zero in all of these add nothing. None for no sum."""
-        with_rows = {i for i, dims in enumerate(self.rule.operands) if self.name in _names(dims)}
-        groups = [group for group in self.rule.linear if group <= with_rows]
-        if self.rule.partial != "sum" or not with_rows:
-            return None
-        if self.call.op in map(str, _SUMS):  # also of booleans
-            return frozenset({0})
-        return groups[0] if groups else None
+    def is_at_stake(self, size: int, lengths: Collection[int]) -> bool:
+        """True for most of the rows of a sequence of one of some lengths, which an axis of `size` divides."""
+        return self.is_most and self.long % size == 0 and self.long in lengths
 
 
 class SlicedRows:
@@ -80,89 +58,68 @@ class SlicedRows:
     def __init__(self, slice_: fx.Node, dim: int, window: Window, table: Table, alone: set[fx.Node]) -> None:
         """alone: what is computed without parameters, and may be computed twice."""
         self.slice, self.window, self.table, self.alone = slice_, window, table, alone
-        self.places: dict[Value, Split] = {}
-        self.calls: dict[fx.Node, Lifted] = {}
         self.rest: dict[Value, Any] = {}  # the number in all dropped rows, where it is known
-        self._closed: set[fx.Node] = set()  # calls that see how many rows there are
-        self._conflict = False
-        self._pending: dict[fx.Node, None] = {}
-        self._locate((slice_, 0), (dim, 1))
+        self.found = follow({(slice_, 0): (dim, 1)}, self._through, self._readers, is_end=self._is_edge)
+        self.places, self.calls = self.found.places, self.found.calls
 
     def is_unseen(self) -> bool:
         """True if all that hangs on the slice may have its whole length."""
-        while self._pending and not self._conflict:
-            node = next(iter(self._pending))
-            del self._pending[node]
-            self._visit(node)
-        if self._conflict or not self.calls:
-            return False
-        if not all(map(self._lifted, self.calls)):  # something was found out about an operand afterwards
+        if self.found.torn or not self.calls:
             return False
         self._find_rests()
         return all(map(self._may_be_long, self.places)) and all(map(self._is_possible, self.calls))
 
+    def why_not(self) -> str:
+        """What is in the way of the whole length, of the first value that lacks it."""
+        if self.found.torn:
+            return "a value has them at two places"
+        for value in self.places:
+            if not self._may_be_long(value):
+                user = next((one for one in readers(value) if one not in self.calls and not self.is_end(one)), None)
+                if user is not None and user in self.found.closed:
+                    return f"{op_name(user.target)} at {record(user).source}: {self.found.closed[user]}"
+        return "what is made of them has their number, or looks up what the whole may not hold"
+
     # --- where the rows are
 
-    def _locate(self, value: Value, at: Split) -> None:
-        """Note where a value has the rows; its producer and its users are to be looked at."""
-        known = self.places.setdefault(value, at)
-        self._conflict |= known != at
-        if known is not at:
-            return
-        self._pending[value[0]] = None
-        is_alone = value[0] in self.alone
-        for user in readers(value):
-            if user.op == "call_function" and (not is_alone or user in self.alone):
-                self._pending[user] = None
+    def _through(self, node: fx.Node, known: Mapping[int, Split]) -> Through | str:
+        """How a call treats the rows: one by one, or in a sum to which rows of zeros add nothing."""
+        found = through(call_of(node), known, self.table, self.window.short)
+        if isinstance(found, Through) and found.adds_up and found.terms is None:
+            return "it adds the rows up, and zeros count"
+        return found
+
+    def _readers(self, value: Value) -> list[fx.Node]:
+        """The calls that read a value: of what hangs on no parameter those that hang on none, too."""
+        return [one for one in readers(value) if value[0] not in self.alone or one in self.alone]
+
+    def _is_edge(self, node: fx.Node, found: Followed) -> bool:
+        return self._is_whole(node, found) or self._is_end(node, found)
+
+    def _is_whole(self, node: fx.Node, found: Followed) -> bool:
+        kept = window_of(node)
+        return (
+            kept is not None
+            and kept[1] == self.window
+            and found.places.get((node, 0)) == (kept[0], 1)
+            and node not in self.alone
+        )
+
+    def _is_end(self, node: fx.Node, found: Followed) -> bool:
+        padded = pad_of(node)
+        return padded is not None and padded[1] == self.window and found.at(operand_nodes(node)[0]) == (padded[0], 1)
 
     def is_whole(self, node: fx.Node) -> bool:
         """True for a slice of these rows: the whole stands for it."""
-        found = window_of(node)
-        return found is not None and found[1] == self.window and self.places.get((node, 0)) == (found[0], 1) and (
-            node not in self.alone
-        )  # fmt: skip
+        return self._is_whole(node, self.found)
 
     def is_end(self, node: fx.Node) -> bool:
         """True for what puts the rows back into the whole: the slice's gradient, or a pad."""
-        found = pad_of(node)
-        return found is not None and found[1] == self.window and self.at(operand_nodes(node)[0]) == (found[0], 1)
+        return self._is_end(node, self.found)
 
     def at(self, node: fx.Node) -> Split | None:
         """Where a tensor has the rows; None if it has none."""
-        return self.places.get(source_of(node))
-
-    def _visit(self, node: fx.Node) -> None:
-        if node.op != "call_function" or node in self._closed or self.is_whole(node) or self.is_end(node):
-            return
-        found = self._lifted(node)
-        if found is None:
-            self._closed.add(node)
-            self.calls.pop(node, None)
-            return
-        self.calls[node] = found[0]
-        for value, at in found[1]:
-            self._locate(value, at)
-
-    def _lifted(self, node: fx.Node) -> tuple[Lifted, list[tuple[Value, Split]]] | None:
-        """How a call treats the rows, and where its operands and results have them. None if it does not take them one
-        by one."""
-        call = call_of(node)
-        pair = rule_of(call, self.table)
-        semantic = semantic_of(node.target)
-        if pair is None or (semantic is not None and semantic.random) or call.op in linalg.ROWS:
-            return None  # a decomposition may refuse a row of zeros
-        rule, sizes = pair[0], dict(pair[0].sizes)
-        tensors = list(_tensors(node, rule))
-        choices = {choice_at(dims, self.places[value], sizes) for value, dims in tensors if value in self.places}
-        choice = choices.pop()
-        if choices or choice is None or sizes[choice[0]] % (choice[1] * self.window.short):
-            return None
-        if choice[0] in rule.replicated | rule.ordered:
-            return None
-        lifted = Lifted(call, rule, pair[1], choice[0])
-        if lifted.sums and any(choice[0] in _names(dims) for dims in rule.operands) and lifted.terms() is None:
-            return None
-        return lifted, [(value, at) for value, dims in tensors if (at := place(dims, choice, sizes)) is not None]
+        return self.found.at(node)
 
     # --- what the dropped rows hold
 
@@ -223,8 +180,8 @@ class SlicedRows:
 
     def must_be_zero(self, node: fx.Node) -> list[int]:
         """The operands of a sum whose dropped rows must be set to zero: its terms, and what could be infinite."""
-        lifted = self.calls[node]
-        terms = lifted.terms() if lifted.sums else None
+        call = self.calls[node]
+        terms = call.terms if call.adds_up else None
         if terms is None:
             return []
         found = [(i, self.number(operand)) for i, operand in enumerate(operand_nodes(node)) if self.at(operand)]
@@ -246,31 +203,18 @@ class SlicedRows:
 
     def _is_possible(self, node: fx.Node) -> bool:
         """True if a call has no index that a dropped row could lack, and gives at the whole length what it should."""
-        lifted = self.calls[node]
         if node.target is op("checked_index"):
             index, size, ignored = node.args
             number = self.number(index)  # type: ignore[arg-type]
             return number is not None and (number == ignored or 0 <= number < size)  # type: ignore[operator]
-        is_lookup = not lifted.row.pointwise and str(node.target) not in _VIEWS and node.target not in _SUMS
+        is_lookup = not self.calls[node].row.pointwise and str(node.target) not in _VIEWS and node.target not in _SUMS
         checked = semantic_of(node.target) is not None
         for i, operand in enumerate(operand_nodes(node)):
             is_index = not record(operand).type.dtype.is_floating_point and self.at(operand) is not None
             is_zeroed = i in self.must_be_zero(node)
             if is_lookup and is_index and not checked and not is_zeroed and self.number(operand) != 0:
                 return False
-        return self._gives_types(node)
-
-    def _gives_types(self, node: fx.Node) -> bool:
-        """Whether torch gives these types too: an argument may hold the length of the slice."""
-        args, kwargs = fx.node.map_arg(self.arguments(node), self._empty)
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
-        results = list(made) if isinstance(made, (tuple, list)) else [made]
-        found = [TensorType(tuple(one.shape), one.dtype) for one in results if isinstance(one, torch.Tensor)]
-        return found == [type_ for type_ in self.types(node) if type_ is not None]
-
-    def _empty(self, node: fx.Node) -> Any:
-        type_ = self.type_of(node)
-        return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+        return gives(node, self.calls[node], self.window.short, self.window.long)
 
     # --- how they are long
 
@@ -287,19 +231,29 @@ class SlicedRows:
         )
 
     def _longer(self, type_: TensorType, at: Split | None) -> TensorType:
-        if at is None:
-            return type_
-        shape = list(type_.shape)
-        shape[at[0]] = shape[at[0]] // self.window.short * self.window.long
-        return TensorType(tuple(shape), type_.dtype)
+        return resized(type_, at, self.window.short, self.window.long)
 
-    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: fx.Node) -> Arguments:
         """Those of a call at the whole length."""
-        lifted = self.calls[node]
-        sizes = dict(lifted.rule.sizes)
-        sizes[lifted.name] = sizes[lifted.name] // self.window.short * self.window.long
-        shapes = [type_.shape for type_ in self.types(node) if type_ is not None]
-        return local_call(lifted.call, lifted.row, lifted.rule, shapes, sizes)
+        return resize(self.calls[node], self.window.short, self.window.long).arguments
+
+
+def alone_in(program: Program) -> set[fx.Node]:
+    """The nodes that hang on no parameter: to compute them twice costs little."""
+    fed = {node for node, _ in program.parameters()}
+    for node in program.calls():
+        if any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return {node for node in program.graph.nodes if node not in fed}
+
+
+def lengths_in(program: Program, alone: set[fx.Node]) -> set[int]:
+    """The sizes of the batch's dims but the first, and of what is computed of it alone."""
+    fed = {node for node, entry in program.entries if entry.kind == "batch"}
+    for node in program.calls():
+        if node in alone and any(operand in fed for operand in node.all_input_nodes):
+            fed.add(node)
+    return {size for node in fed for type_ in record(node).types if type_ for size in type_.shape[1:]}
 
 
 def window_of(node: fx.Node) -> tuple[int, Window] | None:
@@ -336,27 +290,3 @@ def _window(shape: tuple[int, ...], dim: Any, start: Any, end: Any, step: Any) -
 def _filled(node: fx.Node, *defaults: Any) -> tuple[Any, ...]:
     """The arguments of a call, with defaults for those after the first that it leaves out."""
     return (*node.args, *defaults[len(node.args) - 1 :])
-
-
-def readers(value: Value) -> list[fx.Node]:
-    """The nodes that read a value, by its node or by what picks it out of several results."""
-    node = value[0]
-    if not record(node).several:
-        return list(node.users)
-    return [reader for user in node.users if source_of(user) == value for reader in user.users]
-
-
-def type_of(value: Value) -> TensorType:
-    """The type of a value."""
-    return [type_ for type_ in record(value[0]).types if type_ is not None][value[1]]
-
-
-def _tensors(node: fx.Node, rule: Rule) -> Iterator[tuple[Value, Dims]]:
-    """The operands and results of a call, with their names."""
-    yield from zip(map(source_of, operand_nodes(node)), rule.operands, strict=True)
-    yield from (((node, i), dims) for i, dims in enumerate(rule.results))
-
-
-@functools.cache
-def _names(dims: Dims) -> frozenset[str]:
-    return frozenset(name for dim in dims for name in dim)

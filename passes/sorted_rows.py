@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.ops import NAMESPACE, SEMANTIC
 from autopar.ir.program import Builder, Record, TensorType, is_getitem, operand_nodes, record
-from autopar.passes.rules import call_of, rule_of
+from autopar.passes.rules import call_of
 from autopar.passes.rules.rule import Table
+from autopar.passes.rules.through import through
 from autopar.passes.sorted_keys import Keys, Of, args_of, is_first, is_range, is_zeros, opname, summands
 
 aten = torch.ops.aten
 
 SORTS = frozenset(("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable",
                    "aten.topk.default"))  # fmt: skip
-# Their results depend on where a row stands.
-_DRAWS = frozenset(f"{NAMESPACE}.{one.name}.default" for one in SEMANTIC if one.random)
-
 Make = Callable[[Builder, fx.Node], fx.Node]
 
 
@@ -226,26 +223,18 @@ class SortedRows:
         if is_getitem(node):
             self.facts[node] = self.facts[args_of(node)[0]]
             return True
-        call = call_of(node)
-        pair = rule_of(call, self.table)
-        if pair is None or call.op in _DRAWS:
+        operands = operand_nodes(node)
+        known = {i: (fact.dim, 1) for i, one in enumerate(operands) if isinstance(fact := self.facts.get(one), Rows)}
+        found = through(call_of(node), known, self.table, self.size, adds=False)
+        if isinstance(found, str) or any(at is not None and i not in known for i, at in enumerate(found.operands)):
             return False
-        rule = pair[0]
-        operands = list(zip(operand_nodes(node), rule.operands, strict=True))
-        sorted_ = {value: fact.dim for value, _ in operands if isinstance(fact := self.facts.get(value), Rows)}
-        names = {dims[sorted_[operand]] for operand, dims in operands if operand in sorted_}
-        name = names.pop()
-        if names or len(name) != 1 or name[0] in rule.replicated | rule.ordered:
-            return False
-        if any(name[0] in dim for operand, dims in operands if operand not in sorted_ for dim in dims):
-            return False
-        places = [[at for at, dim in enumerate(dims) if name[0] in dim] for dims in rule.results]
-        if all(not at for at in places):
+        if not any(found.results):
             return True
-        if any(len(at) != 1 or dims[at[0]] != name for at, dims in zip(places, rule.results, strict=True)):
+        (at, *others), type_ = set(found.results), record(node).types[0]
+        if others or at is None or type_ is None or type_.shape[at[0]] != self.size:
             return False
-        self.facts[node] = Rows(places[0][0])
-        return all(at == places[0] for at in places)
+        self.facts[node] = Rows(at[0])
+        return True
 
     def _is_arange(self, node: fx.Node) -> bool:
         def make(build: Builder, node: fx.Node) -> fx.Node:

@@ -19,12 +19,13 @@ from autopar.ir.program import (
     operand_nodes,
     record,
     set_record,
+    source_of,
 )
 from autopar.passes.rules import table_of
+from autopar.passes.rules.follow import readers
+from autopar.passes.rules.splits import Split
 from autopar.passes.search.intents import context_axes
-from autopar.passes.search.items import source_of
-from autopar.passes.search.states import Split
-from autopar.passes.sliced_rows import SlicedRows, readers, window_of
+from autopar.passes.sliced_rows import SlicedRows, alone_in, lengths_in, window_of
 
 aten = torch.ops.aten
 MADE_BY = "unslice"
@@ -69,49 +70,37 @@ def unslice(program: Program, plan: Plan) -> Program:
     they are zero: selected, never multiplied, so that no inf or NaN of theirs is seen. Labels are padded with what the
     loss ignores, which makes zeros of what follows. Where it is not so the program stays as it is.
     """
-    size = math.prod(size for _, size in context_axes(plan.layout_mesh))
-    kept: set[str] = set()  # slices that stay
+    axes = context_axes(plan.layout_mesh)
+    size = math.prod(size for _, size in axes)
+    kept: dict[str, str] = {}  # slices that stay, with a note
     while size > 1:
         found = _next(program, plan, size, kept)
         if found is None:
             break
         program = _Unslice(found).run(program)
-    return program
+    notes = [f"axis '{':'.join(axis for axis, _ in axes)}': {note}" for note in kept.values() if note]
+    return program.with_(notes=(*program.notes, *dict.fromkeys(notes))) if notes else program
 
 
-def _next(program: Program, plan: Plan, size: int, kept: set[str]) -> SlicedRows | None:
+def _next(program: Program, plan: Plan, size: int, kept: dict[str, str]) -> SlicedRows | None:
     """The first slice of a sequence of the batch that need not be, if the axis divides what it is cut out of."""
-    alone = _alone(program)
-    lengths = _lengths(program, alone)
+    alone = alone_in(program)
+    lengths = lengths_in(program, alone)
     for node in program.calls():
         found = window_of(node)
         if found is None or node in alone or node.name in kept:
             continue
         dim, window = found
-        kept.add(node.name)
-        if window.is_most and window.long % size == 0 and window.long in lengths:
+        kept[node.name] = ""
+        if window.is_at_stake(size, lengths):
             rows = SlicedRows(node, dim, window, table_of(plan), alone)
             if rows.is_unseen():
                 return rows
+            if record(node).made_by == MADE_BY:
+                continue
+            what = f"{record(node).source} takes {window.short} of {window.long} rows of a sequence"
+            kept[node.name] = f"{what}, which are gathered, since the whole cannot stand for them ({rows.why_not()})"
     return None
-
-
-def _alone(program: Program) -> set[fx.Node]:
-    """The nodes that hang on no parameter: to compute them twice costs little."""
-    fed = {node for node, _ in program.parameters()}
-    for node in program.calls():
-        if any(operand in fed for operand in node.all_input_nodes):
-            fed.add(node)
-    return {node for node in program.graph.nodes if node not in fed}
-
-
-def _lengths(program: Program, alone: set[fx.Node]) -> set[int]:
-    """The sizes of the batch's dims but the first, and of what is computed of it alone."""
-    fed = {node for node, entry in program.entries if entry.kind == "batch"}
-    for node in program.calls():
-        if node in alone and any(operand in fed for operand in node.all_input_nodes):
-            fed.add(node)
-    return {size for node in fed for type_ in record(node).types if type_ for size in type_.shape[1:]}
 
 
 class _Unslice:

@@ -231,7 +231,7 @@ class _Capture:
     def _traced(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         mode = Raise(self.locator, inputs[-1], self.lift, self.calls, self.reads, self.keeps_casts, self.partners)
         self.outside = mode.outside
-        mode.forks, mode.ran = self.forks, self.ran
+        mode.forks, mode.ran, mode.selected.tracer = self.forks, self.ran, self.tracer
         self._start()
         body = self._train_body if self.train else self._forward_body
         try:

@@ -25,7 +25,14 @@ def folded(origins: Origins, function: Any, args: Any, kwargs: Any, before: Oper
     if result is not NotImplemented:
         return result
     number_of = lambda tensor: origins.answer(Tensor.__int__, (tensor,), {}, origins.operands(tensor, None))  # noqa: E731
-    places_of = lambda mask: origins.answer(_places, (mask,), {}, origins.operands(mask, None))  # noqa: E731
+
+    def places_of(mask: Tensor) -> Any:
+        """The places of a mask. Those behind each other are counted: of a constant no pass knows what it holds."""
+        ends = origins.answer(_ends, (mask,), {}, origins.operands(mask, None))
+        if isinstance(ends, tuple):
+            return [torch.arange(*ends, device=mask.device)]
+        return origins.answer(_places, (mask,), {}, origins.operands(mask, None))
+
     changed = with_numbers(function, args, kwargs, number_of, places_of)
     return NotImplemented if changed is None else function(*changed[0], **changed[1])
 
@@ -67,3 +74,10 @@ def with_numbers(
 
 def _places(mask: Tensor) -> list[Tensor]:
     return list(torch.nonzero(mask, as_tuple=True))
+
+
+def _ends(mask: Tensor) -> tuple[int, int] | None:
+    """The first place of a mask with one dim, and the one behind the last, if it is True for all between."""
+    places = torch.nonzero(mask).flatten().tolist() if mask.ndim == 1 else []
+    is_run = places and places[-1] + 1 - places[0] == len(places)
+    return (places[0], places[-1] + 1) if is_run else None

@@ -166,7 +166,7 @@ class Raise(TorchFunctionMode):
                     )
                 else:
                     result = self._took(func, args, kwargs, result)
-            elif self.selected.concerns(args, kwargs) and self.locator and self.locator.phase == "forward":
+            elif self.selected.concerns(args, kwargs) and self._computes():
                 result = self.selected.call(partial(self._run, before), func, args, kwargs)
             else:
                 result = self._run(before, func, *args, **kwargs)
@@ -200,6 +200,10 @@ class Raise(TorchFunctionMode):
         ):
             return False
         return (func is torch.where and not kwargs) or (func in _NONZERO and kwargs == {"as_tuple": True})
+
+    def _computes(self) -> bool:
+        """True where the model runs: in the forward pass, or once more, as a checkpoint does in the backward pass."""
+        return self.locator is not None and (self.locator.phase == "forward" or torch.is_grad_enabled())
 
     def _is_sized(self, before: Operands) -> bool:
         """True where the number of rows is taken from the example batch."""

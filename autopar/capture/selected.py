@@ -12,17 +12,34 @@ How many rows there are shows nowhere in the tensors. So that no number is made 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.capture.constructs import SIZES, Construct
 from autopar.capture.explain import size_refusal
 from autopar.capture.location import Line
-from autopar.capture.row_rules import ADDED, KEPT, RULES, Refused, Rows, Run, pointwise
+from autopar.capture.row_rules import (
+    ADDED,
+    KEPT,
+    Guard,
+    Refused,
+    Rows,
+    Run,
+    are_views,
+    follow_rows,
+    indexed,
+    only_valid,
+    picked,
+    product,
+    source_of,
+)
+from autopar.capture.tracer import Tracer
 from autopar.errors import CaptureError
+from autopar.torch_compat import custom_function
 
 Tensor = torch.Tensor
 
@@ -34,6 +51,7 @@ class Selected:
 
     is_first: bool = True
     known: dict[int, Rows] = field(default_factory=dict)
+    tracer: Tracer | None = None  # of the run that is captured
     is_inside: bool = False  # of a call that is followed: torch may spell it out in calls of its own
 
     def concerns(self, args: Any, kwargs: Any) -> bool:
@@ -79,28 +97,100 @@ class Selected:
         self.is_inside = True
         try:
             if any(one.valid is not rows[0].valid for one in rows):
-                raise Refused
+                raise Refused("it takes rows of two masks")
             return self._call(rows, name, run, function, args, kwargs)
-        except (Refused, IndexError):
-            raise _refusal(rows[0], name) from None
+        except (Refused, IndexError) as error:
+            because = str(error) if isinstance(error, Refused) else ""
+            raise _refusal(rows[0], name, because) from None
         finally:
             self.is_inside = False
 
     def _call(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        like = rows[0]
         if name in KEPT:
-            kept = run(function, *args, **kwargs)
-            if isinstance(kept, Tensor):  # x.T, x.data
-                raise Refused
-            return kept
+            return run(function, *args, **kwargs)
+        for one in rows:
+            _check_gradient(one.tensor)
         if name in ADDED:
-            return self._added(name, rows[0], *args, **kwargs)
-        if name in RULES:
-            result, dim = RULES[name](self, rows, run, function, args, kwargs)
-        else:
-            result, dim = pointwise(self, name, rows, run, function, args, kwargs)
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            self.known[id(one)] = replace(rows[0], tensor=one, dim=dim, place=None)
+            return self._added(name, like, *args, **kwargs)
+        if name in ("__getitem__", "index_select") and self.row_of(args[0]) is None:
+            result, dim = (indexed if name == "__getitem__" else picked)(self, run, function, *args, **kwargs)
+            return self._note(like, result, dim, [self._guard(result, like.valid, dim)])
+        made = product(self, name, args, kwargs)
+        if made is not None:
+            result, is_biased = made
+            return self._note(like, result, like.dim, [self._guard(result, like.valid, like.dim)] if is_biased else [])
+        return self._followed(rows, name, run, function, args, kwargs)
+
+    def _followed(self, rows: list[Rows], name: str, run: Run, function: Any, args: Any, kwargs: Any) -> Any:
+        """Any other call, by the rules of the ops that torch makes of it."""
+        assert self.tracer is not None
+        like, count = rows[0], rows[0].valid.numel()
+        others = [one for one in _tensors_in((args, kwargs)) if self.row_of(one) is None]
+        meets = torch.is_grad_enabled() and any(one.requires_grad for one in others)  # gradients that add up rows
+        if others:
+            args, kwargs = self._filled((args, kwargs), meets, writes(name))
+            rows = list(self.rows_in((args, kwargs)))
+        graph, node_of = self.tracer.graph, self.tracer.node_of
+        last = next(iter(reversed(graph.nodes)))
+        places = {source_of(node_of(one.tensor)): (one.dim, 1) for one in rows}  # type: ignore[arg-type]
+        result = run(function, *args, **kwargs)
+        nodes = list(_since(last))
+        found = follow_rows(nodes, places, count)
+        made = _tensors_in(result)
+        if not made and name != "__get__":
+            raise Refused("what it does with them is not known")
+        guards = {id(guard): guard for one in rows for guard in one.guards}
+        if not are_views(nodes):
+            for guard in guards.values():
+                guard.is_needed = True
+            guards.clear()
+        for one in made:
+            node = node_of(one)
+            at = None if node is None else found.get(source_of(node))
+            if node is None or (at is not None and one.shape[at[0]] != count):
+                raise Refused("it joins them with another dim")
+            if at is not None:
+                more = [self._guard(one, like.valid, at[0])] if meets else []
+                self._note(like, one, at[0], [*guards.values(), *more])
         return result
+
+    def _filled(self, value: Any, meets: bool, writes: bool) -> Any:
+        """Arguments with harmless numbers for the padding: 0 for what may be looked up; beside a tensor that gets a
+        gradient (meets) 1, where what divides, or is a base or an exponent, has a finite derivative. writes: into the
+        first of them, which must stay the same tensor."""
+        if isinstance(value, Tensor):
+            mine, is_number = self.row_of(value), value.is_floating_point() or value.is_complex()
+            if mine is None or mine.place is not None or value.dtype is torch.bool or (is_number and not meets):
+                return value
+            if writes:
+                valid = mine.valid.reshape(-1, *(1 for _ in value.shape[mine.dim + 1 :]))
+                return value.masked_fill_(~valid, int(is_number))
+            return self._fill(value, mine, int(is_number))
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._filled(one, meets, writes) for one in value])
+        return (
+            {key: self._filled(one, meets, writes) for key, one in value.items()} if isinstance(value, dict) else value
+        )
+
+    def _fill(self, value: Tensor, mine: Rows, number: int) -> Tensor:
+        return self._note(mine, only_valid(value, mine.valid, mine.dim, number), mine.dim, [])
+
+    def in_range(self, index: Tensor) -> Tensor:
+        """Places of rows, or numbers made of them, which the padding may have anywhere."""
+        mine = self.known[id(index)]
+        return index if mine.place is not None else self._fill(index, mine, 0)
+
+    def _guard(self, tensor: Tensor, valid: Tensor, dim: int) -> Guard:
+        """Watch the gradient of rows behind which it is added up."""
+        guard = Guard(valid, dim)
+        if tensor.requires_grad:
+            tensor.register_hook(guard)
+        return guard
+
+    def _note(self, like: Rows, tensor: Tensor, dim: int, guards: Iterable[Guard]) -> Tensor:
+        self.known[id(tensor)] = replace(like, tensor=tensor, dim=dim, place=None, guards=tuple(guards))
+        return tensor
 
     def check_leaving(self, results: Any) -> None:
         """Raise CaptureError if any of them leaves the model."""
@@ -140,7 +230,7 @@ class Selected:
         """Rows added to their places; where these are all places of a dim, by a sum over the other one."""
         mine = self.known[id(index)]
         if mine.place is None or base.shape[dim] != mine.shape[mine.place]:
-            made: Tensor = getattr(base, name)(dim, index, source, **options)
+            made: Tensor = getattr(base, name)(dim, self.in_range(index), source, **options)
             return made
         others = [dim + other for other in range(len(mine.shape)) if other != mine.place]
         apart = source.reshape(*source.shape[:dim], *mine.shape, *source.shape[dim + 1 :])
@@ -182,19 +272,43 @@ class Selected:
         return made
 
 
-def only_valid(rows: Tensor, valid: Tensor, dim: int) -> Tensor:
-    return torch.where(valid.reshape(-1, *(1 for _ in rows.shape[dim + 1 :])), rows, 0)
+def writes(name: str) -> bool:
+    """True for the name of a function that writes into its first argument: add_, __iadd__."""
+    return name.endswith("_") and (not name.endswith("__") or hasattr(Tensor, f"__{name.removeprefix('__i')}"))
 
 
-def _refusal(rows: Rows, name: str) -> CaptureError:
-    return size_refusal(_seen(rows, name), rows.line, rows.may_specialize)
+def _since(last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a trace after one."""
+    while (last := last.next).op != "root":
+        yield last
 
 
-def _seen(rows: Rows, name: str) -> Construct:
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors_in(list(value.values()))
+    return [one for item in value for one in _tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _check_gradient(tensor: Tensor) -> None:
+    """Raise Refused for what a function with a gradient of its own made, which may take the rows together."""
+    function = custom_function(tensor.grad_fn)
+    if function is not None and function.__module__.partition(".")[0] not in ("torch", "autopar"):
+        raise Refused(f"{function.__qualname__} has a backward of its own, which may see other rows")
+
+
+def _refusal(rows: Rows, name: str, because: str = "") -> CaptureError:
+    return size_refusal(_seen(rows, name, because), rows.line, rows.may_specialize)
+
+
+def _seen(rows: Rows, name: str, because: str) -> Construct:
     known = SIZES[rows.origin]
     seen = f"{name.strip('_')}()" if name else "what the model returns"
+    why = f": {because}" if because else ""
     return Construct(
         known.name,
         f"{known.instead} Where its places choose rows, only what takes each row by itself may follow (layers, "
-        f"activations, weights by row) until index_add_ puts them back; here {seen} does not.",
+        f"activations, weights by row) until index_add_ puts them back; here {seen} does not{why}.",
     )

@@ -14,11 +14,10 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import tables
-from autopar.ir.program import Program, is_getitem, operand_nodes, record
+from autopar.ir.program import Program, is_getitem, operand_nodes, record, source_of
 from autopar.passes.rules import Rule, Rules, call_of, replicated_rule
 from autopar.passes.rules.rule import Table
-from autopar.passes.search.items import source_of
-from autopar.passes.search.states import Choice, Split, choice_at, place
+from autopar.passes.rules.splits import Choice, Split, choice_at, place
 
 Value = tuple[fx.Node, int]  # a node, and which of its tensor results
 

@@ -231,6 +231,15 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a tensor, and which of its tensor results it is."""
+    if not is_getitem(node):
+        return node, 0
+    producer, index = node.args
+    assert isinstance(producer, fx.Node) and isinstance(index, int)
+    return producer, sum(type_ is not None for type_ in record(producer).types[:index])
+
+
 def root_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a value lies."""
     while node.op == "call_function":

@@ -6,21 +6,23 @@ it: dims of the batch, of heads, of channels that do not mix. The steps may be s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from torch import fx
 
 from autopar.ir.chain import operand_types, typed_body
-from autopar.ir.program import TensorType, is_getitem, operand_nodes, record
+from autopar.ir.program import TensorType, is_getitem, record, source_of
 from autopar.ir.step import STATES, Body, print_body
 from autopar.passes.rules.build import build, replicated_rule
+from autopar.passes.rules.follow import Value, follow, readers, type_of
 from autopar.passes.rules.local import local_call
 from autopar.passes.rules.rule import Arguments, Call, Dim, Dims, Pieces, Row, Rule, Table, call_of
+from autopar.passes.rules.splits import Split
+from autopar.passes.rules.through import Through, through
 
 STEPS = "t"
-Value = tuple[fx.Node, int]  # a result of a node of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,10 @@ class Step:
 
     def dims(self, value: Value, own: str) -> Dims:
         """The names of a value's dims; those that may not be split begin with `own`."""
-        type_ = record(value[0]).types[value[1]]
-        assert type_ is not None
         known = {way.dims[value]: name for name, way in self.ways.items() if value in way.dims}
-        return tuple(() if size == 1 else (known.get(dim, f"{own}{dim}"),) for dim, size in enumerate(type_.shape))
+        return tuple(
+            () if size == 1 else (known.get(dim, f"{own}{dim}"),) for dim, size in enumerate(type_of(value).shape)
+        )
 
 
 def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
@@ -66,7 +68,7 @@ def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
     for node in body.operands:
         for dim, size in enumerate(record(node).type.shape):
             is_known = any(way.dims.get((node, 0)) == dim for way in ways.values())
-            way = _Spread(body, rules, (node, 0), dim).run(size) if size > 1 and not is_known else None
+            way = _way(body, table, (node, 0), dim) if size > 1 and not is_known else None
             if way is not None:
                 ways[f"n{len(ways)}"] = way
     return Step(body, rules, ways)
@@ -75,69 +77,23 @@ def step_of(table: Table, text: str, operands: tuple[TensorType, ...]) -> Step:
 Steps = Callable[[str, tuple[TensorType, ...]], Step]
 
 
-class _Spread:
-    """Follows a split of one dim through all calls."""
+def _way(body: Body, table: Table, value: Value, dim: int) -> Way | None:
+    """The way that begins with one dim of an operand; None if some call does not let it through to all its results."""
 
-    def __init__(self, body: Body, rules: Mapping[fx.Node, tuple[Rule, Row]], value: Value, dim: int) -> None:
-        self.body, self.rules = body, rules
-        self.dims: dict[Value, int] = {value: dim}
-        self.names: dict[fx.Node, str] = {}
+    def step(node: fx.Node, known: Mapping[int, Split]) -> Through | str:
+        found = through(call_of(node), known, table, adds=False)
+        if isinstance(found, Through) and not all(at is None or at[1] == 1 for at in (*found.operands, *found.results)):
+            return "it joins the dim with one outside of it"
+        if isinstance(found, Through) and None in found.results:
+            return "it adds up along the dim, or makes what has none"
+        return found
 
-    def run(self, size: int) -> Way | None:
-        """The way that begins with this dim; None if some call lets it not through, or not to all results."""
-        known = (-1, -1)
-        while known != (len(self.dims), len(self.names)):
-            known = len(self.dims), len(self.names)
-            if not all(map(self._is_through, self.rules)) or not all(self._is_carried()):
-                return None
-        is_right = all(map(self._is_right, self.rules)) and all(_source(one) in self.dims for one in self.body.rows)
-        return Way(self.dims, self.names, size) if is_right else None
-
-    def _is_through(self, call: fx.Node) -> bool:
-        """Note what a split of one value means for the others of a call; false if there can be none."""
-        rule = self.rules[call][0]
-        split = [(names, self.dims[value]) for value, names in self._tensors(call) if value in self.dims]
-        found = {names[dim][0] if names[dim] else "" for names, dim in split}
-        if len(found) != 1:
-            return not found
-        (name,) = found
-        barred = {*rule.replicated, *rule.ordered, ""}
-        return name not in barred and self._note(call, name)
-
-    def _note(self, call: fx.Node, name: str) -> bool:
-        """Split all values of a call that have a name, of which it must be all that is split first."""
-        self.names[call] = name
-        for value, names in self._tensors(call):
-            for dim, one in enumerate(names):
-                if name in one and (one[0] != name or self.dims.setdefault(value, dim) != dim):
-                    return False
-        return all(any(name in one for one in names) for names in self.rules[call][0].results)
-
-    def _is_carried(self) -> Iterator[bool]:
-        """What is split of a state is split of the next one."""
-        for state, after in zip(self.body.of_kind(STATES), self.body.next, strict=True):
-            for value, other in (((state, 0), _source(after)), (_source(after), (state, 0))):
-                yield value not in self.dims or self.dims.setdefault(other, self.dims[value]) == self.dims[value]
-
-    def _is_right(self, call: fx.Node) -> bool:
-        """Whether the values that are split are those that have the name of a call."""
-        name = self.names.get(call)
-        return all((value in self.dims) == any(name in one for one in names) for value, names in self._tensors(call))
-
-    def _tensors(self, call: fx.Node) -> Iterator[tuple[Value, Dims]]:
-        rule = self.rules[call][0]
-        yield from zip(map(_source, operand_nodes(call)), rule.operands, strict=True)
-        places = [i for i, type_ in enumerate(record(call).types) if type_ is not None]
-        yield from zip(((call, i) for i in places), rule.results, strict=True)
-
-
-def _source(node: fx.Node) -> Value:
-    """The result that a value of a step is."""
-    if not is_getitem(node):
-        return node, 0
-    source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
-    return source, index
+    states = [((state, 0), source_of(after)) for state, after in zip(body.of_kind(STATES), body.next, strict=True)]
+    found = follow({value: (dim, 1)}, step, readers, twins=states)  # what is split of a state is split of the next one
+    if found.closed or found.torn or any(found.at(one) is None for one in body.rows):
+        return None
+    dims = {one: at[0] for one, at in found.places.items()}
+    return Way(dims, {node: one.choice[0] for node, one in found.calls.items()}, type_of(value).shape[dim])
 
 
 def _types(call: Call) -> tuple[TensorType, ...]:
@@ -155,7 +111,7 @@ def _chain(call: Call, known: Steps) -> Rule:
     for i, node in enumerate(step.body.operands):
         dims = step.dims((node, 0), f"a{i}_")
         operands.append((steps, *dims) if first <= i < first + len(call.args[1]) else dims)
-    results = [(steps, *step.dims(_source(one), f"r{i}_")) for i, one in enumerate(step.body.rows)]
+    results = [(steps, *step.dims(source_of(one), f"r{i}_")) for i, one in enumerate(step.body.rows)]
     names = {name for dims in (*operands, *results) for dim in dims for name in dim}
     barred = names - {STEPS, *step.ways}
     rule = build(call, operands, results, replicated=barred, flops=length * step.flops)
@@ -181,7 +137,7 @@ def _local(pieces: Pieces, known: Steps) -> Arguments:
 def _local_call(step: Step, node: fx.Node, parts: Mapping[str, int]) -> Arguments:
     rule, row = step.rules[node]
     sizes = dict(rule.sizes)
-    shapes = {i: list(type_.shape) for i, type_ in enumerate(record(node).types) if type_ is not None}
+    shapes = {i: list(type_.shape) for i, type_ in enumerate(call_of(node).results)}
     for name, way in step.ways.items():
         if node in way.names:
             sizes[way.names[node]] //= parts[name]

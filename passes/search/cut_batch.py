@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from autopar.passes.rules.splits import Split
 from autopar.passes.search.items import Classes
-from autopar.passes.search.states import Split
 
 
 def cut_from_batch(classes: Classes) -> Iterator[tuple[int, int]]:

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record
+from autopar.ir.program import CAST, Input, Program, TensorType, is_getitem, operand_nodes, record, source_of
 from autopar.passes.gradient_terms import gradient_terms, is_short
 from autopar.passes.rules import Call, Rule, call_of, replicated_rule, rule_of
 from autopar.passes.rules.rule import Table
+from autopar.passes.rules.splits import Choice
 from autopar.passes.search.classes import classify
 from autopar.passes.search.intents import BatchDims, Role, batch_dims_of
-from autopar.passes.search.states import Choice, State
+from autopar.passes.search.states import State
 
 Entries = Mapping[fx.Node, Input]  # what the placeholders hold
 
@@ -75,15 +76,6 @@ class Classes:
 def operand_types(node: fx.Node) -> list[TensorType]:
     """The types of a call's tensor operands."""
     return [record(operand).type for operand in operand_nodes(node)]
-
-
-def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computes a tensor, and which of its tensor results it is."""
-    if not is_getitem(node):
-        return node, 0
-    producer, index = node.args
-    assert isinstance(producer, fx.Node) and isinstance(index, int)
-    return producer, sum(type_ is not None for type_ in record(producer).types[:index])
 
 
 def build_classes(

@@ -8,7 +8,6 @@ a `Layout`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,10 +15,9 @@ from autopar.errors import VerificationError
 from autopar.ir.layout import Factor, Layout
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.rule import Dim, Dims, Rule
+from autopar.passes.rules.splits import Choice, Split, place
 
-Split = tuple[int, int]  # (dim, outer)
 State = Split | str | None
-Choice = tuple[str, int]  # (name, outer within the name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +39,6 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"{self.operands} -> {self.results}"
-
-
-def place(dims: Dims, choice: Choice, sizes: dict[str, int]) -> Split | None:
-    """Where a tensor with these names is split by a choice; None if it lacks the name."""
-    name, outer = choice
-    for dim, names in enumerate(dims):
-        if name in names:
-            before = math.prod(sizes[n] for n in names[: names.index(name)])
-            return dim, before * outer
-    return None
-
-
-def choice_at(dims: Dims, split: Split, sizes: dict[str, int]) -> Choice | None:
-    """The choice that splits a tensor with these names at (dim, outer): the inverse of `place`."""
-    dim, outer = split
-    before = 1
-    for name in dims[dim]:
-        if abs(outer) % before:
-            return None
-        inner = abs(outer) // before
-        if (inner == 1 and outer > 0) or (1 < inner < sizes[name] and sizes[name] % inner == 0):
-            return None if outer < 0 and inner % 2 else (name, inner if outer > 0 else -inner)
-        before *= sizes[name]
-    return None
 
 
 def may_split(rule: Rule, choice: Choice, size: int, taken: tuple[tuple[Choice, int], ...]) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from shares import in_turns
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from verified import verified
 
 from autopar.api import compile
@@ -105,7 +106,14 @@ def normed(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, toke
     out.index_add_(0, token, y * weights[token, which].unsqueeze(-1))
 
 
+def counted(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor) -> None:
+    """Padding adds nothing, whatever is added."""
+    out.index_add_(0, token, torch.ones_like(rows[token]))
+    out.index_add_(0, token, expert(rows[token]))
+
+
 LIBRARIES = {
+    "counted": counted,
     "normed": normed,
     "in place": in_place,
     "mixtral": mixtral,
@@ -185,6 +193,33 @@ def test_rows_are_written_as_they_are_read() -> None:
     verified(Written(), ("dp=2,tp=2", "dp=3"), None, (torch.randn(12, WIDTH),))
 
 
+class Again(nn.Module):
+    """A mixture that is computed again in the backward pass; reentrant: by an autograd function of torch."""
+
+    def __init__(self, mixture: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.mixture, self.before, self.reentrant = mixture, nn.Linear(WIDTH, WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.mixture, self.before(x), use_reentrant=self.reentrant)
+
+
+def computed_again(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor) -> None:
+    """An expert alone: its rows are known from the forward pass."""
+    y = checkpoint(expert, rows[token].abs().log(), use_reentrant=False)
+    out.index_add_(0, token, y * weights[token, which, None])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Again(Mixture(mixtral), False), Again(Mixture(divided), True), Mixture(computed_again)],
+    ids=["whole", "reentrant", "expert"],
+)
+def test_what_a_checkpoint_computes_again_sees_no_padding_either(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    verified(module, ("dp=2",), None, (torch.randn(6, 5, WIDTH),))
+
+
 # --- what must be refused: where padding would be seen, or its number
 
 
@@ -210,12 +245,6 @@ def capped(expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, toke
     out.index_add_(0, token, expert(rows[token]))
 
 
-def counted_by_adding(
-    expert: nn.Module, rows: Tensor, weights: Tensor, which: Tensor, token: Tensor, out: Tensor
-) -> None:
-    out.index_add_(0, token + 0, torch.ones_like(rows[token]))
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -227,12 +256,12 @@ class Doubled(torch.autograd.Function):
 
 
 REFUSED: dict[str, tuple[Step, str]] = {
-    "a mean": (through(lambda y: y + y.mean()), "here mean"),
+    "a mean": (through(lambda y: y + y.mean()), "here mean.. does not: it adds the rows up"),
     "a sum over rows": (through(lambda y: y + y.sum(0)), "here sum"),
     "a sum over all": (through(lambda y: y * y.sum()), "here sum"),
     "a mean over rows and width": (through(lambda y: y * y.mean((0, 1))), "here mean"),
-    "transposed": (through(lambda y: y.T.softmax(-1).T), "here get"),
-    "data": (through(lambda y: y + y.data.sum()), "here get"),
+    "transposed": (through(lambda y: y.T.softmax(-1).T), "here softmax.. does not: it takes the rows together"),
+    "data": (through(lambda y: y + y.data.sum()), "here sum"),
     "divided by their number": (through(lambda y: y / y.shape[0]), "how many rows a mask selects"),
     "a branch on their number": (through(lambda y: y * 2 if len(y) > 20 else y), "how many rows a mask selects"),
     "a capacity": (capped, "here getitem"),
@@ -242,12 +271,11 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "parts of the rows": (through(lambda y: torch.cat(y.split(6), 0)), "here split"),
     "the largest": (through(lambda y: y / y.max()), "here max"),
     "sorted": (through(lambda y: y.sort(0)[0]), "here sort"),
-    "a product between rows": (through(lambda y: y @ (y.transpose(0, 1) @ y)), "here transpose"),
+    "a product between rows": (through(lambda y: y @ (y.transpose(0, 1) @ y)), "here matmul.. does not: it adds"),
     "a function of one's own": (through(Doubled.apply), "by row"),
     "a term of the loss": (beside(lambda y, _: y.square().mean()), "here mean"),
     "their number in the loss": (beside(lambda y, token: y.new_ones(()) * len(token)), "here new_ones"),
-    "a count of ones": (beside(lambda y, token: torch.ones_like(token).sum()), "here ones_like"),
-    "counted by adding": (counted_by_adding, "here ones_like"),
+    "a count of ones": (beside(lambda y, token: torch.ones_like(token).sum()), "here sum"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,29 @@ def test_a_mask_is_known_and_a_step_that_of_one_device(name: str, meshes: tuple[
         assert node.args[5:7] == (condition, is_causal)
         assert str(record(node).layouts[0].dims[2]) == ("(-2, 'cp')" if is_causal else "('cp',)")
         assert not _is_square(found)
+
+
+# What shows a mask as it is, or two dims of it as one.
+SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda mask: mask[None][0],
+    "slice": lambda mask: mask[:, :, :, :TIME],
+    "stack": lambda mask: torch.stack([~mask, mask])[1],
+    "stack of another dim": lambda mask: torch.stack([mask, ~mask], -1)[..., 0],
+    "squeezed": lambda mask: mask.unsqueeze(0).squeeze(),
+    "reshaped": lambda mask: mask.reshape(ROWS, TIME, TIME).view(ROWS, 1, TIME, TIME),
+    "turned twice": lambda mask: mask.mT.movedim(-1, -2),
+    "joined": lambda mask: mask.flatten(2).unflatten(2, (TIME, TIME)),
+    "expanded": lambda mask: mask.expand(ROWS, 4, TIME, TIME),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_mask_is_known_through_every_view(name: str) -> None:
+    mask, condition, is_causal = MASKS["documents"]
+    shown = SHOWN[name]
+    found = autopar.compile(Attending(lambda *args: shown(mask(*args))), "cp=2", batch=batch(), attention="gather")
+    (node,) = attentions(found)
+    assert node.args[5:7] == (condition, is_causal) and not _is_square(found)
 
 
 def _is_square(found: Compiled) -> bool:

@@ -17,6 +17,7 @@ from autopar.capture import capture
 from autopar.compiler.meshes import mesh_of
 from autopar.ir.plan import Plan
 from autopar.passes import sliced_rows
+from autopar.passes.reslice import reslice
 from autopar.passes.unslice import _Unslice, unslice
 
 WORDS, WIDTH, BATCH, TIME = 20, 12, 4, 24
@@ -190,6 +191,69 @@ OTHERS: dict[str, Loss] = {
 }
 
 
+# What a note says of these.
+SEEN: dict[str, tuple[str, ...]] = {
+    "a row each": ("slice_backward",),
+    "a running sum": ("cumsum",),
+    "the largest": ("amax at",),
+    "shifted": ("constant_pad_nd at",),  # `shifts` comes before, and knows it
+    "a softmax along": ("_softmax at",),
+    "drawn": ("dropout at test_unslice.py", "it draws a number for each place"),
+    "solved": ("it may refuse a row that the model has not",),
+}
+
+
+def spelled(take: Callable[[Tensor], Tensor], start: int = 1, stop: int = TIME) -> Loss:
+    """The loss of most rows of the logits, however they are taken."""
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(take(m(x)).flatten(0, 1), y[:, start:stop].flatten())
+
+    return loss
+
+
+LAST = TIME - 1
+SPELLINGS: dict[str, Loss] = {
+    "narrow": spelled(lambda x: x.narrow(1, 0, LAST)),
+    "split": spelled(lambda x: x.split([LAST, 1], 1)[0]),
+    "tensor_split": spelled(lambda x: x.tensor_split([LAST], 1)[0]),
+    "split behind": spelled(lambda x: x.split([1, LAST], 1)[1]),
+    "index": spelled(lambda x: x[:, torch.arange(LAST)]),
+    "index behind": spelled(lambda x: x[:, torch.arange(1, TIME)]),
+    "index inside": spelled(lambda x: x[:, torch.arange(1, LAST)], 1, LAST),
+    "index by a list": spelled(lambda x: x[:, list(range(LAST))]),
+    "index of the first dim": spelled(lambda x: x.transpose(0, 1)[torch.arange(LAST)].transpose(0, 1)),
+    "index_select": spelled(lambda x: x.index_select(1, torch.arange(LAST))),
+    "mask": spelled(lambda x: x[:, torch.arange(TIME) < LAST]),
+    "mask behind": spelled(lambda x: x[:, torch.arange(TIME) > 0]),
+    "pad": spelled(lambda x: F.pad(x, (0, 0, 0, -1))),
+    "pad inside": spelled(lambda x: F.pad(x, (0, 0, -1, -1)), 1, LAST),
+    "unbind and stack": spelled(lambda x: torch.stack(x.unbind(1)[:-1], 1)),
+    "rows one by one": spelled(lambda x: torch.cat(x.split(1, 1)[1:], 1)),
+    "reshaped": spelled(lambda x: x.unflatten(-1, (4, 5))[:, :-1].flatten(2)),
+    "as_strided": spelled(lambda x: torch.as_strided(x, (BATCH, LAST, WORDS), (TIME * WORDS, WORDS, 1))),
+}
+
+
+@pytest.mark.parametrize(("name", "meshes"), list(in_turns(SPELLINGS, ("cp=2", "cp=2,tp=2"))))
+def test_however_the_rows_are_taken_they_are_a_slice(name: str, meshes: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    for _, compiled in verified(Words(), meshes, SPELLINGS[name], batch(), steps=1):
+        moved = [row for row in compiled.collectives if row.op in ("all_gather", "all_to_all", "reduce_scatter")]
+        assert moved == [] and not [note for note in compiled.notes if "sequence" in note]
+
+
+def test_parts_of_a_weight_keep_their_split() -> None:
+    """The parts of one product are no lengths."""
+
+    def parts(m: Words, x: Tensor, _: Tensor) -> Tensor:
+        first, second = m.hidden(x).split([WIDTH - 4, 4], -1)
+        return first.square().mean() + second.square().mean()
+
+    program, plan = capture(Words(), parts, batch(), {}).program, Plan(mesh_of("cp=2,tp=2"), {})
+    assert reslice(program, plan) is program
+
+
 @pytest.mark.parametrize(("name", "meshes"), list(in_turns([*UNSLICED, *OTHERS], MESHES)))
 def test_the_numbers_are_those_of_one_device(name: str, meshes: tuple[str, ...]) -> None:
     torch.manual_seed(0)
@@ -209,8 +273,21 @@ def test_every_product_is_divided_and_no_activation_is_gathered(name: str) -> No
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_shows_the_rows_stays(name: str) -> None:
-    program = capture(Words(), OTHERS[name], batch(), {}).program
-    assert unslice(program, Plan(mesh_of("cp=2"), {})) is program
+    program, plan = capture(Words(), OTHERS[name], batch(), {}).program, Plan(mesh_of("cp=2"), {})
+    assert reslice(program, plan) is program
+    found = unslice(program, plan)
+    assert found.graph is program.graph
+    assert [why for note in found.notes for why in SEEN.get(name, ()) if why in note] == list(SEEN.get(name, ()))
+    assert bool(found.notes) == (name in SEEN)
+
+
+def test_a_note_says_what_is_gathered_and_why() -> None:
+    note = compile(Words().double(), "cp=2", loss_fn=OTHERS["a running sum"], batch=batch()).notes[0]
+    line = note.split(":")[2].split(" ")[0]
+    assert note == (
+        f"axis 'cp': test_unslice.py:{line} takes 23 of 24 rows of a sequence, which are gathered, since the whole "
+        f"cannot stand for them (cumsum at test_unslice.py:{line}: it takes the rows together)"
+    )
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "cp=1", "dp=4", "cp=5"])
