@@ -174,16 +174,30 @@ def error_of(given: torch.Tensor, expected: torch.Tensor, floor: float) -> float
     return difference / scale if scale > 0 else float("inf")
 
 
+def is_whole(value: torch.Tensor) -> bool:
+    """True for a tensor of whole numbers or bools."""
+    return not value.is_floating_point() and not value.is_complex()
+
+
+def share_that_differs(given: torch.Tensor, expected: torch.Tensor) -> float:
+    """The share of the elements of two tensors that differ; infinite for tensors of two shapes."""
+    if given.shape != expected.shape:
+        return float("inf")
+    return (given != expected).double().mean().item() if expected.numel() else 0.0
+
+
 @dataclass(slots=True)
 class Table:
     """The worst errors so far, by (kind, name). shares: how large a tensor, or what its error is measured against, is
-    beside all of its kind."""
+    beside all of its kind. whole: the tensors of whole numbers and bools, whose error is the share of elements that
+    differ: right are they if none does."""
 
     tolerance: float
     errors: dict[Key, float] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
     allowed: dict[Key, float] = field(default_factory=dict)
     shares: dict[Key, float] = field(default_factory=dict)
+    whole: set[Key] = field(default_factory=set)
     zero: float = 0.0  # at least this share of a kind's norm is what errors are measured against
 
     @staticmethod
@@ -216,6 +230,9 @@ class Table:
         for key in sorted(expected.keys() | given.keys()):
             wrong = key not in expected or key not in given
             error = float("inf") if wrong else error_of(given[key], expected[key], floors[key[0]])
+            if not wrong and is_whole(expected[key]):
+                self.whole.add(key)
+                error = share_that_differs(given[key], expected[key])
             self.errors[key] = _worse(error, self.errors.get(key, 0.0))
             self.replicas[key] = max(replicas.get(key, 0.0), self.replicas.get(key, 0.0))
             if not wrong and sizes[key[0]] > 0:
@@ -230,7 +247,7 @@ class Table:
         )
 
     def _is_right(self, key: Key) -> bool:
-        limit = max(self.tolerance, WORSE * self.allowed.get(key, 0.0))
+        limit = 0.0 if key in self.whole else max(self.tolerance, WORSE * self.allowed.get(key, 0.0))
         return self.errors[key] <= limit and self.replicas[key] <= self.tolerance
 
 

@@ -13,8 +13,9 @@ has to tell.
 
 Programs of a shorter float run in float64 as well, and what is wrong with them is found there. Once they are right in
 it, the short float has only its own faults left to show, which are large: a sum or a cast in another dtype, an op that
-overflows. So noise excuses more then, what is small beside the others of its kind may be any rounding, and where the
-plain module itself is not finite there is nothing to compare.
+overflows. So noise excuses more then, what is small beside the others of its kind may be any rounding, whole numbers
+(an argmax, a count of what is positive) may differ where rounding makes them differ, and where the plain module itself
+is not finite there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -112,12 +113,18 @@ class Trained:
         yield nullcontext(), Units(seed).add_to_parameters, True
 
     def is_clear(self, key: Key, noise: Noise) -> bool:
-        """True for what agrees within the tolerance, or within noise that leaves something to compare."""
+        """True for what agrees within the tolerance, or within noise that leaves something to compare; of whole numbers
+        for those of which rounding makes as many differ."""
+        if key in self.table.whole:
+            most = max(4 * noise.get(key, 0.0), self.limits.clear)
+            return self.limits.is_exact and self._agrees(key, most)
         limit = min(self.limits.factor * noise.get(key, 0.0), self.limits.clear)
         return self._agrees(key, max(self.table.tolerance, limit))
 
     def is_zero(self, key: Key, noise: Noise) -> bool:
         """True for what is nothing but rounding, agrees within it, and is small beside the others of its kind."""
+        if key in self.table.whole:
+            return False
         share = self.table.shares.get(key, 1.0)
         within = self.limits.factor * noise.get(key, 0.0)
         is_rounding = noise.get(key, 0.0) >= ROUNDING or self.table.is_small(key)

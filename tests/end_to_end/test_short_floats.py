@@ -24,7 +24,7 @@ from autopar.ir.ops import is_collective, op
 from autopar.job import Job
 from autopar.parallel.module import ParallelModule
 from autopar.verification import lifted
-from autopar.verification.comparison import Report
+from autopar.verification.comparison import Report, Table
 from autopar.verification.distributed import verify_on_ranks
 from autopar.verification.dtypes import cast, module_in
 from autopar.verification.verify import verify_compiled
@@ -178,3 +178,34 @@ def test_a_mean_over_many_rows_is_the_same_error_in_all_of_them(dtype: torch.dty
         batch=(x, y), dtype=dtype,
     )  # fmt: skip
     assert report.ok, report
+
+
+class _Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.norm(self.a(x))))
+
+
+def _predicted(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    logits = model(x)
+    return nn.functional.cross_entropy(logits.float(), y), logits.argmax(-1), (logits > 0).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_predictions_that_rounding_turns_are_right(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(64, 8), torch.randint(0, 40, (64,))
+    report = autopar.verify(_Classes(), "dp=2", loss_fn=_predicted, batch=(x, y), dtype=dtype)
+    assert report.ok, report
+    turned = [row.error for row in report.rows if row.kind == "aux"]  # the share of those that differ
+    assert all(0 < error < 1 for error in turned) or dtype == torch.float16
+
+
+def test_a_prediction_that_differs_in_float64_is_wrong() -> None:
+    table = Table(1e-4)
+    table.compare({("aux", "0"): torch.arange(20_000)}, {("aux", "0"): torch.arange(20_000).clamp(max=19_998)}, {})
+    (row,) = table.rows()
+    assert row.error == 1 / 20_000 and not row.ok
