@@ -50,6 +50,7 @@ def reslice(program: Program, plan: Plan) -> Program:
     size = math.prod(size for _, size in context_axes(plan.layout_mesh))
     if size == 1:
         return program
+    # Only rows that cp or slices would otherwise gather are worth another spelling; all else stays as it is written.
     known, alone = Known(), alone_in(program)
     lengths = lengths_in(program, alone)
     instead: dict[fx.Node, tuple[Any, ...]] = {}

@@ -68,6 +68,7 @@ def follow(
         del pending[node]
         if node in found.closed or is_end(node, found):
             continue
+        # A call is asked again whenever one more of its tensors has rows: what it said before is then forgotten.
         values = tensors_of(node)
         way = step(node, {i: found.places[value] for i, value in enumerate(values) if value in found.places})
         if isinstance(way, str):
