@@ -3,6 +3,7 @@ as many equal layers as a model has."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -77,7 +78,7 @@ def _border(before: Sequence[int], behind: Sequence[int]) -> int:
     """Where one layer ends and the next one begins: so that the fewest calls lie on the wrong side, of which some are
     computed later than they stand, to hide what moves, and some earlier, since the layer before computes them again.
     before, behind: the places of their calls."""
-    return min(behind, key=lambda at: sum(i >= at for i in before) + sum(i < at for i in behind))
+    return min(behind, key=lambda at: len(before) - bisect_left(before, at) + bisect_left(behind, at))
 
 
 def _steady(second: Calls, last: Calls, order: tuple[int, int, int]) -> Calls:
