@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import fx
 
 from autopar.ir.measure import group_of, local_bytes
@@ -13,12 +14,14 @@ from autopar.ir.plan import BUCKET_BYTES, Plan
 from autopar.ir.program import CAST, Builder, Program, operand_nodes, record
 from autopar.machines import Machine
 from autopar.machines.model import Group
-from autopar.passes.coalesce import Coalesced
+from autopar.passes.coalesce import Coalesced, Move, Together
 
+T = TypeVar("T")
 MADE_BY = "bucket"
 # A small model too has gradients on their way while it computes others: so many buckets, if that makes none tiny.
 FEWEST, LEAST_BYTES = 4, 2**20
-SUMS = (op("all_reduce"), op("reduce_scatter"))
+SCATTER = "reduce_scatter"
+SUMS = (op("all_reduce"), op(SCATTER))
 
 
 def bucket(program: Program, plan: Plan) -> Program:
@@ -61,8 +64,8 @@ def bucket(program: Program, plan: Plan) -> Program:
     their way at once, and more only while all are no larger than two of the largest: the oldest are awaited before one
     starts. PyTorch Distributed, arXiv 2006.15704, section 3.2.
     """
-    found = _Bucket(program, plan)
-    return found.run() if found.sums else program
+    made = _Bucket(program, plan)
+    return made.run() if made.sums else program
 
 
 def bucket_limit(total: float, machine: Machine, kind: str, group: Group, asked: int | None) -> float:
@@ -72,12 +75,82 @@ def bucket_limit(total: float, machine: Machine, kind: str, group: Group, asked:
     return asked or min(max(BUCKET_BYTES, machine.half_bytes(kind, group)), max(total // FEWEST, LEAST_BYTES))
 
 
-@dataclass(slots=True)
-class _Open:
-    """A bucket that is being filled, with the old nodes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum(Generic[T]):
+    """A sum of gradients as a bucket takes it. of: whose. over: of which ranks. alike: what those that move together
+    have in common beside kind and ranks. bytes_: of its operand. then: sums of its result over other ranks."""
 
-    nodes: list[fx.Node] = field(default_factory=list)
-    bytes_: int = 0
+    of: T
+    kind: str
+    over: Hashable
+    alike: Hashable
+    bytes_: float
+    then: tuple[Sum[T], ...] = ()
+
+    def chain(self) -> Iterator[Sum[T]]:
+        """It, and those that follow."""
+        yield self
+        for each in self.then:
+            yield from each.chain()
+
+
+class Buckets(Generic[T]):
+    """Decide when sums of gradients start and end, and which of them move as one. The pass writes nodes by these
+    decisions, the planner counts their time and bytes."""
+
+    def __init__(self, sums: Iterable[Sum[T]], limit: Callable[[float, str, Any], float]) -> None:
+        """sums: all that will be added. limit: bytes from which on a bucket is full, of (the bytes of all sums, kind,
+        ranks)."""
+        all_ = [each for first in sums for each in first.chain()]
+        total = sum(each.bytes_ for each in all_)
+        self.limits = {key: limit(total, *key) for key in {(each.kind, each.over): None for each in all_}}
+        self.most = max((*self.limits.values(), *(each.bytes_ for each in all_)), default=0.0)
+        self.open: dict[Hashable, Together[Sum[T]]] = {}
+        self.started: list[Together[Sum[T]]] = []
+
+    def add(self, coming: Sum[T]) -> Iterator[Move[Sum[T]]]:
+        """What to do when the operand of a sum is there."""
+        limit = self.limits[coming.kind, coming.over]
+        if coming.bytes_ >= limit:  # alone it needs no copy
+            yield from self._start(Together([coming], coming.bytes_))
+            return
+        key = coming.kind, coming.over, coming.alike
+        bucket = self.open.setdefault(key, Together())
+        bucket.add(coming, coming.bytes_)
+        if bucket.bytes_ >= limit:
+            del self.open[key]
+            yield from self._start(bucket)
+
+    def flush(self) -> Iterator[Move[Sum[T]]]:
+        """Start what is left, and wait for all, until nothing is on its way."""
+        while self.open or self.started:
+            opened, self.open = list(self.open.values()), {}
+            for bucket in opened:
+                yield from self._start(bucket)
+            for bucket in list(self.started):
+                yield from self._finish(bucket)
+
+    def _start(self, bucket: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+        if bucket.members[0].kind == SCATTER:
+            yield from self._make_room(bucket)
+        self.started.append(bucket)
+        yield Move(True, bucket)
+
+    def _make_room(self, coming: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+        """Wait for the oldest sums that are scattered, until those that are left and those that come are few bytes."""
+        before = [bucket for bucket in self.started if bucket.members[0].kind == SCATTER]
+        left = coming.bytes_ + sum(bucket.bytes_ for bucket in before)
+        for bucket in before[:-1]:
+            if bucket in self.started and left > 2 * self.most:
+                yield from self._finish(bucket)
+            left -= bucket.bytes_
+
+    def _finish(self, bucket: Together[Sum[T]]) -> Iterator[Move[Sum[T]]]:
+        self.started.remove(bucket)
+        yield Move(False, bucket)
+        for member in bucket.members:
+            for follower in member.then:
+                yield from self.add(follower)
 
 
 def sums_of_gradients(program: Program) -> tuple[dict[fx.Node, None], list[fx.Node]]:
@@ -103,87 +176,50 @@ class _Bucket:
         self.program, self.plan, self.mesh = program, plan, program.mesh
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, self.mesh)
-        self.open: dict[tuple[object, str, torch.dtype], _Open] = {}
-        self.started: list[tuple[list[fx.Node], fx.Node]] = []
-        self.limits: dict[tuple[str, str], float] = {}  # by kind and axis
+        self.starts: dict[Together[Sum[fx.Node]], fx.Node] = {}
         self.sums, self.casts = sums_of_gradients(program)
+        self.first = {node: self._sum(node) for node in self.sums if node.args[0] not in self.sums}
+        self.buckets = Buckets(self.first.values(), self._limit)
         self.names = _names_of_sums(program)
 
     def run(self) -> Program:
-        self.total = sum(map(self._bytes, self.sums))
-        self.most = max(*map(self._limit, self.sums), *map(self._bytes, self.sums))
         return self.build.rewrite(self.program, self._put, later={*self.sums, *self.casts})
 
     def _put(self, node: fx.Node) -> None:
-        if node in self.sums and node.args[0] not in self.sums:  # else it is added when that one has arrived
-            self._add(node)
+        if node in self.first:  # the others are added when what they sum has arrived
+            self._do(self.buckets.add(self.first[node]))
         if node.op == "output":
-            self._flush()
+            self._do(self.buckets.flush())
             for cast in self.casts:
                 self.build.copy(cast)
 
-    def _add(self, node: fx.Node) -> None:
-        bytes_ = self._bytes(node)
-        limit = self._limit(node)
-        if bytes_ >= limit:  # alone it needs no copy
-            self._start(_Open([node]))
-            return
-        key = (node.target, str(node.args[1]), record(node).type.dtype)
-        found = self.open.setdefault(key, _Open())
-        found.nodes.append(node)
-        found.bytes_ += bytes_
-        if found.bytes_ >= limit:
-            del self.open[key]
-            self._start(found)
+    def _do(self, moves: Iterable[Move[Sum[fx.Node]]]) -> None:
+        for starts, bucket in moves:
+            nodes = [each.of for each in bucket.members]
+            if starts:
+                self.starts[bucket] = self.flat.start(nodes, self._reason(nodes))
+            else:
+                self.flat.finish(nodes, self.starts.pop(bucket))
 
-    def _start(self, found: _Open) -> None:
-        first = found.nodes[0]
-        names = self._names(found.nodes)
+    def _reason(self, nodes: list[fx.Node]) -> str:
+        names = [f"'{self.names[node]}'" for node in nodes]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        reason = f"gradients of {', '.join(names[:3])}{more} are partial over '{first.args[1]}'"
-        if first.target is op("reduce_scatter"):
-            self._make_room(found)
-        self.started.append((found.nodes, self.flat.start(found.nodes, reason)))
+        return f"gradients of {', '.join(names[:3])}{more} are partial over '{nodes[0].args[1]}'"
 
-    def _make_room(self, coming: _Open) -> None:
-        """Wait for the oldest sums that are scattered, until those that are left and those that come are few bytes."""
-        before = [entry for entry in self.started if entry[0][0].target is op("reduce_scatter")]
-        sizes = [sum(map(self._bytes, nodes)) for nodes, _ in (*before, (coming.nodes, None))]
-        for i, entry in enumerate(before[:-1]):
-            if entry in self.started and sum(sizes[i:]) > 2 * self.most:
-                self._finish(entry)
+    def _sum(self, node: fx.Node) -> Sum[fx.Node]:
+        """A sum, with those that follow it."""
+        then = tuple(self._sum(user) for user in node.users if user in self.sums)
+        kind, axis, bytes_ = collective_of(node.target).name, str(node.args[1]), local_bytes(_operand(node), self.mesh)
+        return Sum(node, kind, axis, record(node).type.dtype, bytes_, then)
 
-    def _limit(self, node: fx.Node) -> float:
-        key = kind, axis = collective_of(node.target).name, str(node.args[1])
-        if key not in self.limits:
-            machine, asked = self.plan.fixed.machine, self.plan.options.bucket_bytes
-            group = group_of(self.plan.mesh, axis, machine.ranks)
-            self.limits[key] = bucket_limit(self.total, machine, kind, group, asked)
-        return self.limits[key]
+    def _limit(self, total: float, kind: str, axis: str) -> float:
+        machine = self.plan.fixed.machine
+        group = group_of(self.plan.mesh, axis, machine.ranks)
+        return bucket_limit(total, machine, kind, group, self.plan.options.bucket_bytes)
 
-    def _bytes(self, node: fx.Node) -> int:
-        return local_bytes(operand_nodes(node)[0], self.mesh)
 
-    def _finish(self, entry: tuple[list[fx.Node], fx.Node]) -> None:
-        nodes, start = entry
-        self.started.remove(entry)
-        self.flat.finish(nodes, start)
-        for node in nodes:
-            for user in node.users:
-                if user in self.sums:
-                    self._add(user)
-
-    def _flush(self) -> None:
-        """Start what is left, and wait for all, until nothing is on its way."""
-        while self.open or self.started:
-            opened, self.open = list(self.open.values()), {}
-            for found in opened:
-                self._start(found)
-            for entry in list(self.started):
-                self._finish(entry)
-
-    def _names(self, nodes: list[fx.Node]) -> list[str]:
-        return [f"'{self.names[node]}'" for node in nodes]
+def _operand(node: fx.Node) -> fx.Node:
+    return operand_nodes(node)[0]
 
 
 def _names_of_sums(program: Program) -> dict[fx.Node, str]:

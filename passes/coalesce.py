@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +19,27 @@ from autopar.ir.program import Builder, Record, TensorType, record, set_record
 
 aten = torch.ops.aten
 WHOLE: tuple[()] = ()
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Together(Generic[T]):
+    """Collectives that move as one. bytes_: of what the largest end of them all holds: operands of sums, results of
+    gathers."""
+
+    members: list[T] = field(default_factory=list)
+    bytes_: float = 0.0
+
+    def add(self, member: T, bytes_: float) -> None:
+        self.members.append(member)
+        self.bytes_ += bytes_
+
+
+class Move(NamedTuple, Generic[T]):
+    """What `Buckets` and `Ahead` decide: the collectives that start now, or that are awaited now."""
+
+    starts: bool
+    what: Together[T]
 
 
 class Coalesced:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -14,8 +17,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Builder, Program, is_given, record
 from autopar.machines import Machine
 from autopar.machines.model import Group
-from autopar.passes.coalesce import Coalesced
+from autopar.passes.coalesce import Coalesced, Move, Together
 
+T = TypeVar("T")
 MADE_BY = "prefetch"
 
 
@@ -59,59 +63,101 @@ def small_limit(machine: Machine, group: Group, asked: int | None) -> float:
     return asked or machine.start_us("all_gather", group) * machine.device.bandwidth / 2e6
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather(Generic[T]):
+    """A gather of a parameter as `Ahead` takes it. of: whose. layer: what starts with it. over: of which ranks. alike:
+    what those that move together have in common beside that. bytes_: of its result. alone: True if it moves with none.
+    """
+
+    of: T
+    layer: Hashable
+    over: Hashable
+    alike: Hashable
+    bytes_: float
+    alone: bool = False
+
+
+class Ahead(Generic[T]):
+    """Decide when parameters are gathered, and which of them move as one. The pass writes nodes by these decisions,
+    the planner counts their time and bytes."""
+
+    def __init__(self, gathers: Iterable[Gather[T]], small: Callable[[Any], float]) -> None:
+        """gathers: in the order of their uses. small: bytes from which on one moves alone, by ranks."""
+        limits: dict[Hashable, float] = {}
+        self.layers: list[list[Together[Gather[T]]]] = []
+        self.place: dict[Gather[T], tuple[int, Together[Gather[T]]]] = {}
+        for number, (_, own) in enumerate(groupby(gathers, key=lambda gather: gather.layer)):
+            bundles: list[Together[Gather[T]]] = []
+            open_: dict[Hashable, Together[Gather[T]]] = {}
+            for gather in own:
+                if gather.over not in limits:
+                    limits[gather.over] = small(gather.over)
+                key = gather.over, gather.alike
+                is_alone = gather.alone or gather.bytes_ >= limits[gather.over]
+                bundle = None if is_alone else open_.get(key)
+                if bundle is None:
+                    bundle = Together[Gather[T]]()
+                    bundles.append(bundle)
+                    if not is_alone:
+                        open_[key] = bundle
+                bundle.add(gather, gather.bytes_)
+                self.place[gather] = number, bundle
+            self.layers.append(bundles)
+        self.begun = 0  # layers whose gathers are started
+        self.there: set[Together[Gather[T]]] = set()  # those that were awaited
+
+    def use(self, gather: Gather[T]) -> Iterator[Move[Gather[T]]]:
+        """What to do where a gathered parameter is used: no more than two layers are whole at once."""
+        number, bundle = self.place[gather]
+        yield from self._begin(number + 1)
+        if bundle not in self.there:
+            self.there.add(bundle)
+            yield Move(False, bundle)
+        yield from self._begin(number + 2)
+
+    def _begin(self, end: int) -> Iterator[Move[Gather[T]]]:
+        """Start what layers gather, up to `end`."""
+        for bundles in self.layers[self.begun : end]:
+            for bundle in bundles:
+                yield Move(True, bundle)
+        self.begun = max(self.begun, end)
+
+
 class _Prefetch:
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.axes = program, set(plan.zero_axes)
         self.build = Builder(MADE_BY)
         self.flat = Coalesced(self.build, program.mesh)
         self.plan = plan
-        self.starts: dict[fx.Node, fx.Node] = {}  # of the first node of a bundle
-        self.layers = self._layers()
-        self.place = {node: (i, bundle) for i, layer in enumerate(self.layers) for bundle in layer for node in bundle}
-        self.begun = 0  # layers whose gathers are started
+        self.starts: dict[Together[Gather[fx.Node]], fx.Node] = {}
+        self.gathers = {node: self._gather(node) for node in self.program.calls() if self._is_early(node)}
+        self.ahead = Ahead(self.gathers.values(), self._small)
 
     def run(self) -> Program:
         return self.build.rewrite(self.program, self._put)
 
     def _put(self, node: fx.Node) -> fx.Node | None:
-        if node not in self.place:
+        if node not in self.gathers:
             return None
-        i, bundle = self.place[node]
-        self._begin(i + 1)
-        if bundle[0] in self.starts:
-            self.flat.finish(bundle, self.starts.pop(bundle[0]))
-        self._begin(i + 2)
+        for starts, bundle in self.ahead.use(self.gathers[node]):
+            nodes = [gather.of for gather in bundle.members]
+            if starts:
+                self._start(bundle, nodes)
+            else:
+                self.flat.finish(nodes, self.starts.pop(bundle))
         return self.build.value[node]
 
-    def _begin(self, end: int) -> None:
-        """Start what layers gather, up to `end`."""
-        for layer in self.layers[self.begun : end]:
-            for bundle in layer:
-                for node in bundle:
-                    source = node.all_input_nodes[0]
-                    if source not in self.build.value:
-                        self.build.copy(source)
-                self.starts[bundle[0]] = self.flat.start(bundle, record(bundle[0]).reason)
-        self.begun = max(self.begun, end)
+    def _start(self, bundle: Together[Gather[fx.Node]], nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            source = node.all_input_nodes[0]
+            if source not in self.build.value:
+                self.build.copy(source)
+        self.starts[bundle] = self.flat.start(nodes, record(nodes[0]).reason)
 
-    def _layers(self) -> list[list[list[fx.Node]]]:
-        """The gathers by layer, in the order of their first use; those of a layer in bundles that move together."""
-        gathers = [node for node in self.program.calls() if self._is_early(node)]
-        found = []
-        for _, nodes in groupby(gathers, key=lambda node: (record(node).phase, unit_of(record(node).module))):
-            bundles: list[list[fx.Node]] = []
-            small: dict[object, list[fx.Node]] = {}
-            for node in nodes:
-                alike = node.args[1], record(node).type.dtype  # what moves together
-                if local_bytes(node, self.program.mesh) >= self._small(str(node.args[1])) or _is_mirrored(node):
-                    bundles.append([node])
-                elif alike in small:
-                    small[alike].append(node)
-                else:
-                    small[alike] = [node]
-                    bundles.append(small[alike])
-            found.append(bundles)
-        return found
+    def _gather(self, node: fx.Node) -> Gather[fx.Node]:
+        known, axis = record(node), str(node.args[1])
+        layer, bytes_ = (known.phase, unit_of(known.module)), local_bytes(node, self.program.mesh)
+        return Gather(node, layer, axis, known.type.dtype, bytes_, _is_mirrored(node))
 
     def _small(self, axis: str) -> float:
         machine, asked = self.plan.fixed.machine, self.plan.options.bucket_bytes

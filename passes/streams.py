@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -63,7 +63,7 @@ def launches_of(program: Program) -> list[Launch | None]:
 
 def run_launches(launches: Iterable[Launch | None], times: Iterable[float], machine: Machine) -> Ran:
     """As `run`, of calls whose times are known; None in place of those that are left out."""
-    streams = _Streams(machine)
+    streams = Streams(machine)
     for place, (launch, time) in enumerate(zip(launches, times, strict=True)):
         if launch is not None:
             streams.launch(place, launch, time)
@@ -82,67 +82,85 @@ def _launch(node: fx.Node, place: Mapping[fx.Node, int]) -> Launch | None:
 
 
 @dataclass(slots=True)
-class _Streams:
+class Streams:
+    """The host, the device and the collectives of each axis. host, device, moving: us when each has done what it was
+    given so far; hosted: of these what the device waited for the host."""
+
     machine: Machine
-    host: float = 0.0  # when each has done what it was given so far
+    host: float = 0.0
     device: float = 0.0
-    moving: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    moving: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)  # of collectives that nobody waited for
     computed: float = 0.0
     hosted: float = 0.0
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    exposed: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
     calls: int = 0
 
     def launch(self, place: int, launch: Launch, time: float) -> None:
         """The call at a place of its graph, which would take `time` us alone."""
         if launch.awaits >= 0:
-            self._await(*self.ends.pop(launch.awaits))
-            return
-        self.calls += 1
-        self._begin()
-        axis = launch.axis
-        if not axis:
-            self._compute(time)
-            return
-        if self.machine.is_host:
-            self.device += time
-            self.exposed[axis] += time
-            self.ends[place] = self.device, axis
-            return
-        begin = max(self.moving[axis], self.device, self.host)
-        self.moving[axis] = begin + time
-        if launch.starts:
-            self.ends[place] = begin + time, axis
+            self.wait(*self.ends.pop(launch.awaits))
+        elif not launch.axis:
+            self.calls += 1
+            self.compute(time, self.machine.launch_us)
         else:
-            self._await(begin + time, axis)
+            end = self.start(launch.axis, time)
+            if launch.starts or self.machine.is_host:
+                self.ends[place] = end, launch.axis
+            else:
+                self.wait(end, launch.axis)
 
-    def _begin(self) -> None:
-        """The host launches a call."""
-        self.host += self.machine.launch_us
+    def compute(self, us: float, launched: float) -> None:
+        """Calls, one after the other, that the device would take so long for, and the host to launch them."""
         if self.machine.is_host:
-            self.device += self.machine.launch_us
-            self.hosted += self.machine.launch_us
-
-    def _compute(self, time: float) -> None:
+            self._begin(launched)
+        else:
+            self._begin(min(launched, self.machine.launch_us))
         begin = max(self.device, self.host)
-        time = self._beside(time, max(self.moving.values(), default=0.0) - begin)
+        took = self._beside(us, max(self.moving.values(), default=0.0) - begin)
         self.hosted += begin - self.device
-        self.device = begin + time
-        self.computed += time
+        self.device = begin + took
+        self.computed += took
+        if not self.machine.is_host and launched > self.machine.launch_us:
+            self.host += launched - self.machine.launch_us
+            late = max(0.0, self.host - self.device)
+            self.hosted += late
+            self.device += late
 
-    def _beside(self, time: float, moving: float) -> float:
-        """The time of a call that would take `time` alone. moving: until the end of the last collective, of all that
-        were launched before it: each stream is busy until then, since a collective begins at once or when another
-        one ends."""
-        left = 1 - self.machine.device.communicating
-        slowed = min(max(0.0, moving), time / left)
-        return slowed + (time - left * slowed)
+    def start(self, axis: Hashable, us: float) -> float:
+        """Start a collective over an axis that takes so long; us when it ends."""
+        self.calls += 1
+        self._begin(self.machine.launch_us)
+        if self.machine.is_host:
+            self.device += us
+            self.exposed[axis] += us
+            return self.device
+        self.moving[axis] = max(self.moving[axis], self.device, self.host) + us
+        return self.moving[axis]
 
-    def _await(self, end: float, axis: str) -> None:
+    def wait(self, end: float, axis: Hashable) -> None:
+        """The device waits until then for a collective."""
         self.exposed[axis] += max(0.0, end - self.device)
         self.device = max(self.device, end)
 
+    def _begin(self, launched: float) -> None:
+        """The host launches calls."""
+        self.host += launched
+        if self.machine.is_host:
+            self.device += launched
+            self.hosted += launched
+
+    def _beside(self, time: float, moving: float) -> float:
+        """The time of calls that would take `time` alone. moving: until the end of the last collective, of all that
+        were launched before them: each stream is busy until then, since a collective begins at once or when another
+        one ends."""
+        if moving <= 0:
+            return time
+        left = 1 - self.machine.device.communicating
+        slowed = min(moving, time / left)
+        return slowed + (time - left * slowed)
+
     def ran(self) -> Ran:
         for end, axis in self.ends.values():
-            self._await(end, axis)
-        return Ran(self.device, self.computed, dict(self.exposed), self.hosted, self.calls)
+            self.wait(end, axis)
+        return Ran(self.device, self.computed, dict(self.exposed), self.hosted, self.calls)  # type: ignore[arg-type]

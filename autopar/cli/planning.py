@@ -13,17 +13,17 @@ from rich.progress import Progress
 
 from autopar.cli.options import Options, takes_options
 from autopar.cli.show import out, show, write_text
-from autopar.compiler.compile import batch_arguments
 from autopar.errors import TargetError
 from autopar.ir.plan import DEVICES
 from autopar.machines import named
 from autopar.planning.batch_sizes import read_batches
-from autopar.planning.batches import rows_of
+from autopar.planning.batches import rows_of_batch
 from autopar.planning.decisions import PLANNED, write_plan
 from autopar.planning.fixed import read_fixed, ways_text
 from autopar.planning.jobs import layers_of
 from autopar.planning.others import fastest, reasons, scales, with_batches
 from autopar.planning.plan import Asked, Planned, Tell, planned
+from autopar.report.emitted import checked
 from autopar.report.page.plans import plans_page
 from autopar.report.plans import plan_line, planned_text, scales_text
 
@@ -58,6 +58,10 @@ def plan_(
     tokens: Annotated[
         str | None, typer.Option(metavar="15T", help="of a training: the days and device hours that it takes")
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="compile the best plans, and show what their programs take"),
+    ] = True,
     *,
     options: Options,
 ) -> None:
@@ -68,7 +72,7 @@ def plan_(
     _check_files(sizes, out_file, html)
     fixed = dict(read_fixed(text) for text in fix or ())
     job = options.job(target)
-    asked = Asked(sizes[0], rows_of(*batch_arguments(job.batch)), named(machine), _bytes(memory), fixed, top)
+    asked = Asked(sizes[0], rows_of_batch(job.batch), named(machine), _bytes(memory), fixed, top)
     layers = layers_of(job, asked.machine)
     each = [replace(asked, gpus=size) for size in sizes]
     if len(sizes) == 1:
@@ -81,6 +85,8 @@ def plan_(
         each = [fastest(made)]
     (asked,) = each
     found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
+    if check:
+        found = _with_bar("compiled plans", lambda tell: checked(found, tell))
     show(planned_text(found))
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
     for line in lost:

@@ -24,6 +24,7 @@ from autopar.planning.batches import rows_of
 from autopar.planning.decisions import PLANNED
 from autopar.planning.jobs import layers_of_call
 from autopar.planning.plan import Asked, Planned, planned
+from autopar.report.emitted import checked
 from autopar.report.plans import reason_line
 
 _log = logging.getLogger("autopar")
@@ -64,7 +65,7 @@ class Auto:
             settings, model = self._session.settings, self._session.store.model
             asked = Asked(dist.get_world_size(), rows, self._machine, top=SHOWN)
             layers = layers_of_call(model, settings.loss_fn, args, kwargs, settings.options, self._machine)
-            return planned(layers, asked)
+            return checked(planned(layers, asked), of_time=False)
         except AutoparError as error:
             raise MeshError(f"mesh '{AUTO}': {error}") from error
 

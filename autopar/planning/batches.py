@@ -36,6 +36,11 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return sizes["b"]
 
 
+def rows_of_batch(batch: Any) -> int:
+    """As `rows_of`, of a job's batch."""
+    return rows_of(*batch_arguments(batch))
+
+
 def resized(batch: Any, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a batch with other sizes (`sizes_of`), of which those that are not named stay."""
     return resized_call(*batch_arguments(batch), sizes)

@@ -254,14 +254,15 @@ class Bounds:
         frozen = self.work.frozen / candidate.tp / candidate.pp / candidate.frozen_shards
         stored = (1 + MOMENTS) * part / candidate.shards + frozen
         copies = whole.copies(layers) / candidate.tp / candidate.pp
-        if candidate.zero == 3:  # of the layer at work and of the next one, with their gradients on the way
-            on_way = whole.gradients.each if candidate.pp == 1 else 0.0
-            copies = 2 * (whole.copies.each + whole.plain.each + on_way) / candidate.tp
-        gradients = part / (candidate.shards if candidate.zero >= 2 else 1)
+        if candidate.zero == 3:  # of the layer at work and of the next one
+            copies = 2 * (whole.copies.each + whole.plain.each) / candidate.tp
+        gradients = part / candidate.parts
         ranks = candidate.tp * candidate.pp * candidate.context
         saved = whole.saved.each * layers * candidate.rows / self.layers.micros.low / ranks
         if candidate.pp == 1 and candidate.microbatches > 1:  # the last pass comes when there are gradients
             return stored + copies + gradients + saved
+        if candidate.is_alone:  # what was cast or gathered goes with its last reader
+            return stored + max(copies + saved, gradients)
         return stored + copies + max(gradients, saved)
 
     def is_larger(self, candidate: Candidate, limit: float) -> bool:
@@ -306,6 +307,8 @@ class Bounds:
         stages and the order of its actions."""
         if candidate.again is not None:
             return self.held(candidate._replace(recompute="full", again=None))
+        if candidate.pp == 1:
+            return self.memory(candidate)
         made = with_least_memory(candidate, self.layers)
         key = _memory_key(candidate, made)
         if key not in self._held:

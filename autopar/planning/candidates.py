@@ -94,6 +94,10 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
         """What decides, with rows and recomputation, what a micro-batch costs."""
         return Split.of(self.tp, self.sequence, self.cp, self.ulysses, self.axes)
 
+    def ranks_of(self, coupled: str) -> Split:
+        """The split of its programs. coupled: why its model takes the rows of a batch together; "" if it does not."""
+        return self.split.summed(self.axes) if coupled else self.split
+
     @property
     def mesh(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes) or "dp=1"
@@ -152,6 +156,16 @@ class Candidate(NamedTuple):  # of which there are a million: made and hashed in
     def gathers_again(self) -> bool:
         """True if parameters are gathered for each use, as `Plan.gathers_again` of a program."""
         return self.zero == 3 and self.reshard_after_forward
+
+    @property
+    def is_alone(self) -> bool:
+        """True of a step that is one graph: all that it moves goes under its passes."""
+        return self.pp == 1 and self.microbatches == 1
+
+    @property
+    def parts(self) -> int:
+        """Of which a rank keeps one of each gradient, once it has moved."""
+        return self.shards if self.zero >= 2 or self.is_alone else 1
 
     @property
     def halves(self) -> bool:

@@ -11,19 +11,18 @@ from autopar.ir.measure import group_of
 from autopar.ir.mesh import PIPELINE, Mesh
 from autopar.machines import Machine
 from autopar.machines.model import Group
-from autopar.passes.bucket import bucket_limit
+from autopar.passes.bucket import SCATTER, bucket_limit
 from autopar.passes.prefetch import small_limit
 from autopar.planning.candidates import Candidate
 from autopar.planning.cost import Cost, Pace
 from autopar.planning.data_time import DataGroups
 from autopar.planning.deal import Rates, Sections, Share
+from autopar.planning.moving import COPIES, GATHER, LOSS, LOSS_BYTES, SHARDS, SUM, TENSOR, Net
 from autopar.planning.slots import EQUAL, LAYERS, Slot, few, merged
 from autopar.planning.weights import Weight
 
-SCATTER, GATHER, SUM = "reduce_scatter", "all_gather", "all_reduce"
 Moved = tuple[float, float, float]  # bytes, by section
 Known = dict[tuple[str, float, Group], float]
-LOSS = 4  # bytes of what leaves beside the gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,17 @@ class Data:
     @property
     def groups(self) -> DataGroups:
         return DataGroups.of(self.candidate, self.machine.ranks)
+
+    @property
+    def net(self) -> Net:
+        """Between which ranks what moves."""
+        axes, groups, ranks = Mesh(self.candidate.axes), self.groups, self.machine.ranks
+        named = {SHARDS: groups.shards, COPIES: groups.copies}
+        if TENSOR in axes:
+            named[TENSOR] = group_of(axes, TENSOR, ranks)
+        if self.candidate.data > 1:
+            named[LOSS] = groups.all
+        return Net(self.machine, named, self.asked, self.known)
 
     @property
     def is_each(self) -> bool:
@@ -115,7 +125,7 @@ class Data:
             if groups.copies.size > 1:
                 own = [each / groups.shards.size for each in gradients]
                 _Sums(streams, SUM, groups.copies, own, self.asked).all()
-        streams.wait(streams.move(SUM, LOSS, groups.shards if candidate.zero else groups.copies))
+        streams.wait(streams.move(SUM, LOSS_BYTES, groups.shards if candidate.zero else groups.copies))
         return streams.device
 
 
@@ -364,5 +374,6 @@ class _Sums:
             self.streams.copy(bytes_)
             self.most_alive = max(self.most_alive, self.alive + bytes_)
         self.started.append((bytes_, self.streams.move(self.kind, bytes_, self.group)))
-        self.open, self.count = (self.open, self.count) if count == 1 else (0.0, 0)
+        if self.open and bytes_ == self.open and count == self.count:
+            self.open, self.count = 0.0, 0
         self.most_alive = max(self.most_alive, self.alive)

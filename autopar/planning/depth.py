@@ -78,6 +78,11 @@ class Rest:
         equal = frozenset((*found.border, last)) - {""}
         return cls(found.middle, {node.name: path for node, path in paths.items()}, first, equal, entry)
 
+    @property
+    def layers(self) -> list[str]:
+        """The paths of `equal`, in their order."""
+        return sorted(self.equal, key=lambda path: int(path.rpartition(".")[2]))
+
     def has(self, name: str) -> bool:
         """Of a parameter or a buffer."""
         return not self.path or layer_of(name.rpartition(".")[0]) != self.path

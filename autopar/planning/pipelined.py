@@ -21,7 +21,7 @@ from autopar.planning.deal import Sections, Share, whole
 from autopar.planning.layers import Layers
 from autopar.planning.moments import Moments
 from autopar.planning.slots import Slot, slots_of
-from autopar.planning.split import Axes, Split
+from autopar.planning.whole_step import WholeStep
 
 ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as long as the one before
 
@@ -30,13 +30,15 @@ ROUNDS = 4  # micro-batches a rank that are looked at: each one more takes as lo
 class Stage:
     """What of the model a stage has, or a rank, and what that costs. whole: the cost of the whole model. us: of each
     action on one micro-batch, F, and B or its halves I and W, with what it moves over the data axes. slots: its calls,
-    in the order of the forward pass. moved: bytes of what its backward pass moves, at most, by section."""
+    in the order of the forward pass. moved: bytes of what its backward pass moves, at most, by section. step: of a plan
+    without a pipeline."""
 
     share: Share
     whole: Cost
     us: Mapping[str, float]
     slots: tuple[Slot, ...] = ()
     moved: Moved = (0.0, 0.0, 0.0)
+    step: WholeStep | None = None
 
     @cached_property  # of many pipelines only the first rank is looked at
     def cost(self) -> Cost:
@@ -77,7 +79,7 @@ class Pipelined:
 
 def pipelined(candidate: Candidate, layers: Layers) -> Pipelined:
     """The pipeline of a candidate. Raises AutoparError as `Micros.local`."""
-    model = layers.place(_split(candidate, layers)), candidate.halves, *_model(candidate, layers)
+    model = layers.place(candidate.ranks_of(layers.micros.coupled)), candidate.halves, *_model(candidate, layers)
 
     def make() -> Pipelined:
         return _pipelined(candidate, layers.kept(("stages", *model), lambda: _stages(candidate, layers)))
@@ -115,10 +117,20 @@ def data_of(candidate: Candidate, layers: Layers) -> Data:
 def _model(candidate: Candidate, layers: Layers) -> tuple[Hashable, ...]:
     """All that stages follow from, beside the place of their ranks of tp and cp."""
     data = data_of(candidate, layers)
+    if candidate.pp == 1:
+        moved: Hashable = candidate.data > 1 and (data.groups, candidate.zero, candidate.gathers_again)
+        return (
+            candidate.rows,
+            candidate.recompute,
+            candidate.again,
+            candidate.adds,
+            min(candidate.microbatches, 2),
+            moved,
+        )
     return (
         candidate.rows, candidate.recompute, candidate.again, candidate.adds, candidate.pp,
-        candidate.pp == 1 or _is_near(candidate.axes, layers.micros.machine.ranks),
-        candidate.chunks, candidate.pp > 1 and data.is_each and (data.groups.shards, candidate.gathers_again),
+        _is_near(candidate.axes, layers.micros.machine.ranks), candidate.chunks,
+        data.is_each and (data.groups.shards, candidate.gathers_again),
     )  # fmt: skip
 
 
@@ -128,7 +140,7 @@ def _order(candidate: Candidate) -> tuple[Hashable, ...]:
 
 
 @cache
-def _is_near(axes: Axes, ranks: int) -> bool:
+def _is_near(axes: tuple[tuple[str, int], ...], ranks: int) -> bool:
     """True if all stages lie in one node of so many ranks."""
     return group_of(Mesh(axes), PIPELINE, ranks).nodes == 1
 
@@ -152,7 +164,10 @@ def _stages(candidate: Candidate, layers: Layers) -> Sequence[Stage]:
     cost = cost_of(candidate, layers)
     if candidate.pp == 1:
         all_ = whole(layers.equal, candidate.again.count if candidate.again else 0)
-        return (Stage(all_, cost, cost.on(all_).us(layers.equal, halves=False)),)
+        once, net = cost.on(all_).once(layers.equal), data_of(candidate, layers).net
+        step = WholeStep.of(candidate, layers, candidate.ranks_of(layers.micros.coupled), once, net)
+        least = cost.on(all_).us(layers.equal, halves=False)
+        return (Stage(all_, cost, {kind: max(us, least[kind]) for kind, us in step.us.items()}, step=step),)
     cost, data, shares = cost.in_stages(), data_of(candidate, layers), _shares(candidate, layers)
     sections = _sections(candidate, layers)
     slots = slots_of(sections, shares, layers.equal, candidate.ranges)
@@ -185,14 +200,10 @@ def _sections(candidate: Candidate, layers: Layers) -> Sections:
     return layers.sections(candidate.split, policy, Mesh(candidate.axes), more)
 
 
-def _split(candidate: Candidate, layers: Layers) -> Split:
-    return candidate.split.summed(candidate.axes) if layers.micros.coupled else candidate.split
-
-
 def cost_of(candidate: Candidate, layers: Layers) -> Cost:
     """Of a micro-batch on the ranks of tp and cp, with the whole model. Raises AutoparError as `Micros.local`."""
     policy, more = candidate.policies
-    found = layers.cost(_split(candidate, layers), candidate.rows, policy, candidate.halves, more)
+    found = layers.cost(candidate.ranks_of(layers.micros.coupled), candidate.rows, policy, candidate.halves, more)
     return found if candidate.adds else found.alone
 
 

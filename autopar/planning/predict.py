@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autopar.machines import Machine
 from autopar.machines.model import ADAMW
 from autopar.planning.candidates import Candidate
-from autopar.planning.data_time import data_us
 from autopar.planning.layers import Layers
 from autopar.planning.pipelined import Stage, data_of, pipelined, step_us
 from autopar.planning.rank_memory import rank_bytes
@@ -17,7 +16,7 @@ from autopar.planning.rank_memory import rank_bytes
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """us, and bytes of the fullest rank. bubble, exposed, data: the parts that are idle in the pipeline, that wait for
-    tp and cp, and for the data axes."""
+    tp and cp, and for the data axes. is_emitted: True if these are of the emitted programs (report/emitted.py)."""
 
     candidate: Candidate
     total: float
@@ -26,6 +25,7 @@ class Prediction:
     exposed: float
     data: float
     optimizer: float
+    is_emitted: bool = False
 
 
 def predict(
@@ -57,8 +57,8 @@ def _beside(candidate: Candidate, layers: Layers, rank: Stage, machine: Machine)
     stored, cost = rank.share.stored.layers, rank.cost
     optimizer = machine.update_us(ADAMW * cost.trained(stored) / candidate.shards)
     once = cost.once(rank.share.time.layers)
-    if candidate.pp == 1:
-        return once, data_us(candidate, cost, rank.share, machine), optimizer
+    if rank.step is not None:
+        return rank.step.before, rank.step.after, optimizer
     data = data_of(candidate, layers)
     place = candidate.split.near, candidate.recompute, candidate.chunks, rank.share
     key = "once", *place, once, candidate.zero, candidate.gathers_again, data.groups

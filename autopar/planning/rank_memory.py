@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.planning.candidates import Candidate
 from autopar.planning.pipelined import Pipelined, Stage
+from autopar.planning.whole_step import Peaks
 
 Held = tuple[float, float, float, float, float]  # what `Moments` count
 
@@ -17,22 +18,34 @@ def rank_bytes(candidate: Candidate, made: Pipelined, rank: int) -> float:
     trained, frozen = cost.trained(layers), cost.frozen(layers)
     part = (trained + cost.states(layers)) / shards + frozen / candidate.frozen_shards
     optimizer = part + (cost.gradients(layers) + trained) / shards
+    if own.step is not None:
+        peaks = own.step.peaks
+        return max(part + _beside(candidate, own, peaks), part + peaks.once, optimizer)
     held = held_of(candidate, made, rank)
     peak = made.moments[rank].most(held)
-    if candidate.pp > 1:
-        peak = max(peak, _last(held) + _received(made, own) / _parts(candidate))
+    peak = max(peak, _last(held) + _received(made, own) / candidate.parts)
     copies = _copies(candidate, own, made.stages[-1].cost.lent.outside)
     return max(part + copies + peak, optimizer)
 
 
+def _beside(candidate: Candidate, rank: Stage, peaks: Peaks) -> float:
+    """Bytes in the passes of a plan without a pipeline, beside what is stored: of a step of several micro-batches with
+    what all of them read, and the gradients that they add to."""
+    if candidate.microbatches == 1:
+        return peaks.forward
+    cost, layers = rank.cost, rank.share.stored.layers
+    copies, entry = cost.copies(layers) / (candidate.shards if candidate.gathers_again else 1), 0.0
+    if candidate.zero and not candidate.gathers_again:
+        _, plain = cost.gathered(candidate.zero == 3)
+        copies, entry = copies + plain(layers), plain.entry  # that no backward pass reads
+    gradients = cost.gradients(layers) / candidate.parts
+    earlier = max(peaks.forward, peaks.before) + (gradients if candidate.microbatches > 2 else 0.0)
+    return copies + max(max(peaks.forward, peaks.backward) + gradients - entry, earlier)
+
+
 def held_of(candidate: Candidate, made: Pipelined, rank: int) -> list[Held]:
     """Of each stage of a rank."""
-    return [_held(candidate, made.stages[stage], _parts(candidate)) for stage in made.moments[rank].stages]
-
-
-def _parts(candidate: Candidate) -> int:
-    """Of which a rank keeps one of each gradient, that is there from the first backward pass of its stage on."""
-    return candidate.shards if candidate.zero >= 2 else 1
+    return [_held(candidate, made.stages[stage], candidate.parts) for stage in made.moments[rank].stages]
 
 
 def _last(held: Sequence[Held]) -> float:
@@ -56,7 +69,7 @@ def _held(candidate: Candidate, stage: Stage, parts: int) -> Held:
     if not stage.share.time.entry:  # what the first stage keeps
         gradients += cost.terms.outside / parts
     _, plain = cost.gathered(candidate.zero == 3)
-    ahead = plain.entry if candidate.zero and candidate.pp > 1 and not candidate.gathers_again else 0.0
+    ahead = plain.entry if candidate.zero and not candidate.gathers_again else 0.0
     others = cost.beside(stage.share.time, stage.moved)
     return cost.saved(kept), cost.late(kept) + cost.made(kept), gradients, others, ahead
 
@@ -65,22 +78,18 @@ def _lent(candidate: Candidate, rank: Stage, tied: float) -> float:
     """Bytes that tied parameters take, as they are, beside `plain`, which has them on the last rank: that rank gets
     them without ZeRO too; with it, the first one gathers them for itself."""
     has_first, has_last = rank.share.stored.entry > 0, rank.share.time.behind > 0
-    return tied if candidate.pp > 1 and has_first != has_last and has_first == (candidate.zero > 0) else 0.0
+    return tied if has_first != has_last and has_first == (candidate.zero > 0) else 0.0
 
 
 def _copies(candidate: Candidate, rank: Stage, tied: float) -> float:
-    """Bytes of the parameters as a step reads them: in another dtype, and gathered. With ZeRO-3 what is gathered, and
-    gradients on their way; of a pipeline they are counted with its stages, and what is gathered is cast before. tied:
-    of tied parameters that are read as they are."""
+    """Bytes of the parameters as a rank of a pipeline reads them: in another dtype, and gathered. What ZeRO-3 gathers,
+    and gradients on their way, are counted with its stages, and what is gathered is cast before. tied: of tied
+    parameters that are read as they are."""
     cost, layers = rank.cost, rank.share.stored.layers
-    if candidate.gathers_again and candidate.pp > 1:
+    if candidate.gathers_again:
         return cost.copies(layers) / candidate.shards
-    if candidate.gathers_again:  # of the layer at work and of the next one
-        on_way = max(2 * cost.gradients.each, cost.gradients.outside - cost.gradients.entry)
-        return 2 * (cost.copies.each + cost.plain.each) + on_way
     gathered = 0.0
-    if candidate.zero:  # what enters the layers is read by no backward pass, so it is gone when the last one begins
+    if candidate.zero:  # what enters the layers is read by no backward pass: where a rank has it, `Moments` say
         _, plain = cost.gathered(candidate.zero == 3)
-        is_gone = candidate.microbatches <= 2 or candidate.pp > 1  # where a pipeline has it, `Moments` say
-        gathered = plain(layers) - (plain.entry if is_gone else 0.0)
+        gathered = plain(layers) - plain.entry
     return cost.copies(layers) + max(0.0, gathered + _lent(candidate, rank, tied))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from autopar.ir.measure import local_bytes
@@ -17,17 +16,18 @@ from autopar.ir.ops import is_collective
 from autopar.ir.program import Program, is_getitem, is_view, record, root_of
 from autopar.ir.workspace import PIECE_BYTES, widened_bytes
 from autopar.machines import Machine
+from autopar.passes.bucket import sums_of_gradients
 from autopar.passes.node_costs import RING, TURNS, Load, load_us, loads_of
 from autopar.passes.streams import WAIT, Launch, Ran, launches_of, run_launches
 from autopar.planning.depth import Rest
-from autopar.planning.sides import BEFORE, BEHIND, INSIDE, JOINED, SUM, side_of, sides_of, terms_of
+from autopar.planning.events import NO_EVENTS, Events, Named
+from autopar.planning.sides import BEFORE, BEHIND, BODIES, INSIDE, JOINED, SUM, side_of, sides_of, terms_of
 from autopar.runtime.executor import written_over
 
 SAVED = "saved"
 LEFT = {"F": SAVED, "I": SAVED, "P": "step"}  # of a graph's outputs, what later actions hold
 SUMS = "E"  # the action that adds up gradients over ranks
 Kept = tuple[float, float, float]
-SPLIT = torch.ops.aten.split_with_sizes.default
 NONE: Kept = (0.0, 0.0, 0.0)
 
 
@@ -36,7 +36,8 @@ class Call(NamedTuple):  # a search of plans makes a hundred thousand
     what it makes and the graph does not leave. dying: the places of calls whose values nothing reads after this one.
     kept: how many bytes more are kept between actions, or fewer after it: of all, without the layer that is left out,
     of what lies behind the layers. widened: bytes of its logits in float32. term: TERM of what a joined sum
-    adds, SUM of the sum."""
+    adds, SUM of the sum. layer: which of the program's equal layers it lies in, in their order, -1 in none. events:
+    what it reads of parameters, and makes of their gradients."""
 
     load: Load | None
     launch: Launch | None
@@ -47,12 +48,16 @@ class Call(NamedTuple):  # a search of plans makes a hundred thousand
     kept: Kept
     widened: float
     term: int
+    layer: int = -1
+    events: Events = NO_EVENTS
 
     def between(self, other: Call, share: float) -> Call | None:
         """As of a `Sheet`."""
         if self == other:
             return self
         if (self.launch, self.stays, self.side, self.dying) != (other.launch, other.stays, other.side, other.dying):
+            return None
+        if self.events != other.events:
             return None
         if self.load is None or other.load is None:
             load = None
@@ -63,11 +68,7 @@ class Call(NamedTuple):  # a search of plans makes a hundred thousand
         own = self.own + (other.own - self.own) * share
         kept = _on_line(self.kept, other.kept, share)
         widened = self.widened + (other.widened - self.widened) * share
-        return (
-            Call(load, self.launch, self.stays, self.side, own, self.dying, kept, widened, self.term)
-            if is_alike
-            else None
-        )
+        return self._replace(load=load, own=own, kept=kept, widened=widened) if is_alike else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +98,18 @@ class Sheet:
 
     @classmethod
     def of(
-        cls, kind: str, program: Program, rest: Rest, waited: Collection[str] = (), given: Collection[str] = ()
+        cls, kind: str, program: Program, rest: Rest, named: Named, waited: Collection[str] = (),
+        given: Collection[str] = (),
     ) -> Sheet:  # fmt: skip
-        """kind: of the action that runs the graph. rest: all but the layer that may be left out. waited: the names of
-        what is kept for a later action too; given: of what the graph may write over."""
+        """kind: of the action that runs the graph. rest: all but the layer that may be left out. named: parameters and
+        gradients. waited: the names of what is kept for a later action too; given: of what the graph may write over."""
         leaving = [node for node, out in program.leaving if out.kind == LEFT.get(kind) and node is not None]
         if kind == "W":
             leaving = [node for node, entry in program.entries if entry.kind == SAVED]
         kinds = leaving, list(filter(rest.counts, leaving)), list(filter(rest.is_entry, leaving))
         whole, less, entry = (_bytes(program, nodes, kind == "W") for nodes in kinds)
         reads = frozenset(entry.name for _, entry in program.parameters())
-        calls = tuple(_calls(kind, program, rest, waited, given))
+        calls = tuple(_calls(kind, program, rest, named, waited, given))
         ahead = _sum(call.kept for call in calls) if kind == "F" else NONE
         return cls(program.mesh, calls, (whole, less, entry), reads, ahead)
 
@@ -127,9 +129,12 @@ class Sheet:
         left, ahead = (_on_line(*pair, share) for pair in ((self.left, other.left), (self.ahead, other.ahead)))
         return Sheet(self.mesh, tuple(calls), left, self.reads, ahead)
 
-    def times(self, machine: Machine, is_still: bool = False) -> list[float]:
-        """us of each call. is_still: as if what cp and ulysses move took no time."""
+    def times(self, machine: Machine, is_still: bool = False, adds: bool = True) -> list[float]:
+        """us of each call. is_still: as if what cp and ulysses move took no time. adds: False if calls add to nothing
+        that earlier micro-batches made."""
         loads = (still(call.load) if is_still else call.load for call in self.calls)
+        if not adds:
+            loads = (load and load._replace(total=0.0) for load in loads)
         return [load_us(load, self.mesh, machine) for load in loads]
 
     def ran(self, times: list[float], machine: Machine, is_less: bool) -> Ran:
@@ -227,9 +232,9 @@ def _bytes(program: Program, nodes: list[fx.Node], given: bool) -> int:
 
 
 def _calls(
-    kind: str, program: Program, rest: Rest, waited: Collection[str], given: Collection[str]
+    kind: str, program: Program, rest: Rest, named: Named, waited: Collection[str], given: Collection[str]
 ) -> Iterator[Call]:  # fmt: skip
-    """Sums of gradients take no time here: they are taken over all data axes at once (`data_time.py`)."""
+    """Sums of gradients take no time here: they are taken over all data axes at once (`data_streams.py`)."""
     loads, launches = loads_of(program, adds=True), launches_of(program)
     place = {node: i for i, node in enumerate(loads)}
     leaving = {root_of(node) for node in program.results if node is not None}
@@ -244,7 +249,8 @@ def _calls(
     over = {root_of(operand): node for node, operand in written_over(program.graph, mine).items()}
     kept = _kept(kind, program, rest, waited, last, over)
     sides = sides_of(kind, program, rest)
-    terms, sums = dict(terms_of(sides)), _sums(kind, program)
+    terms, sums, layers = dict(terms_of(sides)), _sums(kind, program), rest.layers
+    events = named.events(program) if kind in BODIES else {}
     for (node, load), launch in zip(loads.items(), launches, strict=True):
         is_own = not is_getitem(node) and not is_view(node) and node not in leaving
         own = local_bytes(node, program.mesh) if is_own else 0
@@ -252,6 +258,7 @@ def _calls(
         yield Call(
             load, launch, rest.counts(node), sides[node], own, tuple(dying.get(node, ())), kept.get(node, NONE),
             widened_bytes(node, program.mesh), terms.get(node, 0),
+            layers.index(rest.layer(node)) if rest.is_equal(node) else -1, events.get(node, NO_EVENTS),
         )  # fmt: skip
 
 
@@ -286,21 +293,9 @@ def still(load: Load | None) -> Load | None:
 
 
 def _sums(kind: str, program: Program) -> set[fx.Node]:
-    """The calls that add up gradients over data axes: of those that run once a step all; of others those of a backward
-    pass that nothing reads but who waits for them and takes them apart, and leaves."""
-    moved = [node for node in program.calls() if _is_over_data(node)]
-    if kind != SUMS:
-        moved = [node for node in moved if record(node).is_backward and _only_leaves(node)]
-    return {*moved, *(user for node in moved for user in node.users if user.target is WAIT)}
-
-
-def _only_leaves(node: fx.Node) -> bool:
-    return all(user.op == "output" or (_is_same(user) and _only_leaves(user)) for user in node.users)
-
-
-def _is_same(node: fx.Node) -> bool:
-    """True for what is no other value than its operand, or a part of it."""
-    return node.target in (WAIT, SPLIT) or is_getitem(node) or is_view(node)
+    """The calls that add up gradients over ranks, and of what runs once a step all that moves over data axes."""
+    sums, _ = sums_of_gradients(program)
+    return {*sums, *(node for node in program.calls() if kind == SUMS and _is_over_data(node))}
 
 
 def _is_over_data(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import Mesh, is_in_time
 from autopar.machines import Machine
 from autopar.planning.depth import Rest
+from autopar.planning.events import Named
 from autopar.planning.sheet import Sheet, described
 from autopar.planning.stage import Micro
 from autopar.planning.states import Held, Stored, held, held_of_entry
@@ -36,10 +37,10 @@ class Sheets:
         that run once a step, mostly for all rows and however much is computed again; of forward passes, whether
         gradients of weights are computed apart or not."""
         sheets: dict[str, tuple[Sheet, Sheet]] = {}
-        given = _given(micro)
+        given, named = _given(micro), Named.of(micro, rest)
         for kind, graph in micro.graphs.items():
             key = (kind, micro.plan.mesh, *described(graph)) if kind in SHARED else None
-            sheets[kind] = known.get(key) or _both(micro, kind, rest, given)
+            sheets[kind] = known.get(key) or _both(micro, kind, rest, named, given)
             if key is not None:
                 known[key] = sheets[kind]
         stored = Stored.of(micro.program, replace(rest, path="")), Stored.of(micro.program, rest)
@@ -112,13 +113,13 @@ class Sheets:
         return found
 
 
-def _both(micro: Micro, kind: str, rest: Rest, given: set[str]) -> tuple[Sheet, Sheet]:
+def _both(micro: Micro, kind: str, rest: Rest, named: Named, given: set[str]) -> tuple[Sheet, Sheet]:
     """The sheet of a graph, and of what it is without a layer: of what is done once a step, another graph."""
     graph = micro.graphs[kind]
     waited = {entry.name for entry in micro.graphs["W"].inputs} if kind == "I" else set()
-    whole = Sheet.of(kind, micro.finished(graph), rest, waited, given - waited)
+    whole = Sheet.of(kind, micro.finished(graph), rest, named, waited, given - waited)
     shorter = rest.cut_out(graph) if kind in ONCE and rest.path else None
-    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest)
+    return whole, whole if shorter is None else Sheet.of(kind, micro.finished(shorter), rest, named)
 
 
 def _given(micro: Micro) -> set[str]:

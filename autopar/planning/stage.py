@@ -12,6 +12,7 @@ from autopar.ir.mesh import Mesh, is_in_time
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import OF_GRAPHS, PASSES
+from autopar.passes.bucket import bucket
 from autopar.passes.fuse import fuse
 from autopar.passes.pipeline.pieces import Places
 from autopar.passes.pipeline.stages import graphs_of_stages
@@ -31,10 +32,10 @@ class Micro:
     message: float
 
     def finished(self, graph: Program) -> Program:
-        """A graph after the passes that come after the cut. Nothing is verified here: what is chosen is compiled by
-        `lower`, which does."""
+        """A graph after the passes that come after the cut, but for the sums of gradients: how these move a plan says
+        (`data_streams.py`). Nothing is verified here: what is chosen is compiled by `lower`, which does."""
         for step, _ in PASSES:
-            graph = step(graph, self.plan) if step in OF_GRAPHS else graph
+            graph = step(graph, self.plan) if step in OF_GRAPHS and step is not bucket else graph
         return graph
 
     def fused(self, graph: Program) -> Program:

@@ -12,7 +12,8 @@ from autopar.planning.predict import Prediction
 from autopar.planning.report import time_text
 from autopar.report.text import table_text
 
-HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp, cp", "data axes", "optimizer")
+HEADS = ("plan", "step", "tokens/s", "MFU", "memory", "idle", "waits for tp, cp", "data axes", "optimizer", "figures")
+FIGURES = ("predicted", "emitted")
 
 
 def planned_text(planned: Planned) -> str:
@@ -21,11 +22,12 @@ def planned_text(planned: Planned) -> str:
 
 
 def plan_line(planned: Planned) -> str:
-    """What is predicted of the best plan."""
+    """What is known of the best plan."""
     best, asked = planned.found.best[0], planned.asked
+    known = "as emitted for" if best.is_emitted else "predicted on"
     return (
-        f"predicted on {asked.machine.name}: {time_text(best.total)} a step, {planned.rate:,.0f} "
-        f"tokens a second, MFU {_mfu(planned, best):.1%}, {human(best.memory)} of {human(asked.limit)} a device"
+        f"{known} {asked.machine.name}: {time_text(best.total)} a step, {planned.rate:,.0f} tokens a second, "
+        f"MFU {_mfu(planned, best):.1%}, {human(best.memory)} of {human(asked.limit)} a device"
     )
 
 
@@ -99,5 +101,5 @@ def row_of(planned: Planned, found: Prediction) -> tuple[str, ...]:
     return (
         str(found.candidate), time_text(found.total), f"{planned.tokens / found.total * 1e6:,.0f}",
         f"{_mfu(planned, found):.1%}", human(found.memory),
-        *(f"{us / found.total:.1%}" for us in parts),
+        *(f"{us / found.total:.1%}" for us in parts), FIGURES[found.is_emitted],
     )  # fmt: skip

@@ -132,7 +132,7 @@ def test_all_that_plan_shows(places: dict[str, str], tmp_path: Path) -> None:
     assert head.startswith("# autopar plan ") and head.endswith(
         "--gpus 2 --batch 8 --machine cpu --fix recompute=none --fix pp=1"
     )
-    assert predicted.startswith("# predicted on cpu: ") and str(read_plan(files[1]).mesh) == "tp=2"
+    assert predicted.startswith("# as emitted for cpu: ") and str(read_plan(files[1]).mesh) == "tp=2"
     code, shown, said = call(filled("plan JOB --gpus 1,2 --machine cpu --fix recompute=none --tokens 1B", places))
     assert code == 0 and "days for 1e+09 tokens" in shown and len(shown.splitlines()) == 3, (shown, said)
 

@@ -115,7 +115,8 @@ def middle() -> float:
 
 @pytest.fixture(scope="module")
 def found() -> Planned:
-    return planned_for(middle())
+    """Without pipelines: of these the fastest mixes are tried alone (`search._refine`)."""
+    return planned_for(middle(), pp=1)
 
 
 def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
@@ -133,7 +134,7 @@ def test_the_search_finds_what_trying_everything_finds(found: Planned) -> None:
     assert best[0].candidate.again is not None and best[0].total == pytest.approx(tried[0].total)
     assert [each.total for each in best] == pytest.approx([each.total for each in _one_of_each(tried)[:3]])
     assert sum(found.found.counts.values()) == len(candidates)
-    assert 0 < sum(each.again is not None for each in candidates) < len(candidates) / 4, "none has a pipeline"
+    assert sum(each.again is not None for each in candidates) == len(candidates) / 4, "with each other choice"
 
 
 def _each_way(candidate: Candidate) -> list[Prediction]:
@@ -165,12 +166,12 @@ def test_the_frontier_goes_on_with_more_layers() -> None:
 
 
 def test_what_is_fixed(found: Planned) -> None:
-    made = planned_for(middle(), recompute=LAYERS)
+    made = planned_for(middle(), recompute=LAYERS, pp=1)
     assert made.found.best[0] == found.found.best[0]
     with pytest.raises(PlanError, match=r"recompute=layers: \d+ fit in inf .* Write recompute=none, or less memory"):
         planned_for(math.inf, recompute=LAYERS)
     with pytest.raises(
-        PlanError, match=r"no plan fits in .*, with dp=2 zero=3 recompute 5 of 6 layers, selective others "
+        PlanError, match=r"no plan fits in .*, with dp=2 zero=[13] recompute 5 of 6 layers, selective others "
     ):
         planned_for(1e3, recompute=LAYERS, pp=1)
 

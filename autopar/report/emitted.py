@@ -1,0 +1,118 @@
+"""Compile the plans that are shown, and say what the emitted programs take in place of what was predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.compiler.compile import lower
+from autopar.compiler.garbage import uncollected
+from autopar.compiler.meshes import mesh_of
+from autopar.compiler.options import options_of
+from autopar.errors import AutoparError, PlanError, first_sentence
+from autopar.ir.measure import human
+from autopar.ir.mesh import DATA_AXES, axes_of_group
+from autopar.ir.plan import Fixed
+from autopar.planning.plan import Planned, Tell
+from autopar.planning.predict import Prediction
+from autopar.planning.step_time import step_time
+from autopar.report.memory.estimate import memory_report
+
+NEAR_LIMIT = 0.03  # of the memory: the model of a plan is not surer
+NEAR_FIRST = 0.01  # of the time of the fastest
+LARGER = "larger than the memory as emitted"
+
+
+@uncollected()
+def checked(found: Planned, tell: Tell = lambda done, all_: None, of_time: bool = True) -> Planned:
+    """The plans of a search, with what their emitted programs take: of the first one, and of those that are near the
+    limit of memory or near the first. What does not fit then, or is refused, is dropped, and the next is looked at.
+
+    tell: of progress, (done, all). of_time: False if nobody asks but whether plans fit. Raises PlanError if none does.
+    """
+    return _Check(found, tell, of_time).run()
+
+
+@dataclass(slots=True)
+class _Check:
+    planned: Planned
+    tell: Tell
+    of_time: bool
+    known: dict[Prediction, Prediction | None] = field(default_factory=dict)  # as emitted; None of what is dropped
+    dropped: Counter[str] = field(default_factory=Counter)
+    larger: list[tuple[int, str]] = field(default_factory=list)  # bytes of what does not fit
+
+    def run(self) -> Planned:
+        shown = self._shown()
+        while (wanted := self._next(shown)) is not None:
+            self.tell(len(self.known), len(self.known) + 1)
+            self.known[wanted] = self._emitted(wanted)
+            shown = self._shown()
+        found = self.planned.found
+        counts = found.counts + self.dropped
+        counts["simulated"] -= sum(self.dropped.values())
+        if not shown:
+            raise self._none_fits()
+        return replace(self.planned, found=replace(found, best=shown, counts=+counts))
+
+    def _shown(self) -> list[Prediction]:
+        """The plans of the table as far as is known, the fastest first."""
+        order = [each for each in self._order() if self.known.get(each, each) is not None]
+        made = [self.known.get(each) or each for each in order[: self.planned.asked.top]]
+        return sorted(made, key=lambda each: each.total)
+
+    def _order(self) -> Iterator[Prediction]:
+        """Those of the search, and behind them the others that fit by what was predicted."""
+        found, limit = self.planned.found, self.planned.asked.limit
+        yield from found.best
+        seen = {each.candidate for each in found.best}
+        for each in sorted(found.tried, key=lambda each: each.total):
+            if each.candidate not in seen and each.memory <= limit:
+                seen.add(each.candidate)
+                yield each
+
+    def _next(self, shown: Sequence[Prediction]) -> Prediction | None:
+        """One whose emitted programs are to be looked at."""
+        if not shown:
+            return None
+        limit, first = self.planned.asked.limit, shown[0]
+        for each in shown:
+            is_near = each.memory > (1 - NEAR_LIMIT) * limit
+            is_fast = self.of_time and (each is first or each.total < (1 + NEAR_FIRST) * first.total)
+            if not each.is_emitted and (is_near or is_fast):
+                return each
+        return None
+
+    def _emitted(self, plan: Prediction) -> Prediction | None:
+        """A plan with the time and the memory of its programs; None if it does not fit, or is refused."""
+        planned, candidate = self.planned, plan.candidate
+        micros, asked = planned.programs.micros, planned.asked
+        decided = options_of(**candidate.options())
+        options = replace(micros.options, **{name: getattr(decided, name) for name in candidate.options()})
+        try:
+            captured = micros.captures.capture(asked.batch)
+            compiled = lower(captured, mesh_of(candidate.mesh), options, Fixed(machine=asked.machine))
+        except AutoparError as error:
+            self.dropped[f"refused ({first_sentence(str(error))})"] += 1
+            return None
+        time = step_time(compiled, asked.machine)
+        memory = max(memory_report(compiled, ranks[0]).peak for ranks in compiled.alike)
+        data = sum(us for axis, us in time.exposed.items() if not set(DATA_AXES).isdisjoint(axes_of_group(axis)))
+        exposed = sum(time.exposed.values()) - data
+        if memory > asked.limit:
+            self.dropped[LARGER] += 1
+            self.larger.append((memory, str(candidate)))
+            return None
+        return Prediction(candidate, time.total, memory, time.bubble, exposed, data, time.optimizer, is_emitted=True)
+
+    def _none_fits(self) -> PlanError:
+        asked = self.planned.asked
+        if not self.larger:
+            return PlanError(f"no plan for {asked.gpus} devices: {'; '.join(self.dropped)}")
+        memory, plan = min(self.larger)
+        return PlanError(
+            f"no plan fits in {human(asked.limit)} a device on {asked.gpus} devices: {len(self.larger)} that should "
+            f"were compiled, and the least that one takes is {human(memory)}, with {plan}. Ask for a smaller batch, "
+            f"more devices, or devices with more memory."
+        )
