@@ -21,6 +21,7 @@ from autopar.planning.batches import rows_of_batch
 from autopar.planning.decisions import PLANNED, write_plan
 from autopar.planning.fixed import read_fixed, ways_text
 from autopar.planning.jobs import layers_of
+from autopar.planning.layers import Layers
 from autopar.planning.others import fastest, reasons, scales, with_batches
 from autopar.planning.plan import Asked, Planned, Tell, planned
 from autopar.report.emitted import checked
@@ -83,10 +84,7 @@ def plan_(
         if each[0].batch == each[-1].batch:
             return
         each = [fastest(made)]
-    (asked,) = each
-    found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
-    if check:
-        found = _with_bar("compiled plans", lambda tell: checked(found, tell))
+    found = _found(layers, each[0], check)
     show(planned_text(found))
     lost = _with_bar("other plans", lambda _: list(reasons(found)))
     for line in lost:
@@ -94,8 +92,14 @@ def plan_(
     if html is not None:
         write_text(html, _with_bar("page", lambda _: plans_page(found, target, lost)))
     if out_file is not None:
-        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {asked.batch} --machine {machine}", fix)
+        _write(out_file, found, f"autopar plan {target} --gpus {gpus} --batch {each[0].batch} --machine {machine}", fix)
         show(f"{out_file}: autopar run {target} --plan {out_file}")
+
+
+def _found(layers: Layers, asked: Asked, is_checked: bool) -> Planned:
+    """The plans that fit, the best ones compiled if that was asked for."""
+    found = _with_bar("plans", lambda tell: planned(layers, asked, tell))
+    return _with_bar("compiled plans", lambda tell: checked(found, tell)) if is_checked else found
 
 
 def _with_bar(words: str, work: Callable[[Tell], T]) -> T:
