@@ -33,9 +33,11 @@ logging.getLogger("torch.__trace").propagate = True
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
-    """Each test starts from one seed, on one thread: the models are small and the cores few."""
+    """Each test starts from one seed, on one thread: the models are small and the cores few. What a benchmark that was
+    run by a test kept from the log is told again."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack once for each kind of device
     torch.set_num_threads(1)
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(params=["host", "device"])

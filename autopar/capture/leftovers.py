@@ -68,9 +68,10 @@ def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype 
         made = capture()
     except BaseException as error:
         filled, _ = left.settle(dtypes, is_over=False)
-        if not filled or not isinstance(error, CaptureError):
+        again = _again(capture, left, dtypes) if filled and isinstance(error, CaptureError) else None
+        if again is None:
             raise
-        made = _again(capture, left, dtypes)
+        made = again
     filled, others = left.settle(dtypes, is_over=True)
     if filled:
         made = capture()
@@ -81,14 +82,14 @@ def settled(capture: Callable[[], Captured], left: Leftovers, lift: torch.dtype 
     return made
 
 
-def _again(capture: Callable[[], Captured], left: Leftovers, dtypes: Dtypes) -> Captured:
+def _again(capture: Callable[[], Captured], left: Leftovers, dtypes: Dtypes) -> Captured | None:
     """Capture once more what failed while the model made tables, which are there now: a number that it read of one as
-    it made that was none of a batch, and is not read again."""
+    it made that was none of a batch, and is not read again. None if it fails again: the first error says why."""
     try:
         return capture()
-    except BaseException:
+    except CaptureError:
         left.settle(dtypes, is_over=False)
-        raise
+        return None
 
 
 _KEPT = (

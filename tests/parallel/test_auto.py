@@ -90,7 +90,7 @@ def _train(rank: int, rows: int, has_state: bool) -> tuple[str, list[str]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("rows", "has_state"), [(256, False), (1, True)])
+@pytest.mark.parametrize(("rows", "has_state"), [(1024, False), (1, True)])
 def test_training_equals_the_plain_loop(two: Ranks, rows: int, has_state: bool) -> None:
     """One row cannot be split over dp: the module moves to tp."""
     (mesh, said), (other, silent) = two.run(_train, rows, has_state)
@@ -102,8 +102,8 @@ def test_training_equals_the_plain_loop(two: Ranks, rows: int, has_state: bool) 
 @pytest.mark.gloo
 def test_four_ranks(four: Ranks) -> None:
     """Both ways to divide the work at once: the module moves from four ranks of dp to dp and tp."""
-    (mesh, said), *others = four.run(_train, 128, True)
-    assert mesh == "dp=2,tp=2" and len(said) == 1 and "for 4 ranks of cpu and 128 rows" in said[0], said
+    (mesh, said), *others = four.run(_train, 512, True)
+    assert mesh == "dp=2,tp=2" and len(said) == 1 and "for 4 ranks of cpu and 512 rows" in said[0], said
     assert others == 3 * [(mesh, [])]
 
 
